@@ -1,0 +1,85 @@
+"""The recipe: the tree of frozen dataclasses that a YAML file fills. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from finetune.config import Adapter, Columns, Data, Evaluate, Files, LanguageModel, Mesh, Optimizer, Task, Train
+from regularizers.config import Plain, RegularizerConfig
+from selection.config import Embedder, GotD, Method, TfIdf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Select:
+    """What is chosen from which pool for which target."""
+
+    pool: Files = field(default_factory=Files)
+    """Candidate records, unlabelled."""
+    target: Files = field(default_factory=Files)
+    """Samples of the task; empty: the run's own training rows."""
+    budget: int = 1000
+    """Records to choose."""
+    method: Method = field(default_factory=GotD)
+    """How records are scored."""
+    embedder: Embedder = field(default_factory=TfIdf)
+    """How texts become vectors (methods that need them)."""
+    columns: Columns = field(default_factory=Columns)
+    """Column names of pool and target."""
+    domain_column: str = "domain"
+    """Column that names a record's domain, for the report only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """The light pre-fine-tune on the selection: language modelling with the same adapter and regularizer."""
+
+    steps: int = 100
+    """Optimizer updates."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    batch_size: int = 8
+    """Rows of one micro-batch."""
+    accumulate: int = 1
+    """Micro-batches of one update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The grid that `flatshift sweep` runs when `--grid` and `--seeds` are not given."""
+
+    grid: dict[str, tuple] = field(default_factory=dict)
+    """Dotted key: values."""
+    seeds: int = 3
+    """Values of `train.seed`: 0, 1, …"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything one run needs."""
+
+    extends: str | None = None
+    """A recipe file (relative to this one) or shipped name whose values this recipe starts from."""
+    backbone: str = "flatshift-5m"
+    """A shipped name, a hub name, or a local directory."""
+    task: Task = field(default_factory=LanguageModel)
+    """What is learned."""
+    data: Data = field(default_factory=Data)
+    """Rows to train and judge on."""
+    select: Select | None = None
+    """Data selection before the warm-up; null: none."""
+    warmup: WarmUp | None = None
+    """Warm-up stage on the selection; null: fine-tune the cold backbone."""
+    adapter: Adapter = field(default_factory=Adapter)
+    """The LoRA adapter."""
+    regularizer: RegularizerConfig = field(default_factory=Plain)
+    """What is added to a training step."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """AdamW and its schedule."""
+    train: Train = field(default_factory=Train)
+    """Steps, batches, evaluation and checkpoints."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """Device mesh axes."""
+    eval: Evaluate = field(default_factory=Evaluate)
+    """Metrics and intervals."""
+    sweep: Sweep | None = None
+    """Default grid of `flatshift sweep`."""

@@ -1,0 +1,186 @@
+"""What a fine-tuning run can be told: one frozen dataclass per component. Imports nothing heavy.
+
+A union (`Task`) is chosen in a recipe by its `kind:` tag. Every field's docstring is its help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """Plain causal language modelling: every token of `text` is supervised."""
+
+    kind: Literal["language-model"] = "language-model"
+    pack: bool = True
+    """Fill rows of `train.max_length` with several samples; no sample attends to another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """Causal language modelling of an answer: only the completion is supervised."""
+
+    kind: Literal["completion"] = "completion"
+    prompt: str = "{text}"
+    """Template over the row's columns, not supervised."""
+    completion: str = " {label}"
+    """Template over the row's columns, supervised, followed by the end-of-sequence token."""
+    pack: bool = True
+    """Fill rows of `train.max_length` with several samples; no sample attends to another."""
+    score: Literal["perplexity", "rank", "generate"] = "perplexity"
+    """How dev and test are judged besides perplexity: `rank` the completions of all labels by likelihood
+    (accuracy, F1, Matthews), or `generate` greedily and compare (exact match)."""
+    max_new_tokens: int = 64
+    """Longest generated answer, tokens (score: generate)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classify:
+    """Sequence classification with a new head over `text` (or the pair `text`, `text2`)."""
+
+    kind: Literal["classify"] = "classify"
+    labels: tuple[str, ...] | None = None
+    """Class names in head order; by default the sorted labels of the training rows."""
+
+
+Task = LanguageModel | Completion | Classify
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter, passed to PEFT's `LoraConfig`."""
+
+    rank: int = 8
+    """r: rows of A and columns of B."""
+    alpha: float | None = None
+    """Scale numerator; the update is alpha/r·BA (alpha/√r with rslora). Null means 2·rank: a constant scale of 2."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Module name suffixes that get an adapter, or `all-linear`."""
+    dropout: float = 0.0
+    """LoRA dropout on the adapter's input."""
+    rslora: bool = False
+    """Scale by alpha/√r instead of alpha/r."""
+    dora: bool = False
+    """Weight-decomposed LoRA: trains the magnitude vector too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW over the adapter (and head) in float32, with a learning-rate schedule."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam moment decays."""
+    eps: float = 1e-8
+    """Adam denominator offset."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay after warm-up, to zero at the last step (constant: none)."""
+    warmup: float = 0.03
+    """Share of the steps with linearly rising learning rate."""
+    clip: float | None = 1.0
+    """Global gradient-norm bound; null for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long, how much at once, and how often to look and to save."""
+
+    steps: int = 200
+    """Optimizer updates."""
+    batch_size: int = 16
+    """Rows of one micro-batch, over all data-parallel ranks together."""
+    accumulate: int = 1
+    """Micro-batches of one optimizer update; the loss is divided by the update's supervised tokens."""
+    seed: int = 0
+    """The one seed; data order, subset, label noise, adapter initialisation and noise derive from it by name."""
+    max_length: int = 256
+    """Longest row, tokens; longer samples are truncated and counted."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute precision; bf16 is autocast over a bf16 backbone with float32 adapters."""
+    eval_every: int = 0
+    """Updates between dev evaluations; 0: only at the end."""
+    patience: int | None = None
+    """Stop after this many dev evaluations without a better dev loss; null: never."""
+    save_every: int = 0
+    """Updates between checkpoints; 0: only at the end of a stage and when interrupted."""
+    keep: int = 2
+    """Checkpoints kept per stage."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    threads: int | None = None
+    """CPU threads; null: torch's own choice. Same bits need the same number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Rows from JSONL (.gz .xz .zst), CSV, Parquet, or a saved `datasets` directory."""
+
+    files: tuple[str, ...] = ()
+    """Paths, globs (sorted), or `sample:NAME` for a file that ships with Flatshift."""
+    limit: int | None = None
+    """Use this many rows: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which columns hold what."""
+
+    text: str = "text"
+    """The text, or the first text of a pair."""
+    text2: str = "text2"
+    """The second text of a pair."""
+    label: str = "label"
+    """The class, a name or a number."""
+    id: str = "id"
+    """A row's own name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where rows come from and what is done to bad ones."""
+
+    train: Files = field(default_factory=Files)
+    """Training rows."""
+    dev: Files = field(default_factory=Files)
+    """Rows that choose the best step; may be empty."""
+    test: Files = field(default_factory=Files)
+    """Rows that are judged once, at the end; may be empty."""
+    columns: Columns = field(default_factory=Columns)
+    """Column names."""
+    label_noise: float = 0.0
+    """Share of training labels replaced by another class, drawn by seed and recorded."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """A malformed row stops the run with its file:line, or is skipped and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Device mesh axes. One device in this version: every axis must be 1."""
+
+    replicate: int = 1
+    """Replicas (DDP)."""
+    dp: int = 1
+    """Parameter shards (FSDP2, ZeRO-3)."""
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    cp: int = 1
+    """Context-parallel ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """How results are judged."""
+
+    batch_size: int = 32
+    """Rows at once."""
+    bootstrap: int = 1000
+    """Resamples of the items for each interval."""
+    confidence: float = 0.95
+    """Coverage of the intervals."""
