@@ -1,0 +1,325 @@
+"""What every benchmark shares: CPU-seconds, A B B A order, capped children, and the results file of the contract.
+
+    bench = Benchmark("train_step")
+    ours, peer = interleave(our_run, peer_run, rounds=2)           # A B B A, CPU-seconds each
+    bench.row("step, fp32", ours=ours, peer=peer, peer_name="Trainer", unit="CPU-s", bar_op="<=", bar_value=1.0)
+    bench.row("step, bf16", unit="CPU-s", peer_name="Trainer", reason="needs a CUDA device")
+    bench.finish()                                                 # table + benchmarks/results/train_step.json
+
+A bar is judged on the median ratio where a row has a peer figure, else on `ours`; `holds` is always computed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import math
+import operator
+import os
+import platform
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune.atomic import write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BarOp = Literal["<=", "<", ">=", ">", "=="]
+_JUDGE: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    "<": operator.lt,
+    ">=": operator.ge,
+    ">": operator.gt,
+    "==": operator.eq,
+}
+Figure = float | Sequence[float] | None
+
+
+# --------------------------------------------------------------------------------------------- measuring
+
+
+def cpu_clock() -> float:
+    """CPU-seconds of this process so far: user + system, over all its threads and the children it has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def cpu_seconds(run: Callable[[], Any]) -> float:
+    """CPU-seconds that `run()` costs; on a shared machine steadier than wall time."""
+    start = cpu_clock()
+    run()
+    return cpu_clock() - start
+
+
+def interleave(
+    ours: Callable[[], Any], peer: Callable[[], Any], *, rounds: int = 2, measure: Callable[..., float] = cpu_seconds
+) -> tuple[list[float], list[float]]:
+    """Run `rounds` times A B B A; element i of both lists comes from neighbouring runs, so ratios may be paired."""
+    mine: list[float] = []
+    theirs: list[float] = []
+    for turn in range(2 * rounds):
+        if turn % 2 == 0:
+            mine.append(measure(ours))
+            theirs.append(measure(peer))
+        else:
+            theirs.append(measure(peer))
+            mine.append(measure(ours))
+    return mine, theirs
+
+
+def limit_threads(count: int) -> None:
+    """Give this process `count` compute threads: torch, BLAS and OpenMP pools alike."""
+    import torch
+    from threadpoolctl import threadpool_limits
+
+    torch.set_num_threads(count)
+    threadpool_limits(count)
+
+
+class PeakMemory:
+    """Context manager: `.bytes` is the peak of the anonymous resident set above its level at entry (sampled)."""
+
+    def __init__(self, interval_s: float = 0.005):
+        self.interval_s = interval_s
+        self.bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._base = anonymous_rss()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            self.bytes = max(self.bytes, anonymous_rss() - self._base)
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def anonymous_rss() -> int:
+    """Bytes of anonymous resident memory (mapped files do not count)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("RssAnon is not reported by this kernel")
+
+
+# --------------------------------------------------------------------------------------------- children
+
+
+class CapReached(Exception):
+    """A child used up its CPU-seconds (or its memory) before it was done."""
+
+
+def cap_cpu(seconds: float | None) -> None:
+    """Called inside a child: from now on at most `seconds` of CPU; None lifts the cap again."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = resource.RLIM_INFINITY if seconds is None else math.ceil(time.process_time() + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def in_child(function: str, *, threads: int = 1, wall_cap_s: float = 1800.0, **arguments: Any) -> Any:
+    """Run `module:function(**arguments)` in a fresh process with `threads` threads and return its JSON-able result.
+
+    The function calls `cap_cpu` itself once its inputs are ready, so that imports and data are not charged.
+    Raises CapReached when the child was stopped by a cap, RuntimeError with its last words when it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        code = (
+            f"from benchmarks._harness import _child; _child({function!r}, {json.dumps(arguments)!r}, {str(answer)!r})"
+        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                cwd=ROOT,
+                env={**os.environ, **limits, "PYTHONPATH": str(ROOT)},
+                stderr=subprocess.PIPE,
+                timeout=wall_cap_s,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CapReached(f"stopped after {wall_cap_s:.0f} s of wall time") from error
+        if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+            cause = "its cap of CPU-seconds" if done.returncode == -signal.SIGXCPU else "the machine's memory"
+            raise CapReached(f"stopped at {cause}")
+        if done.returncode != 0:
+            raise RuntimeError(f"{function} failed: {done.stderr.decode(errors='replace').strip()[-2000:]}")
+        return json.loads(answer.read_text())
+
+
+def _child(function: str, arguments: str, answer: str) -> None:
+    module, _, name = function.partition(":")
+    result = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    Path(answer).write_text(json.dumps(result))
+
+
+# --------------------------------------------------------------------------------------------- the results file
+
+
+class Benchmark:
+    """Collects rows and writes `benchmarks/results/NAME.json` with machine, versions and commit."""
+
+    def __init__(self, name: str, *, packages: Sequence[str] = ("torch", "numpy"), command: str | None = None):
+        self.name = name
+        self.command = command or f"python -m benchmarks.{name}"
+        self.packages = packages
+        self.rows: list[dict[str, Any]] = []
+
+    def row(
+        self,
+        what: str,
+        *,
+        unit: str,
+        ours: Figure = None,
+        peer: Figure = None,
+        peer_name: str | None = None,
+        bar_op: BarOp | None = None,
+        bar_value: float | None = None,
+        bar: str | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        """Add one row. Lists are repeated runs (paired in order); `ours` and `peer` are written as medians.
+
+        `reason` is demanded where a figure that the row is about is missing: `ours` is None, or a peer is named
+        without a figure.
+        """
+        mine, theirs = _runs(ours), _runs(peer)
+        if (not mine or (peer_name and not theirs)) and not reason:
+            raise ValueError(f"row {what!r}: a missing figure needs a reason")
+        if (bar_op is None) != (bar_value is None):
+            raise ValueError(f"row {what!r}: bar_op and bar_value belong together")
+        if len(theirs) == 1:
+            theirs = theirs * len(mine)
+        if mine and theirs and len(mine) != len(theirs):
+            raise ValueError(f"row {what!r}: {len(mine)} runs of ours beside {len(theirs)} of the peer")
+        ratios = [m / t for m, t in zip(mine, theirs, strict=False) if t]
+        judged = statistics.median(ratios) if ratios else (statistics.median(mine) if mine else None)
+        if bar is None and bar_op is not None:
+            bar = f"{'ratio' if ratios else unit} {bar_op} {bar_value:g}"
+        row: dict[str, Any] = {
+            "what": what,
+            "ours": statistics.median(mine) if mine else None,
+            "peer": statistics.median(theirs) if theirs else None,
+            "peer_name": peer_name,
+            "unit": unit,
+            "ratio_median": statistics.median(ratios) if ratios else None,
+            "ratio_min": min(ratios) if ratios else None,
+            "ratio_max": max(ratios) if ratios else None,
+            "runs": len(mine),
+            "bar_op": bar_op,
+            "bar_value": bar_value,
+            "bar": bar,
+            "holds": bool(_JUDGE[bar_op](judged, bar_value)) if bar_op and mine and judged is not None else None,
+        }
+        if reason:
+            row["reason"] = reason
+        self.rows.append(row)
+        print(_line(row), flush=True)
+        return row
+
+    def finish(self, path: Path | None = None) -> Path:
+        """Print the table, write the JSON, return its path."""
+        if not self.rows:
+            raise ValueError(f"benchmark {self.name!r} has no rows")
+        path = path or RESULTS / f"{self.name}.json"
+        write_json(
+            path,
+            {
+                "name": self.name,
+                "command": self.command,
+                "commit": _git("rev-parse", "HEAD"),
+                "dirty": bool(_git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")),
+                "machine": machine(),
+                "versions": versions(self.packages),
+                "rows": self.rows,
+            },
+        )
+        print(table(self.rows))
+        failed = sum(row["holds"] is False for row in self.rows)
+        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        print(f"{shown}: {len(self.rows)} rows, {failed} bars missed")
+        return path
+
+
+def machine() -> dict[str, Any]:
+    """`cpu` name, `cores` usable, `memory` in bytes, `gpu` name or None."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        cpu = next(
+            (s.split(":", 1)[1].strip() for s in info.read_text().splitlines() if s.startswith("model name")), cpu
+        )
+    gpu = None
+    if shutil.which("nvidia-smi"):
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+        )
+        gpu = asked.stdout.strip().splitlines()[0] if asked.returncode == 0 and asked.stdout.strip() else None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory": memory, "gpu": gpu}
+
+
+def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Installed version of each distribution (None: absent), and of Python."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as an aligned text table."""
+    head = ["what", "ours", "peer", "unit", "ratio (min – max)", "runs", "bar", "holds"]
+    body = []
+    for r in rows:
+        spread = (
+            ""
+            if r["ratio_median"] is None
+            else f"{r['ratio_median']:.3g} ({r['ratio_min']:.3g} – {r['ratio_max']:.3g})"
+        )
+        peer = " ".join(filter(None, [_number(r["peer"]), r["peer_name"]]))
+        holds = {True: "yes", False: "NO", None: "–"}[r["holds"]]
+        body.append([r["what"], _number(r["ours"]), peer, r["unit"], spread, str(r["runs"]), r["bar"] or "", holds])
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
+    reasons = [f"  {r['what']}: {r['reason']}" for r in rows if r.get("reason")]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *(["not measured:", *reasons] if reasons else [])])
+
+
+def _runs(figure: Figure) -> list[float]:
+    if figure is None:
+        return []
+    return [float(figure)] if isinstance(figure, int | float) else [float(value) for value in figure]
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratio = "" if row["ratio_median"] is None else f"  ratio {row['ratio_median']:.3g}"
+    return f"· {row['what']}: {_number(row['ours'])} {row['unit']}{ratio}" + (
+        f"  ({row['reason']})" if row.get("reason") else ""
+    )
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
