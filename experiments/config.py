@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from finetune.config import Adapter, Columns, Data, Evaluate, Files, LanguageModel, Mesh, Optimizer, Task, Train
+from finetune.config import (
+    Adapter,
+    Columns,
+    Data,
+    Evaluate,
+    Files,
+    LanguageModel,
+    Mesh,
+    Optimizer,
+    Task,
+    Train,
+    check_bounds,
+)
 from regularizers.config import Plain, RegularizerConfig
 from selection.config import Embedder, GotD, Method, TfIdf
 
@@ -27,6 +40,11 @@ class Select:
     """Column names of pool and target."""
     domain_column: str = "domain"
     """Column that names a record's domain, for the report only."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """A malformed record stops the run with its file:line, or is skipped and counted."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, budget=(1, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +60,9 @@ class WarmUp:
     accumulate: int = 1
     """Micro-batches of one update."""
 
+    def __post_init__(self) -> None:
+        check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -51,6 +72,9 @@ class Sweep:
     """Dotted key: values."""
     seeds: int = 3
     """Values of `train.seed`: 0, 1, …"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, seeds=(1, None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,21 @@ A union (`Task`) is chosen in a recipe by its `kind:` tag. Every field's docstri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+
+def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> None:
+    """Refuse field values outside `(low, high)`, ends included; None is unbounded and a None value passes.
+
+    Raises ValueError that begins with the field's name, so that a recipe loader can say where it was set.
+    """
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            wanted = f"≥ {low}" if high is None else f"≤ {high}" if low is None else f"between {low} and {high}"
+            raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +48,9 @@ class Completion:
     (accuracy, F1, Matthews), or `generate` greedily and compare (exact match)."""
     max_new_tokens: int = 64
     """Longest generated answer, tokens (score: generate)."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, max_new_tokens=(1, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +82,9 @@ class Adapter:
     dora: bool = False
     """Weight-decomposed LoRA: trains the magnitude vector too."""
 
+    def __post_init__(self) -> None:
+        check_bounds(self, rank=(1, None), alpha=(0, None), dropout=(0, 0.99))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
@@ -84,6 +104,9 @@ class Optimizer:
     """Share of the steps with linearly rising learning rate."""
     clip: float | None = 1.0
     """Global gradient-norm bound; null for none."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), clip=(0, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +138,13 @@ class Train:
     threads: int | None = None
     """CPU threads; null: torch's own choice. Same bits need the same number."""
 
+    def __post_init__(self) -> None:
+        check_bounds(self, steps=(0, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
+        check_bounds(
+            self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None), threads=(1, None)
+        )
+        check_bounds(self, seed=(0, 2**63 - 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
@@ -124,6 +154,9 @@ class Files:
     """Paths, globs (sorted), or `sample:NAME` for a file that ships with Flatshift."""
     limit: int | None = None
     """Use this many rows: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, limit=(1, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +190,9 @@ class Data:
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed row stops the run with its file:line, or is skipped and counted."""
 
+    def __post_init__(self) -> None:
+        check_bounds(self, label_noise=(0, 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -173,6 +209,9 @@ class Mesh:
     cp: int = 1
     """Context-parallel ranks."""
 
+    def __post_init__(self) -> None:
+        check_bounds(self, replicate=(1, None), dp=(1, None), tp=(1, None), pp=(1, None), cp=(1, None))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
@@ -184,3 +223,6 @@ class Evaluate:
     """Resamples of the items for each interval."""
     confidence: float = 0.95
     """Coverage of the intervals."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, batch_size=(1, None), bootstrap=(1, None), confidence=(0.5, 0.9999))

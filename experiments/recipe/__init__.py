@@ -1,0 +1,5 @@
+"""Recipes: strict YAML 1.2 in, frozen dataclasses out, every value's origin kept."""
+
+from experiments.recipe.resolve import Resolved, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
+
+__all__ = ["Resolved", "load_recipe", "resume_recipe", "shipped_recipe", "shipped_recipes"]

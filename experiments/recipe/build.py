@@ -1,0 +1,146 @@
+"""From a tree to frozen dataclasses, strictly: an unknown key, a wrong type or a value out of range is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, Literal, Union
+
+from experiments.recipe.tree import Branch, Items, Leaf, Tree
+from finetune.errors import UserError
+
+Origins = dict[str, str]
+
+
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or the list of what is known when nothing is near."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = None) -> Any:
+    """Fill the dataclass `cls` from `tree`; `origins` receives dotted path → place for every given value.
+
+    Raises UserError with the place of the offending key or value.
+    """
+    origins = {} if origins is None else origins
+    if not isinstance(tree, Branch):
+        raise UserError(f"{tree.where}: {path or 'a recipe'} must be a mapping of settings, got {_shown(tree)}")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    values: dict[str, Any] = {}
+    for key, child in tree.children.items():
+        where = tree.keys.get(key, tree.where)
+        if key not in names:
+            raise UserError(f"{where}: unknown key {_join(path, key)!r}{nearest(key, names)}")
+        values[key] = _value(hints[key], child, _join(path, key), origins)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        field = str(error).split(" ", 1)[0]
+        where = tree.keys.get(field, tree.where)
+        raise UserError(f"{where}: {_join(path, str(error))}") from None
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _shown(tree: Tree) -> str:
+    if isinstance(tree, Leaf):
+        return repr(tree.value)
+    return "a list" if isinstance(tree, Items) else "a mapping"
+
+
+def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
+    options = list(typing.get_args(hint)) if typing.get_origin(hint) in (Union, types.UnionType) else [hint]
+    if type(None) in options:
+        if isinstance(tree, Leaf) and tree.value is None:
+            origins[path] = tree.where
+            return None
+        options.remove(type(None))
+    components = [option for option in options if dataclasses.is_dataclass(option)]
+    if components:
+        return _component(components, tree, path, origins)
+    if len(options) > 1:  # e.g. str | tuple[str, ...]: a list means the tuple
+        wants_tuple = isinstance(tree, Items)
+        options = [o for o in options if (typing.get_origin(o) is tuple) == wants_tuple] or options
+    return _plain(options[0], tree, path, origins)
+
+
+def _component(components: list[type], tree: Tree, path: str, origins: Origins) -> Any:
+    """One dataclass, or the one of a union whose `kind` is named (by default the first)."""
+    kinds = {}
+    for component in components:
+        kind_field = component.__dataclass_fields__.get("kind")
+        kinds[kind_field.default if kind_field else ""] = component
+    if "" in kinds:
+        return build(kinds[""], tree, path=path, origins=origins)
+    if isinstance(tree, Leaf) and isinstance(tree.value, str):
+        tree = Branch({"kind": tree}, tree.where, {"kind": tree.where})
+    if not isinstance(tree, Branch):
+        raise UserError(f"{tree.where}: {path} must name a kind{nearest('', kinds)}")
+    kind = tree.children.get("kind")
+    name = next(iter(kinds))
+    if kind is not None:
+        if not isinstance(kind, Leaf) or kind.value not in kinds:
+            raise UserError(
+                f"{kind.where}: unknown kind {_shown(kind)} for {path}{nearest(str(getattr(kind, 'value', '')), kinds)}"
+            )
+        name = kind.value
+    return build(kinds[name], tree, path=path, origins=origins)
+
+
+def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        inner = typing.get_args(hint)
+        items = tree.items if isinstance(tree, Items) else (tree,)
+        if inner and inner[-1] is not Ellipsis and len(items) != len(inner):
+            raise UserError(f"{tree.where}: {path} needs {len(inner)} values, got {len(items)}")
+        of = (lambda i: inner[0]) if not inner or inner[-1] is Ellipsis else (lambda i: inner[i])
+        out = tuple(_value(of(i) if inner else Any, item, f"{path}[{i}]", {}) for i, item in enumerate(items))
+        origins[path] = tree.where
+        return out
+    if origin is dict:
+        if not isinstance(tree, Branch):
+            raise UserError(f"{tree.where}: {path} must be a mapping, got {_shown(tree)}")
+        value_hint = typing.get_args(hint)[1]
+        origins[path] = tree.where
+        return {key: _value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
+    if hint is tuple:
+        return _plain(tuple[Any, ...], tree, path, origins)
+    if not isinstance(tree, Leaf):
+        raise UserError(f"{tree.where}: {path} must be a single value, got {_shown(tree)}")
+    origins[path] = tree.where
+    if origin is Literal:
+        allowed = typing.get_args(hint)
+        if tree.value not in allowed:
+            raise UserError(
+                f"{tree.where}: {path} cannot be {tree.value!r}{nearest(str(tree.value), map(str, allowed))}"
+            )
+        return tree.value
+    return _scalar(hint, tree, path)
+
+
+def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:
+    value = leaf.value
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is Any:
+        return value
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and number and float(value).is_integer():
+        return int(value)
+    if hint is float and number and value == value:  # NaN is no setting
+        return float(value)
+    if hint is str:
+        if isinstance(value, str):
+            return value
+        if leaf.where.startswith("--"):  # a flag cannot be quoted: `--data.columns.label 1` is the text "1"
+            return leaf.text
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text (quote it)"}
+    raise UserError(f"{leaf.where}: {path} must be {words.get(hint, hint)}, got {value!r}")

@@ -1,0 +1,202 @@
+"""Recipe = defaults < `extends:` < YAML < command line, resolved once and written with each value's origin."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.config import Recipe
+from experiments.recipe.build import Origins, build, nearest
+from experiments.recipe.tree import Branch, Leaf, Tree, from_override, merge, parse, parse_file
+from finetune.config import Files
+from finetune.errors import UserError
+
+_SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
+_MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.device")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with the name it came by and where each given value was written."""
+
+    recipe: Recipe
+    name: str
+    origins: Origins
+
+    def to_yaml(self) -> str:
+        """The whole tree, defaults included, one origin comment per value; loads again to the same recipe."""
+        return "\n".join(_dump(self.recipe, self.origins)) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole tree as plain values."""
+        return dataclasses.asdict(self.recipe)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name → file of the recipes that ship with Flatshift."""
+    return {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
+
+
+def shipped_recipe(name: str) -> Path:
+    """The file of a shipped recipe. Raises UserError with the nearest name."""
+    shipped = shipped_recipes()
+    if name not in shipped:
+        raise UserError(f"no shipped recipe is called {name!r}{nearest(name, shipped)}")
+    return shipped[name]
+
+
+def _locate(reference: str, beside: Path | None = None) -> Path:
+    path = Path(reference)
+    candidate = beside.parent / path if beside is not None and not path.is_absolute() else path
+    if candidate.is_file():
+        return candidate
+    if reference in shipped_recipes():
+        return shipped_recipe(reference)
+    if candidate.is_dir():
+        raise UserError(
+            f"{reference} is a directory, not a recipe; to continue a run use `flatshift train --resume {reference}`"
+        )
+    raise UserError(
+        f"recipe {reference!r} is neither a file nor a shipped recipe{nearest(reference, shipped_recipes())}"
+    )
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
+    """A recipe file's tree laid over what it extends."""
+    path = path.resolve()
+    if path in seen:
+        raise UserError(f"{path}: `extends` goes in a circle: {' → '.join(str(p.name) for p in (*seen, path))}")
+    tree = parse_file(path)
+    if not isinstance(tree, Branch):
+        raise UserError(f"{path}:1: a recipe is a mapping of settings")
+    base = tree.children.get("extends")
+    if isinstance(base, Leaf) and isinstance(base.value, str):
+        try:
+            base_path = _locate(base.value, path)
+        except UserError as error:
+            raise UserError(f"{base.where}: {error}") from None
+        tree = merge(_read(base_path, (*seen, path)), tree)
+    return tree
+
+
+def load_recipe(reference: str | None, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
+    """Load a recipe file or shipped recipe and lay `--dotted.key value` overrides over it.
+
+    reference: a path, a shipped name, or None for the defaults alone.
+    Raises UserError with file:line or flag, and the nearest valid name.
+    """
+    tree: Tree = Branch({}, "defaults") if reference is None else _read(_locate(reference))
+    for dotted, text in overrides:
+        tree = merge(tree, from_override(dotted.replace("-", "_"), text))
+    origins: Origins = {}
+    recipe = _anchored(build(Recipe, tree, origins=origins))
+    name = Path(reference).stem if reference else "recipe"
+    return Resolved(recipe, name, origins)
+
+
+def _anchored(recipe: Recipe) -> Recipe:
+    """Make relative paths absolute, so that a run directory still finds its inputs from another working directory."""
+
+    def files(value: Files) -> Files:
+        return dataclasses.replace(
+            value, files=tuple(f if f.startswith("sample:") else _absolute(f) for f in value.files)
+        )
+
+    def _absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute())
+
+    data = dataclasses.replace(
+        recipe.data, train=files(recipe.data.train), dev=files(recipe.data.dev), test=files(recipe.data.test)
+    )
+    select = recipe.select and dataclasses.replace(
+        recipe.select, pool=files(recipe.select.pool), target=files(recipe.select.target)
+    )
+    backbone = _absolute(recipe.backbone) if Path(recipe.backbone).is_dir() else recipe.backbone
+    return dataclasses.replace(recipe, data=data, select=select, backbone=backbone)
+
+
+def resume_recipe(run: Path, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
+    """The recipe of an existing run directory; only mesh, device and `train.steps` may be overridden.
+
+    Raises UserError if `run` is no run directory or an override changes anything else.
+    """
+    path = run / "recipe.resolved.yaml"
+    if not path.is_file():
+        raise UserError(f"{run} is not a run directory: it has no recipe.resolved.yaml")
+    tree = parse_file(path)
+    before = build(Recipe, tree)
+    for dotted, text in overrides:
+        tree = merge(tree, from_override(dotted.replace("-", "_"), text))
+    after = build(Recipe, tree)
+    old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key) and not key.startswith(_MAY_CHANGE_ON_RESUME):
+            raise UserError(
+                f"--{key}: a resumed run may change only mesh, train.device and train.steps; start a new run for {key}"
+            )
+    return Resolved(after, run.name, {})
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        out: dict[str, Any] = {}
+        for key, child in value.items():
+            out |= _flatten(child, f"{path}.{key}" if path else str(key))
+        return out
+    return {path: value}
+
+
+def get_dotted(recipe: Recipe, key: str) -> Any:
+    """The value at a dotted key. Raises UserError with the nearest name if a part does not exist."""
+    value: Any = recipe
+    for part in key.replace("-", "_").split("."):
+        if not dataclasses.is_dataclass(value) or part not in {f.name for f in dataclasses.fields(value)}:
+            known = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+            raise UserError(f"unknown key {key!r}{nearest(part, known)}")
+        value = getattr(value, part)
+    return value
+
+
+_SAFE_TEXT = re.compile(r"^[A-Za-z_][A-Za-z0-9_./-]*$")
+
+
+def _scalar_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return ".inf" if value == float("inf") else "-.inf" if value == float("-inf") else repr(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str) and _SAFE_TEXT.match(value):
+        leaf = parse(value, "value")
+        if isinstance(leaf, Leaf) and isinstance(leaf.value, str):
+            return value
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_scalar_text(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[str]:
+    pad = "  " * depth
+    lines: list[str] = []
+    for field in dataclasses.fields(value):
+        child = getattr(value, field.name)
+        child_path = f"{path}.{field.name}" if path else field.name
+        if child_path == "extends":
+            continue  # already laid under; the resolved file stands alone
+        if dataclasses.is_dataclass(child):
+            lines.append(f"{pad}{field.name}:")
+            lines += _dump(child, origins, child_path, depth + 1)
+        elif isinstance(child, dict):
+            lines.append(f"{pad}{field.name}:" + ("" if child else " {}") + f"  # {origins.get(child_path, 'default')}")
+            lines += [f"{pad}  {json.dumps(key)}: {_scalar_text(item)}" for key, item in child.items()]
+        else:
+            lines.append(f"{pad}{field.name}: {_scalar_text(child)}  # {origins.get(child_path, 'default')}")
+    return lines

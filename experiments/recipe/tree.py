@@ -1,0 +1,179 @@
+"""YAML 1.2 (core schema) as a tree that remembers where every key and value was written.
+
+PyYAML parses the syntax; its YAML 1.1 scalar rules (`no` is false, `5e-4` is text, `1:30` is ninety) are replaced by
+the core schema's, and mappings keep `file:line` so that an error can point at it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.errors import UserError
+
+_MAX_DEPTH = 32
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One scalar: its value, the text it was written as, and where."""
+
+    value: Any
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """A sequence."""
+
+    items: tuple[Tree, ...]
+    where: str
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A mapping; `keys` has the place of each key."""
+
+    children: dict[str, Tree]
+    where: str
+    keys: dict[str, str] = field(default_factory=dict)
+
+
+Tree = Leaf | Items | Branch
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """SafeLoader with the YAML 1.2 core schema's implicit types and nothing else."""
+
+    yaml_implicit_resolvers: dict = {}
+
+
+_CORE = [
+    ("null", r"^(?:null|Null|NULL|~|)$", ["n", "N", "~", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+.0123456789"),
+    ),
+]
+for _name, _pattern, _first in _CORE:
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+
+
+def _scalar(node: yaml.ScalarNode, where: str) -> Any:
+    kind = node.tag.rpartition(":")[2]
+    text = node.value
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        base = 8 if text.startswith("0o") else 16 if text.startswith("0x") else 10
+        return int(text, base)
+    if kind == "float":
+        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+    if kind == "str":
+        return text
+    raise UserError(f"{where}: the tag {node.tag!r} is not allowed; recipes hold plain values only")
+
+
+def _convert(node: yaml.Node, source: str, depth: int = 0) -> Tree:
+    where = f"{source}:{node.start_mark.line + 1}"
+    if depth > _MAX_DEPTH:
+        raise UserError(f"{where}: nested deeper than {_MAX_DEPTH} levels; a recipe needs no more than five")
+    if isinstance(node, yaml.ScalarNode):
+        return Leaf(_scalar(node, where), node.value, where)
+    if isinstance(node, yaml.SequenceNode):
+        return Items(tuple(_convert(item, source, depth + 1) for item in node.value), where)
+    assert isinstance(node, yaml.MappingNode)
+    children: dict[str, Tree] = {}
+    keys: dict[str, str] = {}
+    for key_node, value_node in node.value:
+        key_where = f"{source}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise UserError(f"{key_where}: a key must be a plain word")
+        key = key_node.value
+        if key in children:
+            raise UserError(f"{key_where}: the key {key!r} was already given at {keys[key]}; keep one of them")
+        children[key] = _convert(value_node, source, depth + 1)
+        keys[key] = key_where
+    return Branch(children, where, keys)
+
+
+def parse(text: str, source: str) -> Tree:
+    """Parse one YAML document; `source` names it in errors.
+
+    Raises UserError with `source:line` for a syntax error, a duplicate key or a tag.
+    """
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{source}:{line}: not valid YAML ({error.problem})") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: not valid YAML ({error})") from None
+    if node is None:
+        return Branch({}, f"{source}:1")
+    return _convert(node, source)
+
+
+def parse_file(path: Path) -> Tree:
+    """Parse a recipe file. Raises UserError if it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    return parse(text, str(path))
+
+
+def merge(lower: Tree, upper: Tree) -> Tree:
+    """Lay `upper` over `lower`: mappings merge key by key, everything else is replaced.
+
+    Where `upper` changes a component's `kind`, the settings of the other kind below it are dropped with it; a
+    component written as its bare kind (`regularizer: ggpo`) merges like the mapping it stands for.
+    """
+    if not isinstance(upper, Branch):
+        return upper
+    if isinstance(lower, Leaf) and isinstance(lower.value, str):
+        lower = Branch({"kind": lower}, lower.where, {"kind": lower.where})
+    if not isinstance(lower, Branch):
+        return upper
+    new_kind, old_kind = upper.children.get("kind"), lower.children.get("kind")
+    if isinstance(new_kind, Leaf) and isinstance(old_kind, Leaf) and new_kind.value != old_kind.value:
+        return upper
+    children, keys = dict(lower.children), dict(lower.keys)
+    for key, value in upper.children.items():
+        children[key] = merge(children[key], value) if key in children else value
+        keys[key] = upper.keys.get(key, upper.where)
+    return Branch(children, upper.where, keys)
+
+
+def from_override(dotted: str, text: str) -> Branch:
+    """The tree of one command-line override, `--a.b text`; text is read as a YAML value."""
+    where = f"--{dotted}"
+    value = parse(text, where)
+    if isinstance(value, Branch) and not text.strip():
+        value = Leaf("", "", where)
+    value = _relabel(value, where)
+    for part in reversed(dotted.split(".")):
+        value = Branch({part: value}, where, {part: where})
+    assert isinstance(value, Branch)
+    return value
+
+
+def _relabel(tree: Tree, where: str) -> Tree:
+    """A flag has no lines: every place inside it is the flag itself."""
+    if isinstance(tree, Leaf):
+        return Leaf(tree.value, tree.text, where)
+    if isinstance(tree, Items):
+        return Items(tuple(_relabel(item, where) for item in tree.items), where)
+    return Branch({k: _relabel(v, where) for k, v in tree.children.items()}, where, dict.fromkeys(tree.children, where))
