@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.config import Recipe
 from experiments.recipe.build import Origins, build, nearest
-from experiments.recipe.tree import Branch, Leaf, Tree, from_override, merge, parse, parse_file
+from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse, parse_file
 from finetune.config import Files
 from finetune.errors import UserError
 
@@ -84,15 +84,15 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
     return tree
 
 
-def load_recipe(reference: str | None, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
-    """Load a recipe file or shipped recipe and lay `--dotted.key value` overrides over it.
+def load_recipe(reference: str | None, overrides: Sequence[Branch] = ()) -> Resolved:
+    """Load a recipe file or shipped recipe and lay overrides (`from_override`) over it, later ones on top.
 
     reference: a path, a shipped name, or None for the defaults alone.
     Raises UserError with file:line or flag, and the nearest valid name.
     """
     tree: Tree = Branch({}, "defaults") if reference is None else _read(_locate(reference))
-    for dotted, text in overrides:
-        tree = merge(tree, from_override(dotted.replace("-", "_"), text))
+    for override in overrides:
+        tree = merge(tree, override)
     origins: Origins = {}
     recipe = _anchored(build(Recipe, tree, origins=origins))
     name = Path(reference).stem if reference else "recipe"
@@ -120,7 +120,7 @@ def _anchored(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, data=data, select=select, backbone=backbone)
 
 
-def resume_recipe(run: Path, overrides: Sequence[tuple[str, str]] = ()) -> Resolved:
+def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
     """The recipe of an existing run directory; only mesh, device and `train.steps` may be overridden.
 
     Raises UserError if `run` is no run directory or an override changes anything else.
@@ -130,8 +130,8 @@ def resume_recipe(run: Path, overrides: Sequence[tuple[str, str]] = ()) -> Resol
         raise UserError(f"{run} is not a run directory: it has no recipe.resolved.yaml")
     tree = parse_file(path)
     before = build(Recipe, tree)
-    for dotted, text in overrides:
-        tree = merge(tree, from_override(dotted.replace("-", "_"), text))
+    for override in overrides:
+        tree = merge(tree, override)
     after = build(Recipe, tree)
     old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
     for key in sorted(old.keys() | new.keys()):

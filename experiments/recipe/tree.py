@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -50,7 +50,7 @@ Tree = Leaf | Items | Branch
 class _CoreLoader(yaml.SafeLoader):
     """SafeLoader with the YAML 1.2 core schema's implicit types and nothing else."""
 
-    yaml_implicit_resolvers: dict = {}
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
 
 _CORE = [
@@ -157,17 +157,24 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     return Branch(children, upper.where, keys)
 
 
-def from_override(dotted: str, text: str) -> Branch:
-    """The tree of one command-line override, `--a.b text`; text is read as a YAML value."""
-    where = f"--{dotted}"
-    value = parse(text, where)
-    if isinstance(value, Branch) and not text.strip():
-        value = Leaf("", "", where)
-    value = _relabel(value, where)
-    for part in reversed(dotted.split(".")):
-        value = Branch({part: value}, where, {part: where})
-    assert isinstance(value, Branch)
-    return value
+def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
+    """The tree of one command-line override, `--a.b value`, to be laid over a recipe.
+
+    dotted: the key, `-` and `_` alike. value: text as typed, read as a YAML value, or a number, or a tuple of texts.
+    where: the flag to name in errors, by default `--dotted`.
+    """
+    where = where or f"--{dotted}"
+    tree: Tree
+    if isinstance(value, tuple):
+        tree = Items(tuple(Leaf(item, str(item), where) for item in value), where)
+    elif not isinstance(value, str):
+        tree = Leaf(value, str(value), where)
+    else:
+        tree = _relabel(parse(value, where), where) if value.strip() else Leaf(value, value, where)
+    for part in reversed(dotted.replace("-", "_").split(".")):
+        tree = Branch({part: tree}, where, {part: where})
+    assert isinstance(tree, Branch)
+    return tree
 
 
 def _relabel(tree: Tree, where: str) -> Tree:

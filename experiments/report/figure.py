@@ -1,0 +1,235 @@
+"""Figures drawn by matplotlib and made fit for a page: themed colours, readable text, deterministic bytes.
+
+A figure is drawn once, in the light colours of `PALETTE`. `Chart.standalone` keeps those (any viewer shows them);
+`Chart.inline` turns each into a CSS variable, so that the page's theme decides.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PALETTE: dict[str, tuple[str, str]] = {
+    # token: (light, dark). The hues follow Okabe and Ito, distinguishable with any colour vision.
+    "ink": ("#1c2128", "#e8eaed"),
+    "muted": ("#5d6672", "#a3abb6"),
+    "faint": ("#aab1bb", "#69727e"),
+    "grid": ("#e6e5e1", "#2c323b"),
+    "surface": ("#fefefd", "#181c22"),
+    "blue": ("#0b6bb0", "#62b2ee"),
+    "orange": ("#cc5206", "#f58a4b"),
+    "green": ("#0a8a66", "#45c79c"),
+    "purple": ("#a34f86", "#e09bc8"),
+    "amber": ("#b07908", "#ecb63f"),
+}
+"""Light and dark value of each colour; every light value is used for one token only."""
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+_SVG = "{http://www.w3.org/2000/svg}"
+_XLINK = "{http://www.w3.org/1999/xlink}"
+_LIGHT = {light: token for token, (light, _) in PALETTE.items()}
+
+
+def colour(token: str) -> str:
+    """The light value that stands for `token` while drawing."""
+    return PALETTE[token][0]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawn figure. `name` is its file name in plots/; `title` and `caption` are plain text."""
+
+    name: str
+    title: str
+    caption: str
+    width: int
+    raw: str
+    wide: bool = False
+
+    @cached_property
+    def standalone(self) -> str:
+        """A file of its own, in the light colours on a white ground."""
+        root = _clean(self.raw, prefix="", title=self.title, description=self.caption)
+        ground = ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")})
+        root.insert(2, ground)
+        root.set("font-family", FONT)
+        ET.register_namespace("", _SVG[1:-1])
+        return ET.tostring(root, encoding="unicode") + "\n"
+
+    def inline(self, prefix: str) -> str:
+        """Markup for inside an HTML page; `prefix` makes its ids unique there."""
+        root = _clean(self.raw, prefix=f"{prefix}-{self.name}-", title=self.title, description=self.caption)
+        root.set("style", f"max-width:{self.width}px")
+        for element in root.iter():
+            element.tag = element.tag.removeprefix(_SVG)
+        text = ET.tostring(root, encoding="unicode")
+        # Only colours inside style attributes: a text that looks like a colour stays what it is.
+        return re.sub(r'style="[^"]*"', lambda m: _themed(m.group()), text)
+
+
+def _themed(style: str) -> str:
+    return re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{_LIGHT[m.group()]})" if m.group() in _LIGHT else m.group(), style)
+
+
+def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element:
+    """Drop metadata, shorten numbers, free the fonts, rename ids, and name the figure for screen readers."""
+    root = ET.fromstring(raw)
+    for parent in root.iter():
+        for child in [c for c in parent if c.tag == f"{_SVG}metadata"]:
+            parent.remove(child)
+    for element in root.iter():
+        attributes = {}
+        for key, value in element.attrib.items():
+            key = "href" if key == f"{_XLINK}href" else key
+            if key == "id":
+                value = prefix + value
+            elif key == "href" and value.startswith("#"):
+                value = f"#{prefix}{value[1:]}"
+            elif key in ("d", "x", "y", "transform", "width", "height"):
+                value = re.sub(r"\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), value)
+                value = re.sub(r"\s+", " ", value).strip()
+            elif key == "style":
+                value = re.sub(r"font: ((?:\d+ |bold |italic )*)([\d.]+px) [^;]*", _plain_font, value)
+                value = value.replace("fill: #000000", f"fill: {colour('ink')}")
+            attributes[key] = value.replace("url(#", f"url(#{prefix}") if "url(#" in value else value
+        element.attrib.clear()
+        element.attrib.update(attributes)
+        element.tail = None if element.tail is None or not element.tail.strip() else element.tail
+        if element.text is not None and not element.text.strip():
+            element.text = None
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key, None)
+    root.set("role", "img")
+    root.set("aria-labelledby", f"{prefix}title {prefix}desc")
+    for position, (tag, text) in enumerate((("title", title), ("desc", description))):
+        element = ET.Element(_SVG + tag, {"id": prefix + tag})
+        element.text = text
+        root.insert(position, element)
+    return root
+
+
+def _plain_font(match: re.Match[str]) -> str:
+    weight = "font-weight: 600; " if "bold" in match[1] or "600" in match[1] or "700" in match[1] else ""
+    return f"{weight}font-size: {match[2]}"
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
+
+    settings = {
+        "svg.fonttype": "none", "svg.hashsalt": "flatshift", "text.parse_math": False, "font.size": 12,
+        "font.family": "DejaVu Sans", "axes.unicode_minus": True, "path.simplify": True,
+        "text.color": colour("ink"), "axes.labelcolor": colour("muted"), "axes.edgecolor": colour("faint"),
+        "axes.linewidth": 1.0, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+        "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": colour("grid"),
+        "grid.linewidth": 1.0, "xtick.color": colour("muted"), "ytick.color": colour("muted"),
+        "xtick.labelsize": 11.5, "ytick.labelsize": 11.5, "axes.labelsize": 11.5, "ytick.left": False,
+        "xtick.major.size": 4, "xtick.minor.size": 0, "ytick.minor.size": 0, "axes.facecolor": "none",
+        "figure.facecolor": "none", "lines.solid_capstyle": "round", "lines.linewidth": 2.0, "axes.formatter.limits": (-4, 6),
+    }  # fmt: skip
+    with matplotlib.rc_context(settings):  # type: ignore[arg-type]
+        yield
+
+
+class Canvas:
+    """One figure while it is drawn: `with Canvas(560, 300) as canvas: ax = canvas.axes(); …; canvas.chart(…)`."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+
+    def __enter__(self) -> Canvas:
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+
+        self._context = _style()
+        self._context.__enter__()
+        self.figure: Figure = Figure(figsize=(self.width / 72, self.height / 72))
+        FigureCanvasSVG(self.figure)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    def axes(
+        self, *, left: float = 48, right: float = 16, top: float = 30, bottom: float = 44, y: str = "", x: str = ""
+    ) -> Axes:
+        """Axes with margins in px; the y title stands upright above the axis, where it can be read."""
+        w, h = self.width, self.height
+        ax = self.figure.add_axes((left / w, bottom / h, (w - left - right) / w, (h - top - bottom) / h))
+        if y:
+            self.text(4, h - 13, y, colour="muted")
+        if x:
+            self.text(w - right, 11, x, colour="muted", ha="right")
+        ax.tick_params(axis="y", pad=4)
+        return ax
+
+    def text(self, x: float, y: float, text: str, *, colour: str = "ink", ha: str = "left", size: float = 11.5, **kw: Any) -> None:
+        """Text at a pixel position from the lower left of the figure."""
+        self.figure.text(x / self.width, y / self.height, text, color=PALETTE[colour][0], ha=ha, va="center", fontsize=size, **kw)  # fmt: skip
+
+    def chart(self, name: str, *, title: str, caption: str, wide: bool = False) -> Chart:
+        """Write the figure out."""
+        buffer = io.StringIO()
+        self.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+        return Chart(name, title, caption, self.width, buffer.getvalue(), wide)
+
+
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """Positions moved apart so that neighbours are at least `gap` apart, order and centre kept."""
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    placed = [positions[i] for i in order]
+    for _ in range(50):
+        moved = False
+        for a in range(len(placed) - 1):
+            lack = gap - (placed[a + 1] - placed[a])
+            if lack > 1e-9 * max(abs(gap), 1e-12):
+                placed[a] -= lack / 2
+                placed[a + 1] += lack / 2
+                moved = True
+        if not moved:
+            break
+    result = [0.0] * len(positions)
+    for i, value in zip(order, placed, strict=True):
+        result[i] = value
+    return result
+
+
+def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, height: float, size: float = 12) -> None:
+    """Names written at the right end of lines: (x, y, text, colour token), moved apart where they would touch.
+
+    `height` is the axes' height in px. Call after the limits are final.
+    """
+    if not ends:
+        return
+    low, high = ax.get_ylim()
+    per_px = (high - low) / height
+    rows = spread([y for _, y, _, _ in ends], 15 * per_px)
+    for (x, _, text, token), y in zip(ends, rows, strict=True):
+        ax.annotate(text, (x, y), xytext=(7, 0), textcoords="offset points", color=colour(token), fontsize=size,
+                    fontweight="bold", va="center", ha="left", annotation_clip=False)  # fmt: skip
+
+
+def dots(ax: Axes, x: Sequence[float], y: Sequence[float], *, token: str, size: float, alpha: float, gid: str) -> None:
+    """Many round points as one path (a tenth of the bytes of a marker each): zero-length strokes with round caps."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    if not len(x):
+        return
+    vertices = [(a, b) for a, b in zip(x, y, strict=True) for _ in (0, 1)]
+    codes = [Path.MOVETO, Path.LINETO] * len(x)
+    path = Path(vertices, codes)
+    path.should_simplify = False
+    ax.add_patch(PathPatch(path, facecolor="none", edgecolor=colour(token), linewidth=size, alpha=alpha,
+                           capstyle="round", joinstyle="round", gid=gid))  # fmt: skip

@@ -1,0 +1,117 @@
+"""Numbers as a reader wants them: few digits, real minus signs, units."""
+
+from __future__ import annotations
+
+import math
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: float | int | None, digits: int = 3) -> str:
+    """At least `digits` significant digits, thousands separated; powers of ten below 1e-3 and above 1e9."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if isinstance(value, int):
+        return f"{value:,}".replace("-", "−")
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -3 or exponent >= 9:
+        mantissa, power = f"{value:.{max(digits - 2, 0)}e}".split("e")
+        return f"{mantissa} × 10{str(int(power)).translate(_SUPERSCRIPT)}".replace("-", "−")
+    return f"{value:,.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """`number` with a plus sign on positive values."""
+    return ("+" if value is not None and value > 0 else "") + number(value, digits)
+
+
+def decimals_for(half_width: float | None, value: float) -> int:
+    """Decimals that show an interval of this half width to two digits, so its ends and its value line up."""
+    scale = half_width if half_width else abs(value) / 100
+    if not scale or not math.isfinite(scale):
+        return 2
+    return min(max(1 - math.floor(math.log10(scale)), 0), 6)
+
+
+def estimate(
+    value: float, low: float | None = None, high: float | None = None, *, plus: bool = False
+) -> tuple[str, str]:
+    """(value, "low to high") at a common number of decimals; the second is empty without an interval."""
+    if not math.isfinite(value):
+        return number(value), ""
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return (signed if plus else number)(value), ""
+    places = decimals_for((high - low) / 2, value)
+    sign = "+" if plus else ""
+
+    def show(x: float) -> str:
+        # Adding 0.0 turns a rounded −0.00 into 0.00.
+        return f"{round(x, places) + 0.0:{sign},.{places}f}".replace("-", "−")
+
+    return show(value), f"{show(low)} to {show(high)}"
+
+
+def percent(share: float | None) -> str:
+    """A share as per cent."""
+    if share is None:
+        return "–"
+    places = 0 if abs(share) >= 0.1 or share == 0 else 1 if abs(share) >= 0.01 else 2
+    return f"{100 * share:.{places}f} %".replace("-", "−")
+
+
+def seconds(value: float | None) -> str:
+    """A duration."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value < 10:
+        return f"{value:.1f} s"
+    if value < 60:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def size(value: float) -> str:
+    """Bytes, binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+METRICS = {
+    "loss": ("loss", "nats per supervised token or example"),
+    "perplexity": ("perplexity", "exp of nats per token"),
+    "bits_per_byte": ("bits per byte", "bits per byte of text"),
+    "accuracy": ("accuracy", "share correct"),
+    "f1_macro": ("macro F1", "mean F1 over classes"),
+    "matthews": ("Matthews", "correlation, −1 to 1"),
+    "exact_match": ("exact match", "share of answers"),
+    "error": ("error", "share wrong"),
+}
+"""Metric: (name for a reader, unit in words)."""
+
+LOWER_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "error"})
+SHARES = ("accuracy", "f1_macro", "exact_match", "matthews", "error")
+
+
+def metric_name(metric: str) -> str:
+    """`f1_macro` → `macro F1`."""
+    return METRICS.get(metric, (metric.replace("_", " "), ""))[0]
+
+
+def metric_unit(metric: str) -> str:
+    """Unit of a metric in words, empty if unknown."""
+    return METRICS.get(metric, ("", ""))[1]

@@ -1,0 +1,307 @@
+"""Reads run directories (design §4) for the report; tolerant of missing pieces, strict about broken ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from experiments.report.sweepdata import SweepData, read_sweep
+from finetune.errors import UserError
+
+EXPECTED = "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/ or study.json"
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The lines of metrics.jsonl, one per (stage, split, step): the last written wins."""
+
+    lines: list[dict[str, Any]]
+    unreadable: int = 0
+
+    @property
+    def stages(self) -> list[str]:
+        return list(dict.fromkeys(line["stage"] for line in self.lines))
+
+    def series(self, stage: str, split: str, key: str) -> list[tuple[int, float]]:
+        """(step, value) in step order, numbers only (they may be NaN or infinite)."""
+        found = [(ln["step"], ln[key]) for ln in self.lines if ln["stage"] == stage and ln["split"] == split
+                 and isinstance(ln.get(key), int | float) and not isinstance(ln.get(key), bool)]  # fmt: skip
+        return sorted(found)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a selection left behind."""
+
+    path: Path
+    about: dict[str, Any]  # manifest.json["selection"]
+    scores: dict[str, list] | None
+    top: list[dict[str, Any]]
+    judged: dict[str, str]  # id → domain that the selector never saw
+    points: dict[str, Any] | None  # map.parquet: x, y, kind, and the explained shares
+
+
+@dataclass(frozen=True)
+class Study:
+    """study.json: cells of warm-up × regularizer × seed with their metrics."""
+
+    cells: list[dict[str, Any]]
+    floor: dict[str, float]
+    about: dict[str, Any]
+
+    @property
+    def metrics(self) -> list[str]:
+        names = dict.fromkeys(name for cell in self.cells for name in cell["metrics"])
+        return [m for m in names if any(_finite(c["metrics"].get(m)) for c in self.cells)]
+
+    def values(self, warmup: str, regularizer: str, metric: str) -> dict[int, float]:
+        """Seed: value of one cell, finite values only."""
+        return {c["seed"]: float(c["metrics"][metric]) for c in self.cells if c["warmup"] == warmup
+                and c["regularizer"] == regularizer and _finite(c["metrics"].get(metric))}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory; every piece may be absent."""
+
+    path: Path
+    name: str
+    manifest: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    recipe_text: str = ""
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        import yaml
+
+        try:
+            tree = yaml.safe_load(self.recipe_text)
+        except yaml.YAMLError:
+            return {}
+        return tree if isinstance(tree, dict) else {}
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        return read_metrics(self.path / "metrics.jsonl")
+
+    @cached_property
+    def eval(self) -> dict[str, dict[str, dict[str, float]]]:
+        return _check_eval(self.path / "eval.json", read_object(self.path / "eval.json"))
+
+    @cached_property
+    def selection(self) -> Selection | None:
+        for folder in (self.path, self.path / "selection"):
+            if (folder / "scores.parquet").is_file() or (folder / "selected.jsonl").is_file():
+                return _read_selection(folder)
+        return None
+
+    @cached_property
+    def study(self) -> Study | None:
+        path = self.path / "study.json"
+        return _read_study(path) if path.is_file() else None
+
+    @cached_property
+    def sweep(self) -> SweepData | None:
+        return read_sweep(self.path)
+
+    @cached_property
+    def stage_seconds(self) -> dict[str, float]:
+        """Wall seconds by part: manifest["timings"] when written, else what the parts themselves recorded."""
+        given = self.manifest.get("timings")
+        if isinstance(given, dict):
+            return {str(k): float(v) for k, v in given.items() if _finite(v)}
+        timings: dict[str, float] = {}
+        if self.selection and _finite(self.selection.about.get("seconds")):
+            timings["selection"] = float(self.selection.about["seconds"])
+        for stage in self.metrics.stages:
+            times = [ln["time_s"] for ln in self.metrics.lines if ln["stage"] == stage and _finite(ln.get("time_s"))]
+            if times:
+                timings[stage] = float(max(times))
+        return timings
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} if the file is not there."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        line = getattr(error, "lineno", 1)
+        raise UserError(f"{path}:{line}: not valid JSON; restore the file or make the run again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}; make the run again")
+    return value
+
+
+def read_metrics(path: Path) -> Metrics:
+    """metrics.jsonl; a torn line (a killed writer) is skipped and counted, not an error."""
+    if not path.is_file():
+        return Metrics([])
+    kept: dict[tuple[str, str, int], dict[str, Any]] = {}
+    unreadable = 0
+    for raw in path.read_bytes().split(b"\n"):
+        if not raw.strip():
+            continue
+        try:
+            line = json.loads(raw)
+            key = (str(line["stage"]), str(line["split"]), int(line["step"]))
+        except (ValueError, KeyError, TypeError):
+            unreadable += 1
+            continue
+        line["stage"], line["split"], line["step"] = key
+        kept[key] = line
+    return Metrics(list(kept.values()), unreadable)
+
+
+def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    for split, metrics in tree.items():
+        if not isinstance(metrics, dict):
+            raise UserError(f"{path}: {split!r} should hold metrics; run `flatshift eval` again")
+        for metric, cell in metrics.items():
+            if not isinstance(cell, dict) or not isinstance(cell.get("value"), int | float):
+                raise UserError(f"{path}: {split}.{metric} has no number `value`; run `flatshift eval` again")
+    return tree
+
+
+def _read_selection(folder: Path) -> Selection:
+    scores = top = points = None
+    if (folder / "scores.parquet").is_file():
+        table = _parquet(folder / "scores.parquet", ("id", "score", "rank", "selected"))
+        names = [n for n in ("id", "score", "rank", "selected", "nearest_target", "domain") if n in table.column_names]
+        scores = {name: table.column(name).to_pylist() for name in names}
+    if (folder / "selected.jsonl").is_file():
+        top = _first_records(folder / "selected.jsonl", 12)
+    judged = {}
+    tags = folder / "judged_domains.tsv"
+    if tags.is_file():
+        for line in tags.read_text(encoding="utf-8").splitlines():
+            id_, tab, domain = line.partition("\t")
+            if tab and (id_, domain) != ("id", "domain"):
+                judged[id_] = domain
+    if (folder / "map.parquet").is_file():
+        table = _parquet(folder / "map.parquet", ("x", "y", "kind"))
+        meta = table.schema.metadata or {}
+        points = {name: table.column(name).to_pylist() for name in ("x", "y", "kind")}
+        points["explained"] = json.loads(meta.get(b"flatshift.explained", b"null"))
+    about = read_object(folder / "manifest.json").get("selection")
+    return Selection(folder, about if isinstance(about, dict) else {}, scores, top or [], judged, points)
+
+
+def _parquet(path: Path, columns: tuple[str, ...]) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file; make the run again") from error
+    missing = [c for c in columns if c not in table.column_names]
+    if missing:
+        raise UserError(f"{path}: no column {missing[0]!r} (has {', '.join(table.column_names)}); make the run again")
+    return table
+
+
+def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8") as handle:
+        for number, line in enumerate(handle, 1):
+            if len(records) == count:
+                break
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: not valid JSON; make the selection again") from error
+            if isinstance(record, dict):
+                records.append(record)
+    return records
+
+
+def _read_study(path: Path) -> Study:
+    tree = read_object(path)
+    cells = tree.get("cells")
+    if not isinstance(cells, list):
+        raise UserError(f"{path}: no list `cells`; run the study again")
+    for i, cell in enumerate(cells):
+        good = isinstance(cell, dict) and isinstance(cell.get("metrics"), dict) and isinstance(cell.get("seed"), int)
+        if not good or not all(isinstance(cell.get(k), str) for k in ("warmup", "regularizer")):
+            raise UserError(f"{path}: cells[{i}] needs warmup, regularizer, seed and metrics; run the study again")
+    floor = tree.get("floor")
+    if _finite(floor):
+        floor = {"accuracy": floor}
+    floors = {k: float(v) for k, v in floor.items() if _finite(v)} if isinstance(floor, dict) else {}
+    return Study(cells, floors, {k: v for k, v in tree.items() if k not in ("cells", "floor")})
+
+
+def is_run(path: Path) -> bool:
+    """True if `path` holds any piece that the report can show."""
+    files = ("recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json")
+    return any((path / f).is_file() for f in files) or (path / "cells").is_dir()
+
+
+def discover(paths: Sequence[Path]) -> list[Run]:
+    """The runs in `paths`, in order: each path itself, and the runs directly inside a plain folder or a study.
+
+    Folders called `cells`, `runs`, `stages`, `selection` or with a leading dot are never opened as runs of their own:
+    they belong to the run, sweep or study above them. Raises UserError naming the nearest run directory.
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"{path}: no such run directory{_nearest(path)}")
+        if not path.is_dir():
+            raise UserError(f"{path}: a file, not a run directory; give its folder {path.parent}")
+        own = is_run(path)
+        inside: list[Path] = []
+        if not own or (path / "study.json").is_file():
+            names = ("cells", "runs", "stages", "selection")
+            inside = sorted(p for p in path.iterdir() if p.is_dir() and p.name[0] != "." and p.name not in names)
+            inside = [p for p in inside if is_run(p)]
+        if not own and not inside:
+            raise UserError(f"{path}: not a run directory (none of {EXPECTED}){_nearest(path)}")
+        for run in ([path] if own else []) + inside:
+            found.setdefault(run.resolve(), run)
+    return [read_run(path) for path in found.values()]
+
+
+def _nearest(path: Path) -> str:
+    """Where a run directory is, if one is close by: above, beside, or two levels below."""
+    import difflib
+
+    path = path.absolute()
+    for parent in list(path.parents)[:3]:
+        if is_run(parent):
+            return f"; did you mean {parent}?"
+    deeper = sorted(p for p in path.glob("*/*") if p.is_dir() and is_run(p)) if path.is_dir() else []
+    if deeper:
+        return f"; did you mean {deeper[0].parent}?"
+    if path.parent.is_dir():
+        beside = {p.name: p for p in path.parent.iterdir() if p.is_dir() and p != path and is_run(p)}
+        close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.5) or sorted(beside)[:1]
+        if close:
+            return f"; did you mean {beside[close[0]]}?"
+    return "; give the --out folder of `flatshift train`, `select`, `sweep` or `demo`"
+
+
+def read_run(path: Path) -> Run:
+    """One run directory."""
+    texts = {name: (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
+             for name in ("command.txt", "recipe.resolved.yaml")}  # fmt: skip
+    return Run(
+        path=path,
+        name=path.resolve().name,
+        manifest=read_object(path / "manifest.json"),
+        environment=read_object(path / "environment.json"),
+        command=texts["command.txt"].strip(),
+        recipe_text=texts["recipe.resolved.yaml"],
+    )

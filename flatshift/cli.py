@@ -1,0 +1,110 @@
+"""The `flatshift` command: finds the subcommand, runs it, and turns what it ends with into an exit code.
+
+    flatshift demo                         # the three journeys on shipped samples
+    flatshift train warmup --train.seed 1  # a shipped recipe with one key changed
+
+Exit codes: 0 done, 1 a negative answer, 2 a mistake in the input, 3 interrupted with resumable state, 70 our bug.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+_COMMANDS = {
+    "demo": "the three journeys on shipped samples; ends with a report",
+    "select": "choose warm-up data from a pool for a target",
+    "train": "fine-tune an adapter by a recipe, or resume a run",
+    "sweep": "a resumable grid over recipe keys and seeds",
+    "eval": "judge a run directory on dev, test or your own rows",
+    "report": "one offline HTML page from run directories",
+    "recipes": "list, show or copy the shipped recipes",
+    "doctor": "environment, versions, devices, shadowed names",
+}
+_EPILOGUE = """
+`flatshift COMMAND --help` explains one. Start with `flatshift demo`, or `flatshift recipes list`.
+"""
+
+
+def _usage() -> str:
+    width = max(map(len, _COMMANDS))
+    rows = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in _COMMANDS.items())
+    return f"usage: flatshift COMMAND [...]\n\n{rows}\n{_EPILOGUE}"
+
+
+def _on_terminate(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"flatshift: {message}", file=sys.stderr)
+    return code
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code; never raises."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if argv else 2
+    if argv[0] in ("--version", "-V"):
+        from flatshift import __version__
+
+        print(f"flatshift {__version__}")
+        return 0
+    name = argv[0]
+    if name not in _COMMANDS:
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_COMMANDS)}"
+        return _fail(f"error: unknown command {name!r}; {hint}", 2)
+
+    from finetune.errors import Interrupted, UserError
+    from regularizers.errors import RegularizerError
+    from selection.errors import SelectionError
+
+    try:
+        from flatshift import commands
+
+        return commands.run(name, list(argv[1:]))
+    except (UserError, SelectionError, RegularizerError) as error:
+        return _fail(f"error: {error}", 2)
+    except Interrupted as error:
+        return _fail(f"interrupted: {error}", 3)
+    except KeyboardInterrupt:
+        return _fail(
+            "interrupted: finished parts are kept; a run with --out resumes with `flatshift train --resume`", 3
+        )
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as stop:  # the argument parser's own --help (0) and errors (2)
+        return stop.code if isinstance(stop.code, int) else 2
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = f" while writing {error.filename}" if error.filename else ""
+            return _fail(
+                f"interrupted: the disk is full{place}; free some space and resume, finished parts are kept", 3
+            )
+        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and error.filename:
+            return _fail(f"error: {error.filename}: {error.strerror}", 2)
+        traceback.print_exc()
+        return 70
+    except Exception:
+        traceback.print_exc()
+        return 70
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    signal.signal(signal.SIGTERM, _on_terminate)
+    # A message with text from the user's files must not fail on a terminal of another encoding.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    code = run(sys.argv[1:])
+    sys.stdout.flush()
+    raise SystemExit(code)

@@ -1,0 +1,326 @@
+"""What each command accepts: one dataclass of flags per command, handed to the study that does the work.
+
+Dotted flags (`--train.steps 100`) and plain recipe keys (`--backbone gpt2`) are laid over the recipe's YAML tree and
+go through the same strict builder; a command's own flags are parsed by tyro. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from experiments.config import Recipe
+from experiments.recipe import from_override, load_recipe, shipped_recipe, shipped_recipes
+from finetune.errors import UserError
+
+Positional = tyro.conf.Positional
+_RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
+
+
+@dataclass(frozen=True)
+class DemoFlags:
+    """Select, train, compare and sweep on the shipped samples; ends with a report and its path."""
+
+    out: Path = Path("flatshift-demo")
+    """Directory to make; must not exist or be empty."""
+
+
+@dataclass(frozen=True)
+class SelectFlags:
+    """Choose warm-up records from a pool for a target, by a recipe's `select` block or by flags."""
+
+    recipe: Positional[str | None] = None
+    """Recipe file or shipped recipe; optional when --pool, --target and --budget are given."""
+    pool: tuple[str, ...] = ()
+    """Candidate files: JSONL (.gz .xz .zst), CSV, Parquet; globs; `sample:pool.jsonl.xz`."""
+    target: tuple[str, ...] = ()
+    """Files with samples of the task."""
+    budget: int | None = None
+    """Records to choose."""
+    out: Path | None = None
+    """Directory to make (required); must not exist or be empty."""
+    method: str | None = None
+    """gotd, random, knn or dsir."""
+    embedder: str | None = None
+    """tfidf, backbone, or the directory or hub name of an encoder."""
+    pool_features: str | None = None
+    """Your own features of the pool: .npy, row i for record i."""
+    target_features: str | None = None
+    """Your own features of the target: .npy."""
+    epsilon: float | None = None
+    """Entropic regularisation, as a multiple of the mean cost (gotd)."""
+    seed: int | None = None
+    """Seed of every random draw."""
+    text_column: str | None = None
+    """Column that holds the text."""
+    id_column: str | None = None
+    """Column that holds a record's id."""
+    domain_column: str | None = None
+    """Column that names a record's domain (report only)."""
+    bad_rows: Literal["refuse", "skip"] | None = None
+    """Stop at a malformed record, or skip and count it."""
+    json: bool = False
+    """Print the manifest as JSON."""
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """Fine-tune an adapter by a recipe. Any recipe key is a flag: --train.steps 100 --adapter.rank 4."""
+
+    recipe: Positional[str | None] = None
+    """Recipe file or shipped recipe (`flatshift recipes list`)."""
+    out: Path | None = None
+    """Run directory to make; by default runs/DATE-TIME-NAME."""
+    resume: Path | None = None
+    """Continue this run directory exactly where it stopped."""
+    json: bool = False
+    """Print eval.json when done."""
+
+
+@dataclass(frozen=True)
+class SweepFlags:
+    """Run a recipe over a grid of dotted keys and seeds; finished cells are never run again."""
+
+    recipe: Positional[str]
+    """Recipe file or shipped recipe."""
+    grid: tuple[str, ...] = ()
+    """key=v1,v2,… for each axis; by default the recipe's own `sweep.grid`."""
+    seeds: int | None = None
+    """Values of train.seed: 0, 1, …; by default the recipe's own `sweep.seeds`."""
+    out: Path | None = None
+    """Sweep directory (required); an existing one is continued."""
+    jobs: int = 1
+    """Processes that work on cells at the same time."""
+
+
+@dataclass(frozen=True)
+class EvalFlags:
+    """Judge a finished run again, on its own dev and test rows or on other files."""
+
+    run: Positional[Path]
+    """Run directory."""
+    data: tuple[str, ...] = ()
+    """Files to judge on instead; the split is called `data`."""
+    json: bool = False
+    """Print exactly what eval.json would hold."""
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """Make one offline HTML page from run, selection, sweep or study directories."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Directories."""
+    out: Path | None = None
+    """HTML file; by default report.html in the first directory."""
+
+
+@dataclass(frozen=True)
+class RecipesFlags:
+    """List, show or copy the shipped recipes."""
+
+    action: Positional[Literal["list", "show", "copy"]]
+    """What to do."""
+    name: Positional[str | None] = None
+    """Which recipe (show, copy)."""
+    to: Positional[Path | None] = None
+    """File to write (copy); by default NAME.yaml here."""
+    json: bool = False
+    """Print the list as JSON."""
+
+
+@dataclass(frozen=True)
+class DoctorFlags:
+    """Environment, versions, devices, shadowed names, what is missing and how to get it."""
+
+    deep: bool = False
+    """Import torch as well and list its devices."""
+    json: bool = False
+    """Print as JSON."""
+
+
+def _split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]:
+    """Take recipe keys out of a command line: `--a.b value`, `--a.b=value`, and undotted recipe fields."""
+    own = {field.name for field in dataclasses.fields(flags)}
+    rest: list[str] = []
+    overrides = []
+    tokens = iter(argv)
+    for token in tokens:
+        name, has_value, value = token.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        head = key.split(".", 1)[0]
+        if not token.startswith("--") or key in own or ("." not in key and head not in _RECIPE_KEYS):
+            rest.append(token)
+            continue
+        if not has_value:
+            try:
+                value = next(tokens)
+            except StopIteration:
+                raise UserError(f"--{name} needs a value") from None
+        overrides.append(from_override(key, value, f"--{name}"))
+    return rest, overrides
+
+
+def _parse(flags: type, name: str, argv: list[str]) -> Any:
+    return tyro.cli(flags, prog=f"flatshift {name}", args=argv)
+
+
+def _demo(argv: list[str]) -> int:
+    flags = _parse(DemoFlags, "demo", argv)
+    from experiments.demo import demo
+
+    return demo(flags.out)
+
+
+def _select(argv: list[str]) -> int:
+    rest, overrides = _split_overrides(argv, SelectFlags)
+    flags: SelectFlags = _parse(SelectFlags, "select", rest)
+    if flags.out is None:
+        raise UserError("--out is missing: name the directory to make")
+    if flags.recipe is None and not (flags.pool and flags.target and flags.budget):
+        raise UserError("select needs a RECIPE, or --pool, --target and --budget together")
+    own = {
+        "select.pool.files": (flags.pool or None, "--pool"),
+        "select.target.files": (flags.target or None, "--target"),
+        "select.budget": (flags.budget, "--budget"),
+        "select.method.kind": (flags.method, "--method"),
+        "select.method.epsilon": (flags.epsilon, "--epsilon"),
+        "select.columns.text": (flags.text_column, "--text-column"),
+        "select.columns.id": (flags.id_column, "--id-column"),
+        "select.domain_column": (flags.domain_column, "--domain-column"),
+        "select.bad_rows": (flags.bad_rows, "--bad-rows"),
+        "train.seed": (flags.seed, "--seed"),
+    }
+    if flags.embedder in (None, "tfidf", "backbone"):
+        own["select.embedder.kind"] = (flags.embedder, "--embedder")
+    else:
+        own["select.embedder.kind"] = ("encoder", "--embedder")
+        own["select.embedder.path"] = (flags.embedder, "--embedder")
+    if flags.pool_features or flags.target_features:
+        if not (flags.pool_features and flags.target_features):
+            raise UserError("--pool-features and --target-features belong together: give both")
+        if flags.embedder is not None:
+            raise UserError("--embedder and --pool-features exclude each other: keep one of them")
+        own["select.embedder.kind"] = ("features", "--pool-features")
+        own["select.embedder.pool"] = (flags.pool_features, "--pool-features")
+        own["select.embedder.target"] = (flags.target_features, "--target-features")
+    for key, (value, where) in own.items():
+        if value is not None:
+            overrides.append(from_override(key, value, where))
+    resolved = load_recipe(flags.recipe, overrides)
+    from experiments.selecting import select
+
+    manifest = select(resolved, flags.out, quiet=flags.json)
+    if flags.json:
+        print(json.dumps(manifest, indent=2, ensure_ascii=False))
+    return 0
+
+
+def _train(argv: list[str]) -> int:
+    rest, overrides = _split_overrides(argv, TrainFlags)
+    flags: TrainFlags = _parse(TrainFlags, "train", rest)
+    if (flags.recipe is None) == (flags.resume is None):
+        raise UserError("train needs either a RECIPE (`flatshift recipes list`) or --resume RUN_DIR")
+    if flags.resume is not None:
+        if flags.out is not None:
+            raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
+        from experiments.pipeline import resume
+
+        result = resume(flags.resume, overrides, quiet=flags.json)
+    else:
+        resolved = load_recipe(flags.recipe, overrides)
+        from experiments.pipeline import train
+
+        result = train(resolved, flags.out, quiet=flags.json)
+    if flags.json:
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+    return 0
+
+
+def _sweep(argv: list[str]) -> int:
+    rest, overrides = _split_overrides(argv, SweepFlags)
+    flags: SweepFlags = _parse(SweepFlags, "sweep", rest)
+    if flags.out is None:
+        raise UserError("--out is missing: name the sweep directory to make or continue")
+    from experiments.sweep import sweep
+
+    return sweep(flags.recipe, overrides, flags.out, grid=flags.grid, seeds=flags.seeds, jobs=flags.jobs)
+
+
+def _eval(argv: list[str]) -> int:
+    flags: EvalFlags = _parse(EvalFlags, "eval", argv)
+    from experiments.evaluating import evaluate_run, render
+
+    result = evaluate_run(flags.run, data=flags.data, quiet=flags.json)
+    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    return 0
+
+
+def _report(argv: list[str]) -> int:
+    flags: ReportFlags = _parse(ReportFlags, "report", argv)
+    from experiments.report import build_report
+
+    print(build_report(flags.runs, out=flags.out or flags.runs[0] / "report.html"))
+    return 0
+
+
+def _recipes(argv: list[str]) -> int:
+    flags: RecipesFlags = _parse(RecipesFlags, "recipes", argv)
+    if flags.action == "list":
+        summaries = {}
+        for name, path in shipped_recipes().items():
+            first = path.read_text(encoding="utf-8").splitlines()[0]
+            summaries[name] = first.removeprefix("#").strip()
+        if flags.json:
+            print(json.dumps(summaries, indent=2, ensure_ascii=False))
+        else:
+            width = max(map(len, summaries))
+            print("\n".join(f"{name.ljust(width)}  {summary}" for name, summary in summaries.items()))
+        return 0
+    if flags.name is None:
+        raise UserError(f"recipes {flags.action} needs a NAME: {', '.join(shipped_recipes())}")
+    text = shipped_recipe(flags.name).read_text(encoding="utf-8")
+    if flags.action == "show":
+        sys.stdout.write(text)
+        return 0
+    target = flags.to or Path(f"{flags.name}.yaml")
+    if target.exists():
+        raise UserError(f"{target} exists; name another file or remove it")
+    from finetune.atomic import write_text
+
+    write_text(target, text)
+    print(target)
+    return 0
+
+
+def _doctor(argv: list[str]) -> int:
+    flags: DoctorFlags = _parse(DoctorFlags, "doctor", argv)
+    from experiments.doctor import doctor, render
+
+    result = doctor(deep=flags.deep)
+    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    return 0 if result["ok"] else 1
+
+
+_RUN: dict[str, Callable[[list[str]], int]] = {
+    "demo": _demo,
+    "select": _select,
+    "train": _train,
+    "sweep": _sweep,
+    "eval": _eval,
+    "report": _report,
+    "recipes": _recipes,
+    "doctor": _doctor,
+}
+
+
+def run(name: str, argv: list[str]) -> int:
+    """Run command `name` with its arguments; returns the exit code."""
+    return _RUN[name](argv)
