@@ -129,7 +129,7 @@ class Train:
     """Updates between dev evaluations; 0: only at the end."""
     patience: int | None = None
     """Stop after this many dev evaluations without a better dev loss; null: never."""
-    save_every: int = 0
+    save_every: int = 100
     """Updates between checkpoints; 0: only at the end of a stage and when interrupted."""
     keep: int = 2
     """Checkpoints kept per stage."""
@@ -219,10 +219,12 @@ class Evaluate:
 
     batch_size: int = 32
     """Rows at once."""
+    train_limit: int = 1000
+    """Training rows that are judged too, the first of the (shuffled) subset; 0: none."""
     bootstrap: int = 1000
     """Resamples of the items for each interval."""
     confidence: float = 0.95
     """Coverage of the intervals."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, batch_size=(1, None), bootstrap=(1, None), confidence=(0.5, 0.9999))
+        check_bounds(self, batch_size=(1, None), train_limit=(0, None), bootstrap=(1, None), confidence=(0.5, 0.9999))

@@ -1,0 +1,86 @@
+"""What a person sees while work runs: rich bars with rate and ETA on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Task(Protocol):
+    """One piece of long work."""
+
+    def __call__(self, done: int, note: str = "") -> None:
+        """Say that `done` units are finished; `note` is shown beside the bar."""
+
+
+class Console:
+    """Prints to stderr, so that stdout stays what a machine may read; also hands every line to `log`.
+
+    quiet: print nothing, still log. log: called with each line (a run directory's log.txt).
+    """
+
+    def __init__(self, *, quiet: bool = False, log: Callable[[str], None] | None = None) -> None:
+        self.quiet = quiet
+        self.log = log
+        self.terminal = sys.stderr.isatty() and not quiet
+
+    def say(self, line: str = "") -> None:
+        """Print a line."""
+        if self.log is not None:
+            self.log(line)
+        if not self.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def task(self, label: str, total: int, unit: str = "") -> Iterator[Task]:
+        """A progress bar (terminal) or a line every ten seconds and at the end (elsewhere)."""
+        if self.terminal:
+            yield from self._bar(label, total, unit)
+        else:
+            yield from self._lines(label, total, unit)
+
+    def _bar(self, label: str, total: int, unit: str) -> Iterator[Task]:
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns: tuple[Any, ...] = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", style="dim"),
+        )
+        start = time.monotonic()
+        with Progress(*columns, console=RichConsole(stderr=True)) as progress:
+            task = progress.add_task(label, total=total, note="", rate="")
+
+            def update(done: int, note: str = "") -> None:
+                rate = done / max(time.monotonic() - start, 1e-9)
+                progress.update(task, completed=done, note=note, rate=f"{rate:.3g} {unit}/s" if unit else "")
+
+            yield update
+
+    def _lines(self, label: str, total: int, unit: str) -> Iterator[Task]:
+        start = last = time.monotonic()
+        latest = (0, "")
+
+        def line(done: int, note: str) -> str:
+            elapsed = time.monotonic() - start
+            rate = done / max(elapsed, 1e-9)
+            eta = (total - done) / rate if done else float("nan")
+            speed = f", {rate:.3g} {unit}/s" if unit else ""
+            return f"{label}: {done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s{'  ' + note if note else ''}"
+
+        def update(done: int, note: str = "") -> None:
+            nonlocal last, latest
+            latest = (done, note)
+            if time.monotonic() - last > 10:
+                last = time.monotonic()
+                self.say(line(done, note))
+
+        yield update
+        self.say(line(*latest))

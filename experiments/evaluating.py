@@ -1,0 +1,70 @@
+"""Judge a run directory again: the directory alone is enough.
+
+flatshift eval runs/first --data more.jsonl --json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.console import Console
+from experiments.pipeline import build_model
+from experiments.preparing import prepare
+from experiments.recipe import resume_recipe
+from finetune.adapter import load_adapter
+from finetune.config import Data, Files
+from finetune.errors import UserError
+from finetune.evaluate import evaluate
+from finetune.seeds import derive
+
+
+def evaluate_run(path: Path, *, data: Sequence[str] = (), quiet: bool = False) -> dict[str, dict[str, Any]]:
+    """Evaluate the adapter of a run on its dev and test rows, or on other files as the split `data`.
+
+    Returns {split: {metric: {value, low, high, n}}}.
+    Raises UserError if `path` is no run directory, has no adapter yet, or has nothing to judge on.
+    """
+    recipe = resume_recipe(path).recipe
+    if not (path / "adapter").is_dir():
+        raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
+    prepared = prepare(recipe)
+    splits = {"dev": prepared.dev, "test": prepared.test}
+    if data:
+        files = Files(files=tuple(data))
+        judged = dataclasses.replace(recipe, data=dataclasses.replace(_only_train(recipe.data), test=files))
+        splits = {"data": prepare(judged).test}
+    if not any(splits.values()):
+        raise UserError(f"{path} has neither dev nor test rows; name some with --data")
+    console = Console(quiet=quiet)
+    model, tokenizer = build_model(recipe, recipe.task, prepared.label_names)
+    load_adapter(model, path / "adapter")
+    result = {}
+    for split, examples in splits.items():
+        if examples:
+            console.say(f"{split}: {len(examples):,} examples")
+            result[split] = evaluate(
+                model,
+                tokenizer,
+                examples,
+                task=recipe.task,
+                config=recipe.eval,
+                label_names=prepared.label_names,
+                seed=derive(recipe.train.seed, "bootstrap", split),
+            )
+    return result
+
+
+def _only_train(data: Data) -> Data:
+    return dataclasses.replace(data, dev=Files(), test=Files())
+
+
+def render(result: dict[str, dict[str, Any]]) -> str:
+    """The result as lines for a person."""
+    lines = []
+    for split, metrics in result.items():
+        for name, m in metrics.items():
+            lines.append(f"{split:6} {name:16} {m['value']:.4f}  [{m['low']:.4f}, {m['high']:.4f}]  n = {m['n']:,}")
+    return "\n".join(lines)

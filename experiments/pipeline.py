@@ -1,0 +1,293 @@
+"""The fine-tuning journey: select → warm-up → fine-tune → evaluate → report, into one run directory.
+
+    flatshift train warmup --out runs/first
+    flatshift train --resume runs/first
+
+Each part leaves a finished marker behind, so that `resume` picks up after the last one; inside a stage the loop
+resumes from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from experiments.config import Recipe
+from experiments.console import Console
+from experiments.interrupts import graceful_stop
+from experiments.preparing import Prepared, prepare
+from experiments.recipe import Resolved, resume_recipe
+from experiments.recipe.tree import Branch
+from experiments.selecting import select_into
+from finetune.adapter import attach_adapter, load_adapter, save_adapter
+from finetune.atomic import replacing_directory, write_json, write_text
+from finetune.backbone import load_backbone, load_tokenizer, resolve_device
+from finetune.config import LanguageModel, Optimizer, Task, Train
+from finetune.data import Batches, Example, describe, first_batch_panel
+from finetune.errors import UserError
+from finetune.evaluate import evaluate
+from finetune.loop import train_stage
+from finetune.memory import plan_lines
+from finetune.rundir import RunDirectory
+from finetune.seeds import derive
+from regularizers import build_regularizer
+
+WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
+Stop = Callable[[], bool]
+
+
+def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -> dict[str, Any]:
+    """Run a recipe into a new run directory and return its eval.json.
+
+    out: directory to make, by default `runs/DATE-TIME-NAME`.
+    Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
+    """
+    check_mesh(resolved.recipe)
+    out = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
+    # Everything that can be wrong with the input is found before the directory exists.
+    prepared = prepare(resolved.recipe)
+    run = RunDirectory.create(out)
+    write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
+    write_json(run.path / "manifest.json", {"inputs": describe(recipe_inputs(resolved.recipe))})
+    console = Console(quiet=quiet, log=run.log)
+    return execute(run, resolved.recipe, prepared, console)
+
+
+def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
+    """Continue a run directory exactly where it stopped; a finished one returns at once.
+
+    Raises UserError if `path` is no run directory, an input file changed, or an override is not allowed.
+    """
+    resolved = resume_recipe(path, overrides)
+    check_mesh(resolved.recipe)
+    run = RunDirectory.open(path)
+    console = Console(quiet=quiet, log=run.log)
+    if is_finished(run.path, resolved.recipe):
+        console.say(f"{path} is finished: nothing to do")
+        return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
+    _check_inputs(run.path)
+    write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
+    return execute(run, resolved.recipe, prepare(resolved.recipe), console)
+
+
+def check_mesh(recipe: Recipe) -> None:
+    """Refuse meshes of more than one device. Raises UserError."""
+    for axis, size in dataclasses.asdict(recipe.mesh).items():
+        if size != 1:
+            raise UserError(f"--mesh.{axis}: {size} devices asked for, but this version trains on one; leave it at 1")
+
+
+def is_finished(path: Path, recipe: Recipe) -> bool:
+    """Whether every part of the run is there, with as many steps as the recipe asks for."""
+    done = path / "stages" / FINE_TUNE / "done.json"
+    if not (done.is_file() and (path / "eval.json").is_file() and (path / "report.html").is_file()):
+        return False
+    return json.loads(done.read_text(encoding="utf-8"))["target_steps"] == recipe.train.steps
+
+
+def recipe_inputs(recipe: Recipe) -> list[str]:
+    """Every input file that the recipe names, once each."""
+    files = [*recipe.data.train.files, *recipe.data.dev.files, *recipe.data.test.files]
+    if recipe.select is not None:
+        files += [*recipe.select.pool.files, *recipe.select.target.files]
+    return list(dict.fromkeys(files))
+
+
+def _check_inputs(path: Path) -> None:
+    """A resumed run must read what it read before."""
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    for before in manifest["inputs"]:
+        (now,) = describe([before["path"]])
+        if now["sha256"] != before["sha256"]:
+            raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
+
+
+def execute(
+    run: RunDirectory, recipe: Recipe, prepared: Prepared, console: Console, *, report: bool = True
+) -> dict[str, Any]:
+    """Run every part that is not finished yet; returns eval.json."""
+    with graceful_stop(console.say) as stop:
+        started = time.monotonic()
+        previous = None
+        if recipe.warmup is not None:
+            _selection(run, recipe, console)
+            previous = _warm_up(run, recipe, console, stop)
+        fine_tuned = _stage(
+            run,
+            recipe,
+            console,
+            stop,
+            name=FINE_TUNE,
+            task=recipe.task,
+            prepared=prepared,
+            optimizer=recipe.optimizer,
+            train=recipe.train,
+            previous=previous,
+        )
+        result = _evaluate(run, recipe, prepared, fine_tuned, console)
+        write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
+        if report:
+            from experiments.report import build_report, write_plots
+
+            write_plots(run.path)
+            console.say(f"report: {build_report([run.path], out=run.path / 'report.html')}")
+    return result
+
+
+def _selection(run: RunDirectory, recipe: Recipe, console: Console) -> None:
+    directory = run.path / "selection"
+    if directory.is_dir():
+        return
+    with replacing_directory(directory) as temporary:
+        select_into(recipe, temporary, console)
+
+
+def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop) -> Path:
+    """Language modelling on the selection; returns the adapter that fine-tuning continues."""
+    assert recipe.warmup is not None
+    warmup = recipe.warmup
+    task = LanguageModel()
+    columns = recipe.select.columns if recipe.select is not None else recipe.data.columns
+    prepared = prepare(
+        recipe, task=task, train_files=(str(run.path / "selection" / "selected.jsonl"),), columns=columns
+    )
+    return _stage(
+        run,
+        recipe,
+        console,
+        stop,
+        name=WARM_UP,
+        task=task,
+        prepared=prepared,
+        optimizer=dataclasses.replace(recipe.optimizer, lr=warmup.lr),
+        train=dataclasses.replace(
+            recipe.train,
+            steps=warmup.steps,
+            batch_size=warmup.batch_size,
+            accumulate=warmup.accumulate,
+            eval_every=0,
+            patience=None,
+        ),
+        previous=None,
+    )
+
+
+def _stage(
+    run: RunDirectory,
+    recipe: Recipe,
+    console: Console,
+    stop: Stop,
+    *,
+    name: str,
+    task: Task,
+    prepared: Prepared,
+    optimizer: Optimizer,
+    train: Train,
+    previous: Path | None,
+) -> Path:
+    """Train one stage unless it is finished; returns the directory of its adapter."""
+    adapter = run.path / "stages" / name / "adapter"
+    done = run.path / "stages" / name / "done.json"
+    if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["target_steps"] == train.steps:
+        return adapter
+    seed = derive(train.seed, name)
+    model, tokenizer = build_model(recipe, task, prepared.label_names)
+    if previous is not None:
+        load_adapter(model, previous, partial=True)
+    batches = Batches(
+        prepared.train,
+        task=task,
+        batch_size=train.batch_size,
+        accumulate=train.accumulate,
+        seed=seed,
+        max_length=train.max_length,
+        pad_id=tokenizer.pad_token_id,
+    )
+    for line in plan_lines(model, train=train, optimizer=optimizer):
+        console.say(line)
+    console.say(first_batch_panel(batches.at(0)[0], tokenizer, task))
+    with console.task(name, train.steps, "steps") as bar:
+        result = train_stage(
+            model,
+            tokenizer,
+            stage=name,
+            task=task,
+            batches=batches,
+            dev=prepared.dev if name == FINE_TUNE else [],
+            optimizer=optimizer,
+            train=train,
+            evaluate=recipe.eval,
+            regularizer=build_regularizer(recipe.regularizer),
+            run=run,
+            seed=seed,
+            label_names=prepared.label_names,
+            on_step=lambda m: bar(m["step"], f"loss {m['loss']:.3f}"),
+            stop=stop,
+        )
+    write_json(
+        done,
+        {
+            "target_steps": train.steps,
+            "steps": result.steps,
+            "best_step": result.best_step,
+            "best_dev_loss": result.best_dev_loss,
+            "tokens": result.tokens,
+            "stopped_early": result.stopped_early,
+        },
+    )
+    return adapter
+
+
+def build_model(recipe: Recipe, task: Task, label_names: tuple[str, ...] | None) -> tuple[Any, Any]:
+    """The frozen backbone with a fresh adapter for `task`, and its tokenizer."""
+    device = resolve_device(recipe.train.device)
+    tokenizer = load_tokenizer(recipe.backbone)
+    backbone = load_backbone(
+        recipe.backbone, task=task, label_names=label_names, precision=recipe.train.precision, device=device
+    )
+    return attach_adapter(backbone, recipe.adapter, task=task, seed=recipe.train.seed), tokenizer
+
+
+def _evaluate(
+    run: RunDirectory, recipe: Recipe, prepared: Prepared, adapter: Path, console: Console
+) -> dict[str, dict[str, Any]]:
+    """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
+    model, tokenizer = build_model(recipe, recipe.task, prepared.label_names)
+    load_adapter(model, adapter)
+    save_adapter(model, run.path / "adapter")
+    result = {}
+    splits: dict[str, list[Example]] = {
+        "train": prepared.train[: recipe.eval.train_limit],
+        "dev": prepared.dev,
+        "test": prepared.test,
+    }
+    for split, examples in splits.items():
+        if not examples:
+            continue
+        result[split] = evaluate(
+            model,
+            tokenizer,
+            examples,
+            task=recipe.task,
+            config=recipe.eval,
+            label_names=prepared.label_names,
+            seed=derive(recipe.train.seed, "bootstrap", split),
+        )
+        shown = ", ".join(f"{k} {v['value']:.4g} [{v['low']:.4g}, {v['high']:.4g}]" for k, v in result[split].items())
+        console.say(f"{split}: {shown}")
+    write_json(run.path / "eval.json", result)
+    return result
+
+
+def remove_weights(path: Path) -> None:
+    """Drop what only a continued training needs: checkpoints and adapters (sweep cells keep their figures)."""
+    for name in ("state", "adapter"):
+        shutil.rmtree(path / name, ignore_errors=True)
+    for stage in (path / "stages").glob("*/adapter"):
+        shutil.rmtree(stage, ignore_errors=True)
