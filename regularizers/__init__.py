@@ -1,0 +1,55 @@
+"""What is added to a training step to find flat minima. Pure torch; a PEFT model is recognised by what it has.
+
+    from regularizers import GGPO, build
+
+    regularizer = build(GGPO(sigma=0.05)).attach(peft_model, seed=0, total_steps=200)
+    with regularizer.step(t):
+        loss.backward()
+
+GGPO's signed low-rank noise has the *same covariance* as the dense Gaussian noise of the published method, never the
+same distribution. Its default mode is our dimensionless reading of the published idea; the literal form (`mode:
+paper`) is Flat-LoRA in practice, because squared gradient norms are many orders below squared weight norms.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regularizers.config import GGPO, Plain, RegularizerConfig
+    from regularizers.errors import RegularizerError
+    from regularizers.ggpo import GGPORegularizer
+    from regularizers.protocol import PlainRegularizer, Regularizer, build
+
+_HOMES = {
+    "GGPO": "config",
+    "Plain": "config",
+    "RegularizerConfig": "config",
+    "RegularizerError": "errors",
+    "Regularizer": "protocol",
+    "PlainRegularizer": "protocol",
+    "build": "protocol",
+    "GGPORegularizer": "ggpo",
+}
+
+__all__ = [
+    "GGPO",
+    "GGPORegularizer",
+    "Plain",
+    "PlainRegularizer",
+    "Regularizer",
+    "RegularizerConfig",
+    "RegularizerError",
+    "build",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,221 @@
+"""GGPO: train the adapter at W' + ε, where ε is gradient-guided noise on the frozen weights.
+
+    ε = diag(σ_i) S_U S_V/√k,   S_U (m, k), S_V (k, n) independent random signs,   Cov ε_ij,ε_kl = δ_ik δ_jl σ_i²
+
+The same covariance as dense Gaussian noise with row scales σ_i, never the same distribution. σ_i² is a sum of the
+row norms of W' = W0 + sBA and of the loss gradient with respect to W' (`regularizers.guidance`), the latter from an
+unbiased sketch: probe columns S_P with a zero factor U_P give ∂L/∂U_P = G S_Pᵀ, and q_i = |(∂L/∂U_P)_i|²/k_p has
+the mean |G_i(W'+ε)|². Source: LoRA-GGPO, arXiv 2502.14538 v1 (v2 and later are another method, LoRA-MGPO).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.bank import Bank
+from regularizers.branch import NoiseBranch
+from regularizers.config import GGPO
+from regularizers.errors import RegularizerError
+from regularizers.guidance import default_rank, scheduled_sigma
+from regularizers.layers import find_lora_sites
+from regularizers.protocol import Regularizer
+from regularizers.rownorms import accumulation_dtype
+from regularizers.signs import MAX_COLUMNS, step_id
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_log = logging.getLogger(__name__)
+_SERVED: weakref.WeakKeyDictionary[Any, weakref.ref[GGPORegularizer]] = weakref.WeakKeyDictionary()
+"""Which layer serves which regularizer. Kept here, so that the model carries no mark."""
+
+
+def check_settings(config: GGPO) -> None:
+    """Raises RegularizerError for a value without a meaning, naming the key."""
+
+    def demand(holds: bool, key: str, value: object, wanted: str) -> None:
+        if not holds:
+            raise RegularizerError(f"regularizer.{key}: {value} is not {wanted}")
+
+    demand(math.isfinite(config.sigma) and config.sigma >= 0, "sigma", config.sigma, "a number ≥ 0")
+    demand(math.isfinite(config.beta) and config.beta >= 0, "beta", config.beta, "a number ≥ 0")
+    demand(config.mode in ("relative", "paper"), "mode", config.mode, "`relative` or `paper`")
+    demand(config.scope == "step", "scope", config.scope, "`step`")
+    demand(
+        config.schedule in ("constant", "linear", "cosine"),
+        "schedule",
+        config.schedule,
+        "`constant`, `linear` or `cosine`",
+    )
+    demand(0 <= config.ema < 1, "ema", config.ema, "a number in [0, 1)")
+    demand(config.refresh >= 1, "refresh", config.refresh, "a number of steps ≥ 1")
+    demand(
+        config.rank is None or 1 <= config.rank <= MAX_COLUMNS,
+        "rank",
+        config.rank,
+        f"null or a number from 1 to {MAX_COLUMNS}",
+    )
+    fewest = 1 if config.beta > 0 else 0
+    demand(
+        fewest <= config.probes <= MAX_COLUMNS,
+        "probes",
+        config.probes,
+        f"a number from {fewest} to {MAX_COLUMNS}" + (" (β > 0 needs the gradient sketch)" if fewest else ""),
+    )
+
+
+class GGPORegularizer(Regularizer):
+    """See the module's text; made by `regularizers.build(GGPO(...))`. Inert until `attach`."""
+
+    def __init__(self, config: GGPO) -> None:
+        check_settings(config)
+        self.config = config
+        self._banks: list[Bank] = []
+        self._left_alone: list[str] = []
+        self._seed = 0
+        self._total_steps = 0
+        self._step = 0
+        self._refreshed = -1
+        """Step of the last row norms; −1: none yet."""
+        self._inside = False
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int) -> Self:
+        if self._banks:
+            raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")
+        if self.config.schedule != "constant" and total_steps < 1:
+            raise RegularizerError(
+                f"regularizer.schedule: {self.config.schedule} ramps over the optimizer steps, but there are "
+                f"{total_steps}; give the number of steps, or use `constant`"
+            )
+        sites, others = find_lora_sites(model)
+        for site in sites:
+            owner = _SERVED.get(site.layer)
+            if owner is not None and owner() is not None:
+                raise RegularizerError(
+                    f"layer {site.name} serves another regularizer already; detach that one before attaching a second"
+                )
+        probes = self.config.probes if self.config.beta > 0 else 0
+        groups: dict[tuple[torch.device, torch.dtype], list[NoiseBranch]] = {}
+        for site in sites:
+            weight = site.base.weight
+            rank = self.config.rank or default_rank(site.rows, site.columns)
+            branch = NoiseBranch(site, rank, probes, accumulation_dtype(weight.dtype))
+            groups.setdefault((weight.device, weight.dtype), []).append(branch)
+        self._banks = [Bank(branches, self.config) for branches in groups.values()]
+        for site in sites:
+            _SERVED[site.layer] = weakref.ref(self)
+        if others:
+            _log.warning(
+                "GGPO leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
+                len(others),
+                others[0],
+            )
+        self._left_alone, self._seed, self._total_steps = others, seed, total_steps
+        self._step, self._refreshed = 0, -1
+        return self
+
+    @contextmanager
+    def step(self, t: int) -> Iterator[None]:
+        if not self._banks:
+            raise RegularizerError("GGPO is not attached to a model; call attach(model, seed=..., total_steps=...)")
+        if self._inside:
+            raise RegularizerError(f"step({t}) begins inside another step; a step's context must be left first")
+        self._step = t
+        sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
+        if sigma == 0:  # not a branch of zeros: the very same operations as plain LoRA
+            for bank in self._banks:
+                bank.rest()
+            yield
+            return
+        self._inside = True
+        try:
+            if self._refreshed < 0 or not 0 <= t - self._refreshed < self.config.refresh:
+                for bank in self._banks:
+                    bank.refresh_norms()
+                self._refreshed = t
+            for bank in self._banks:
+                bank.perturb(sigma, step_id(self._seed, t))
+            yield
+            for bank in self._banks:
+                bank.learn()
+        finally:
+            for bank in self._banks:
+                bank.restore()
+            self._inside = False
+
+    def perturbations(self) -> dict[str, Tensor]:
+        """ε (m, n) of every layer, dense: for tests and instruments, inside a step only."""
+        return {
+            branch.site.name: branch.noise_out @ branch.noise_in.T
+            for bank in self._banks
+            for branch in bank.branches
+            if branch.noise_out is not None and branch.noise_in is not None
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step: `sigma` (scheduled), `row_sigma_mean`, `gradient_share` (the gradient's part of the noise
+        power), `guidance` (how much power the gradient moved between rows, 0 to 1, mean over layers), layer counts,
+        `sketches` averaged and `sketches_skipped` because they were not finite."""
+        layers = sum(len(bank.branches) for bank in self._banks)
+        rows = sum(sum(bank.sizes) for bank in self._banks)
+        figures = [bank.figures() for bank in self._banks]
+        power = sum(part["power"] for part in figures)
+        return {
+            "sigma": scheduled_sigma(self.config.sigma, self.config.schedule, self._step, self._total_steps),
+            "row_sigma_mean": sum(part["sigma_sum"] for part in figures) / rows if rows else 0.0,
+            "gradient_share": sum(part["gradient_power"] for part in figures) / power if power else 0.0,
+            "guidance": sum(part["moved_sum"] for part in figures) / layers if layers else 0.0,
+            "layers": float(layers),
+            "layers_left_alone": float(len(self._left_alone)),
+            "sketches": max((part["sketches"] for part in figures), default=0.0),
+            "sketches_skipped": max((part["skipped"] for part in figures), default=0.0),
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {
+            "seed": torch.tensor(self._seed, dtype=torch.int64),
+            "step": torch.tensor(self._step, dtype=torch.int64),
+            "refreshed": torch.tensor(self._refreshed, dtype=torch.int64),
+        }
+        for bank in self._banks:
+            state |= bank.state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if not self._banks:
+            raise RegularizerError("GGPO is not attached to a model; attach before loading its state")
+        expected = self.state_dict()
+        if different := set(expected) ^ set(state):
+            raise RegularizerError(
+                f"the saved state does not belong to GGPO on this model ({min(different)!r} is in only one of the "
+                "two); resume with the regularizer, backbone and adapter that the checkpoint was written with"
+            )
+        for name, tensor in expected.items():
+            if state[name].shape != tensor.shape:
+                raise RegularizerError(
+                    f"the saved state has {name} of shape {tuple(state[name].shape)} where this model has "
+                    f"{tuple(tensor.shape)}; resume with the backbone and adapter that the checkpoint was written with"
+                )
+        if int(state["seed"]) != self._seed:
+            raise RegularizerError(
+                f"the saved state was drawn from seed {int(state['seed'])}, this run from {self._seed}; resume with "
+                "the same train.seed"
+            )
+        self._step, self._refreshed = int(state["step"]), int(state["refreshed"])
+        for bank in self._banks:
+            bank.load(state)
+
+    def detach(self) -> None:
+        for bank in self._banks:
+            bank.restore()
+            for branch in bank.branches:
+                _SERVED.pop(branch.site.layer, None)
+        self._banks, self._left_alone, self._inside = [], [], False

@@ -1,0 +1,116 @@
+"""Random signs by counting, not by a generator: any device, any split, any recomputation sees the same ones.
+
+A sign is one bit of a 64-bit hash of (seed, optimizer step, layer, side, *global* row or column). The hash is
+SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) used as a counter generator: word i of stream `key` is
+mix64(key + (i+1)·γ). Signed 64-bit integers wrap modulo 2^64 on every device, so the words are the same on all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Side = Literal["out", "in", "probe"]
+MAX_COLUMNS = 64
+"""Signs that one word, hence one row or column, can give."""
+
+_SIDES: dict[str, int] = {"out": 1, "in": 2, "probe": 3}
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_M1 = 0xBF58476D1CE4E5B9
+_M2 = 0x94D049BB133111EB
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit word."""
+    word &= _MASK
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _mix_int(word: int) -> int:
+    """SplitMix64's finaliser on a Python integer; the same bits as `mix64`."""
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * _M1) & _MASK
+    word = ((word ^ (word >> 27)) * _M2) & _MASK
+    return word ^ (word >> 31)
+
+
+def mix64(words: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 words, elementwise. The masks make the right shifts logical."""
+    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _signed(_M1)
+    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * _signed(_M2)
+    return words ^ ((words >> 31) & ((1 << 33) - 1))
+
+
+def layer_uid(name: str) -> int:
+    """A 64-bit name for a layer, the same in every process and on every platform."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def stream_id(name: str, side: Side) -> int:
+    """Which stream of signs belongs to one side of a layer, as an int64; constant over a run."""
+    return _signed(_mix_int(layer_uid(name) + _SIDES[side] * _GAMMA))
+
+
+def step_id(seed: int, step: int) -> int:
+    """The part of a key that changes with every optimizer step, as an int64."""
+    return _signed(_mix_int(_mix_int(seed + _GAMMA) + step * _GAMMA))
+
+
+def stream_keys(streams: Tensor, step: int) -> Tensor:
+    """The keys of streams (int64 `stream_id`s) at one optimizer step (a `step_id`)."""
+    return mix64(streams ^ step)
+
+
+def counters(indices: Tensor) -> Tensor:
+    """Counter values of global rows or columns (int64)."""
+    return (indices + 1) * _signed(_GAMMA)
+
+
+def sign_words(keys: Tensor, counters: Tensor) -> Tensor:
+    """One 64-bit word for each pair of a key and a counter (broadcast)."""
+    return mix64(keys + counters)
+
+
+@lru_cache(maxsize=16)
+def _byte_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(256, 8): the eight signs of every byte, lowest bit first. A look-up is cheaper than shifting bit by bit."""
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return (bits * 2 - 1).to(device=device, dtype=dtype)
+
+
+def unpack(words: Tensor, columns: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Signs ±1 (N, columns) from the lowest bits of N words."""
+    if not 0 <= columns <= MAX_COLUMNS:
+        raise ValueError(f"a word gives at most {MAX_COLUMNS} signs, not {columns}")
+    if columns == 0:
+        return torch.empty(len(words), 0, dtype=dtype, device=words.device)
+    table = _byte_table(dtype, words.device)
+    parts = [table[(words >> (8 * byte)) & 255] for byte in range((columns + 7) // 8)]
+    signs = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return signs[:, :columns]
+
+
+def signs(
+    *,
+    seed: int,
+    step: int,
+    layer: str,
+    side: Side,
+    indices: Tensor | range,
+    columns: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Signs ±1 (len(indices), columns) of one side of a layer; `indices` are global rows ("out") or columns.
+
+    Any split of the indices over processes gives the slices of the whole. `GGPORegularizer` draws all layers in one
+    call of the same functions; this is the readable form and the reference.
+    """
+    if isinstance(indices, range):
+        indices = torch.arange(indices.start, indices.stop, indices.step, dtype=torch.int64)
+    stream = torch.tensor([stream_id(layer, side)], device=indices.device)
+    return unpack(sign_words(stream_keys(stream, step_id(seed, step)), counters(indices)), columns, dtype=dtype)
