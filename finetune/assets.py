@@ -50,3 +50,11 @@ def sample(name: str) -> Path:
     else:
         hint = f"there are {', '.join(known)}"
     raise UserError(f"no shipped sample is called {name!r}; {hint}")
+
+
+def pool_tags() -> Path:
+    """The hidden tags of the shipped pool: .tsv.xz of `id, domain, source, licence`, rows in the pool's order.
+
+    They are for judging a selection afterwards; no selector may read them.
+    """
+    return _SAMPLES / "pool-tags.tsv.xz"
