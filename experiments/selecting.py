@@ -27,8 +27,7 @@ from finetune.seeds import derive
 from selection import Pool, build_selector
 from selection.config import DSIR, Backbone, Encoder, Features, Random, TfIdf
 
-_SHIPPED_POOL = "sample:pool.jsonl.xz"
-_SHIPPED_TAGS = "pool-tags.tsv.xz"
+_SHIPPED_POOL = "sample:pool"
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     target_files = spec.target if spec.target.files else recipe.data.train
     target_columns = spec.columns if spec.target.files else recipe.data.columns
     pool = _read(spec.pool, spec.columns, spec, seed, "pool")
-    target = _read(target_files, target_columns, spec, seed, "target")
+    target = _read(target_files, target_columns, spec, seed, "target" if spec.target.files else "train")
     if spec.budget > len(pool.rows):
         raise UserError(
             f"select.budget: {spec.budget} is above the pool's {len(pool.rows)} records; "
@@ -259,9 +258,9 @@ def _write_judged_domains(directory: Path, ids: set[str]) -> None:
     """The shipped pool's hidden tags, for the report only: written after the choice was made."""
     import lzma
 
-    from finetune.assets import sample
+    from finetune.assets import pool_tags
 
-    with lzma.open(sample(_SHIPPED_TAGS), "rt", encoding="utf-8") as tags:
+    with lzma.open(pool_tags(), "rt", encoding="utf-8") as tags:
         header = tags.readline().rstrip("\n").split("\t")
         id_at, domain_at = header.index("id"), header.index("domain")
         lines = (line.rstrip("\n").split("\t") for line in tags)

@@ -9,10 +9,13 @@ a half-finished one is wiped and run anew, so a kill at any moment loses at most
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
+import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -74,10 +77,7 @@ def sweep(
     cells = list(plan_cells(recipe, overrides, axes, count))
     _claim(out, axes, count, base)
     console = Console(quiet=quiet)
-    todo = [cell for cell in cells if not _result(out, cell).is_file()]
-    console.say(f"{len(cells)} cells, {len(cells) - len(todo)} done before, {len(todo)} to run")
-    if todo:
-        _run_all(out, todo, jobs, console)
+    run_cells(out, cells, jobs, console)
     table = write_table(out, cells)
     failed = [row for row in table if row["status"] == "failed"]
     for row in failed[:5]:
@@ -112,13 +112,12 @@ def plan_cells(recipe: str, overrides: Sequence[Branch], axes: dict[str, list[An
         if key == "train.seed":
             raise UserError("--grid train.seed: seeds are an axis of their own; use --seeds")
         _check_key(base, key)
-    digests = _input_digests(base)
     for values in itertools.product(*axes.values()):
         laid = [from_override(key, value, f"--grid {key}") for key, value in zip(axes, values, strict=True)]
         for seed in range(seeds):
             resolved = load_recipe(recipe, [*overrides, *laid, from_override("train.seed", seed, "--seeds")])
             point = {key: get_dotted(resolved.recipe, key) for key in axes}
-            yield Cell(_cell_key(resolved.recipe, digests), point, seed, resolved)
+            yield cell_of(resolved, point=point, seed=seed)
 
 
 def _check_key(base: Recipe, key: str) -> None:
@@ -131,22 +130,28 @@ def _check_key(base: Recipe, key: str) -> None:
         raise UserError(f"--grid: {error}") from None
 
 
-def _input_digests(recipe: Recipe) -> dict[str, str]:
+def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int) -> Cell:
+    """The cell of a resolved recipe, keyed by all that its result depends on.
+
+    That is every value but the sweep block itself, device and threads, and the bytes of the input files.
+    """
     from experiments.pipeline import recipe_inputs
-    from finetune.data import describe
 
-    return {entry["path"]: entry["sha256"] for entry in describe(recipe_inputs(recipe))}
-
-
-def _cell_key(recipe: Recipe, digests: dict[str, str]) -> str:
-    """What the cell's result depends on: everything but the sweep block itself, device and threads."""
-    tree = dataclasses.asdict(recipe)
+    tree = dataclasses.asdict(resolved.recipe)
     tree.pop("sweep")
     tree.pop("extends")
     for name in ("device", "threads"):
         tree["train"].pop(name)
-    text = json.dumps([tree, sorted(digests.values())], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    digests = [_digest(path) for path in recipe_inputs(resolved.recipe)]
+    text = json.dumps([tree, digests], sort_keys=True, default=str)
+    return Cell(hashlib.sha256(text.encode()).hexdigest()[:16], point, seed, resolved)
+
+
+@functools.cache
+def _digest(path: str) -> list[str]:
+    from finetune.data import describe
+
+    return [entry["sha256"] for entry in describe([path])]
 
 
 def _claim(out: Path, axes: dict[str, list[Any]], seeds: int, base: Resolved) -> None:
@@ -168,17 +173,23 @@ def _result(out: Path, cell: Cell) -> Path:
     return out / "cells" / cell.key / "result.json"
 
 
-def _run_all(out: Path, todo: list[Cell], jobs: int, console: Console) -> None:
-    from os import cpu_count
-
-    threads = max(1, (cpu_count() or 1) // jobs)
-    with console.task("sweep", len(todo), "cells") as bar:
+def run_cells(out: Path, cells: Sequence[Cell], jobs: int, console: Console, *, label: str = "sweep") -> None:
+    """Run the cells that have no result yet, in `jobs` processes that share out the cores."""
+    unique = {cell.key: cell for cell in cells}
+    todo = [cell for cell in unique.values() if not _result(out, cell).is_file()]
+    console.say(f"{label}: {len(unique)} cells, {len(unique) - len(todo)} done before, {len(todo)} to run")
+    if not todo:
+        return
+    with console.task(label, len(todo), "cells") as bar:
         if jobs == 1:
             for done, cell in enumerate(todo, start=1):
                 run_cell(out / "cells" / cell.key, cell, None)
                 bar(done, _label(cell))
             return
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        workers = min(jobs, len(todo))
+        context = get_context("spawn")
+        with ProcessPoolExecutor(workers, context, initializer=_follow_parent, initargs=(os.getpid(),)) as pool:
             pending: dict[Future, Cell] = {
                 pool.submit(run_cell, out / "cells" / cell.key, cell, threads): cell for cell in todo
             }
@@ -193,6 +204,17 @@ def _run_all(out: Path, todo: list[Cell], jobs: int, console: Console) -> None:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+
+def _follow_parent(parent: int) -> None:
+    """End a worker whose parent was killed, so that no orphan writes into a sweep that somebody restarted."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _label(cell: Cell) -> str:
