@@ -25,6 +25,7 @@ from experiments.preparing import Prepared, prepare
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
+from experiments.shift import text_perplexity
 from finetune.adapter import attach_adapter, load_adapter, save_adapter
 from finetune.atomic import replacing_directory, write_json, write_text
 from finetune.backbone import load_backbone, load_tokenizer, resolve_device
@@ -176,6 +177,11 @@ def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop) ->
         ),
         previous=None,
     )
+    for name, judged in (("before", None), ("eval", adapter)):
+        path = run.path / "stages" / WARM_UP / f"{name}.json"
+        if not path.is_file():
+            write_json(path, text_perplexity(recipe, judged))
+    return adapter
 
 
 def _stage(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from experiments.console import Console
 from experiments.recipe import Resolved, from_override, load_recipe
 from experiments.recipe.tree import Branch
+from experiments.shift import text_perplexity
 from experiments.sweep import Cell, cell_of, run_cells
 from finetune.atomic import write_json
 from finetune.errors import UserError
@@ -86,6 +87,7 @@ def study(
         for seed in seeds
     }
     run_cells(out, list(cells.values()), jobs, console, label=f"study {name}")
+    cold = text_perplexity(load_recipe(recipe, overrides).recipe, None)["test"]["perplexity"]["value"]
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():
@@ -98,7 +100,7 @@ def study(
                 "regularizer": arm.regularizer,
                 "seed": seed,
                 "metrics": {
-                    "perplexity": _perplexity(out, cell, "test"),
+                    "perplexity": cold if arm.warmup == "cold" else _warm_perplexity(out, cell),
                     "accuracy": metrics["test"]["accuracy"]["value"],
                     "f1_macro": metrics["test"]["f1_macro"]["value"],
                 },
@@ -131,12 +133,10 @@ def _result(out: Path, cell: Cell) -> Mapping[str, Any]:
     return result
 
 
-def _perplexity(out: Path, cell: Cell, split: str) -> float:
-    """Perplexity of the target's texts after the warm-up (or of the cold backbone), before any label was seen."""
+def _warm_perplexity(out: Path, cell: Cell) -> float:
+    """Perplexity of the target's test texts after the warm-up, before any label was seen."""
     path = out / "cells" / cell.key / "stages" / "warm-up" / "eval.json"
-    if not path.is_file():
-        path = out / "cells" / cell.key / "cold.json"
-    return float(json.loads(path.read_text(encoding="utf-8"))[split]["perplexity"]["value"])
+    return float(json.loads(path.read_text(encoding="utf-8"))["test"]["perplexity"]["value"])
 
 
 def _tune(

@@ -1,0 +1,54 @@
+"""The three journeys on the shipped samples, in minutes on a laptop CPU: one directory, one report.
+
+flatshift demo --out flatshift-demo
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from experiments.console import Console
+from experiments.pipeline import train
+from experiments.recipe import from_override, load_recipe
+from experiments.study import study
+from experiments.sweep import sweep
+from finetune.rundir import refuse_nonempty, write_provenance
+
+_RUN = {"train.steps": 60, "train.eval_every": 20, "warmup.steps": 40}
+"""Shorter than the shipped recipe: the demo shows the journeys, `benchmarks/first_study.py` measures them."""
+
+
+def demo(out: Path) -> int:
+    """Run select → warm-up → fine-tune, the six-arm comparison and a rank sweep into `out`; prints the report's path.
+
+    Raises UserError for a non-empty `out`, Interrupted when stopped.
+    """
+    refuse_nonempty(out)
+    out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    jobs = min(2, os.cpu_count() or 1)
+    console = Console()
+    overrides = [from_override(key, value) for key, value in _RUN.items()]
+
+    console.say("1/3  Select and fine-tune: GOT-D warm-up data for 300 labelled sentences, then the classifier")
+    train(load_recipe("warmup", overrides), out / "warmup")
+    console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
+    study("warmup", out / "study", name="scicite", seeds=(0, 1), overrides=overrides, jobs=jobs, console=console)
+    console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")
+    sweep(
+        "double-descent",
+        [from_override("train.steps", 60)],
+        out / "sweep",
+        grid=("adapter.rank=1,4,16,64",),
+        seeds=2,
+        jobs=jobs,
+    )
+    write_provenance(out)
+    from experiments.report import build_report
+
+    page = build_report([out / "warmup", out / "study", out / "sweep"], out=out / "report.html")
+    console.say(f"done in {time.monotonic() - started:.0f} s")
+    print(page)
+    return 0
