@@ -158,7 +158,7 @@ def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop) ->
     prepared = prepare(
         recipe, task=task, train_files=(str(run.path / "selection" / "selected.jsonl"),), columns=columns
     )
-    return _stage(
+    adapter = _stage(
         run,
         recipe,
         console,
