@@ -49,7 +49,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     out: directory to make, by default `runs/DATE-TIME-NAME`.
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
-    check_mesh(resolved.recipe)
+    check_recipe(resolved.recipe)
     out = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
     # Everything that can be wrong with the input is found before the directory exists.
     prepared = prepare(resolved.recipe)
@@ -66,7 +66,7 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
     Raises UserError if `path` is no run directory, an input file changed, or an override is not allowed.
     """
     resolved = resume_recipe(path, overrides)
-    check_mesh(resolved.recipe)
+    check_recipe(resolved.recipe)
     run = RunDirectory.open(path)
     console = Console(quiet=quiet, log=run.log)
     if is_finished(run.path, resolved.recipe):
@@ -77,11 +77,13 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
     return execute(run, resolved.recipe, prepare(resolved.recipe), console)
 
 
-def check_mesh(recipe: Recipe) -> None:
-    """Refuse meshes of more than one device. Raises UserError."""
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse what no run can do: a mesh of more than one device, a warm-up without data. Raises UserError."""
     for axis, size in dataclasses.asdict(recipe.mesh).items():
         if size != 1:
             raise UserError(f"--mesh.{axis}: {size} devices asked for, but this version trains on one; leave it at 1")
+    if recipe.warmup is not None and recipe.select is None:
+        raise UserError("the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files")
 
 
 def is_finished(path: Path, recipe: Recipe) -> bool:

@@ -39,7 +39,7 @@ class SelectFlags:
     recipe: Positional[str | None] = None
     """Recipe file or shipped recipe; optional when --pool, --target and --budget are given."""
     pool: tuple[str, ...] = ()
-    """Candidate files: JSONL (.gz .xz .zst), CSV, Parquet; globs; `sample:pool.jsonl.xz`."""
+    """Candidate files: JSONL (.gz .xz .zst), CSV, Parquet; globs; `sample:pool`."""
     target: tuple[str, ...] = ()
     """Files with samples of the task."""
     budget: int | None = None

@@ -1,0 +1,58 @@
+# Every target sets up its own .venv. PYTHON chooses the interpreter, TORCH_INDEX another source of torch builds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Without an NVIDIA driver the CPU build is enough (and some GB smaller): its local version sorts above the plain one.
+NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
+TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: demo test lint bench slow clean
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:
+	@echo "make demo    the three journeys on shipped samples, then the path of a report"
+	@echo "make test    lint, types, import contracts, tests, and a wheel installed elsewhere"
+	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make slow    the tests that are left out of make test"
+	@echo "make bench NAME=gotd_exact    one benchmark of benchmarks/"
+
+$(VENV)/core: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade "pip>=24"
+	$(PIP) install --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(PIP) install -e .
+	@touch $@
+
+$(VENV)/test: $(VENV)/core
+	$(PIP) install -e ".[test]"
+	@touch $@
+
+$(VENV)/bench: $(VENV)/core
+	$(PIP) install -e ".[bench]"
+	@touch $@
+
+OUT ?= flatshift-demo
+demo: $(VENV)/core
+	$(BIN)/flatshift demo --out $(OUT)
+
+lint: $(VENV)/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+	$(BIN)/python scripts/check_wheel.py
+
+slow: $(VENV)/test
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/bench
+	$(BIN)/python -m benchmarks.$(NAME)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

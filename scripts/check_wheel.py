@@ -1,0 +1,148 @@
+"""Build the wheel, look at what is in it, install it into a fresh environment elsewhere and use it there.
+
+    python scripts/check_wheel.py
+
+The fresh environment sees the heavy dependencies of this one through a `.pth` file, but not this source tree; a second
+check imports every module with nothing but the declared core dependencies visible.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"flatshift", "experiments", "finetune", "selection", "regularizers"}
+MUST_HOLD = (
+    "finetune/backbones/flatshift-5m/model.safetensors",
+    "finetune/samples/pool.jsonl.xz",
+    "experiments/recipes/warmup.yaml",
+    "flatshift/py.typed",
+)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        wheel = build(folder)
+        check_contents(wheel)
+        python = install(wheel, folder)
+        smoke(python, folder)
+    minimal_dependencies()
+    print("wheel: built, installed elsewhere, smoke-run; core dependencies suffice for every module")
+
+
+def build(folder: Path) -> Path:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3
+    )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/", 1)[0] for name in names if ".dist-info" not in name}
+    if tops != PACKAGES:
+        raise SystemExit(f"the wheel holds {sorted(tops)}, wanted {sorted(PACKAGES)}")
+    missing = [name for name in MUST_HOLD if name not in names]
+    if missing:
+        raise SystemExit(f"the wheel lacks {missing}")
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    target = folder / "elsewhere"
+    venv.create(target, with_pip=True)
+    python = target / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True)
+    site = Path(
+        subprocess.run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    )
+    # Appended after the new site-packages; a .pth inside that directory (our editable install) is not followed.
+    (site / "host.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
+    return python
+
+
+def smoke(python: Path, folder: Path) -> None:
+    command = python.parent / "flatshift"
+    for arguments in (["--help"], ["doctor"], ["recipes", "list"], ["train", "--help"]):
+        subprocess.run([command, *arguments], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    where = subprocess.run(
+        [python, "-c", "import finetune; print(finetune.__file__)"],
+        check=True,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    ).stdout
+    if str(folder) not in where:
+        raise SystemExit(f"the smoke run used {where.strip()}, not the installed wheel")
+    subprocess.run(
+        [
+            command,
+            "select",
+            "--pool",
+            "sample:banking/train",
+            "--target",
+            "sample:banking/dev",
+            "--budget",
+            "20",
+            "--out",
+            "picked",
+        ],
+        check=True,
+        cwd=folder,
+        stderr=subprocess.DEVNULL,
+    )
+    if len((folder / "picked" / "selected.jsonl").read_text(encoding="utf-8").splitlines()) != 20:
+        raise SystemExit("the installed wheel did not select 20 records")
+
+
+def minimal_dependencies() -> None:
+    """Import every module while only the distributions reachable from our core requirements can be found."""
+    allowed = {"flatshift"}
+    todo = ["flatshift"]
+    while todo:
+        for requirement in importlib.metadata.requires(todo.pop()) or []:
+            if "extra ==" in requirement:
+                continue
+            name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+            if name not in allowed:
+                try:
+                    importlib.metadata.distribution(name)
+                except importlib.metadata.PackageNotFoundError:
+                    continue
+                allowed.add(name)
+                todo.append(name)
+    blocked = sorted(
+        top
+        for top, owners in importlib.metadata.packages_distributions().items()
+        if not {owner.lower().replace("_", "-") for owner in owners} & allowed
+    )
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for package in sorted(PACKAGES)
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.name != "__main__.py"
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {blocked!r}: sys.modules[name] = None\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The command itself: fast help, exit codes, did-you-mean, and no torch before it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def flatshift(*arguments: str, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flatshift", *arguments], capture_output=True, text=True, cwd=cwd, timeout=timeout
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["select", "--help"],
+        ["sweep", "--help"],
+        ["recipes", "list"],
+        ["train", "wamup"],
+        ["train", "warmup", "--trian.steps", "3"],
+        ["nonsense"],
+    ],
+)
+def test_torch_is_not_imported_to_parse(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom flatshift.cli import run\n"
+        f"run({arguments!r})\n"
+        "heavy = {'torch', 'transformers', 'peft', 'sklearn', 'matplotlib', 'pyarrow'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_flatshift_is_light() -> None:
+    code = "import sys, flatshift; sys.exit('torch' in sys.modules or not flatshift.__version__)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_public_name_resolves() -> None:
+    import flatshift
+
+    for name in flatshift.__all__:
+        assert getattr(flatshift, name) is not None
+
+
+def test_help_is_quick() -> None:
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        assert flatshift("--help").returncode == 0
+        best = min(best, time.perf_counter() - start)
+    # The bar is 0.3 s on a quiet machine; this only catches a heavy import that crept in.
+    assert best < 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "did you mean 'train'"),
+        (["train"], "RECIPE"),
+        (["train", "wamup"], "'warmup'"),
+        (["train", "warmup", "--train.stpes", "3"], "'steps'"),
+        (["train", "warmup", "--train.steps"], "needs a value"),
+        (["train", "warmup", "--mesh.tp", "2"], "--mesh.tp"),
+        (["train", "warmup", "--regularizer.sigma", "-1"], "sigma"),
+        (["select", "--pool", "p.jsonl"], "--out"),
+        (["select", "--pool", "p.jsonl", "--out", "x"], "--budget"),
+        (["sweep", "double-descent"], "--out"),
+        (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rnk=1,2"], "'rank'"),
+        (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rank"], "key=v1"),
+        (["sweep", "double-descent", "--out", "s", "--grid", "adapter.rank=1,x"], "whole number"),
+        (["recipes", "show", "wamup"], "'warmup'"),
+        (["eval", "nowhere"], "not a run directory"),
+        (["report", "nowhere"], "nowhere"),
+        (["train", "--resume", "nowhere"], "not a run directory"),
+    ],
+)
+def test_user_mistakes_exit_2_with_one_sentence(arguments: list[str], words: str, tmp_path: Path) -> None:
+    result = flatshift(*arguments, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir()), "nothing may be left behind"
+
+
+def test_recipes_copy_refuses_to_overwrite(tmp_path: Path) -> None:
+    assert flatshift("recipes", "copy", "classify", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "classify.yaml").is_file()
+    assert flatshift("recipes", "copy", "classify", cwd=tmp_path).returncode == 2
+
+
+def test_a_bug_of_ours_shows_its_traceback(monkeypatch, capsys) -> None:
+    from flatshift import cli, commands
+
+    def broken(_argv: list[str]) -> int:
+        raise RuntimeError("ours")
+
+    monkeypatch.setitem(commands._RUN, "doctor", broken)
+    assert cli.run(["doctor"]) == 70
+    assert "RuntimeError: ours" in capsys.readouterr().err
+
+
+def test_full_disk_is_an_interruption(monkeypatch, capsys) -> None:
+    import errno
+
+    from flatshift import cli, commands
+
+    def full(_argv: list[str]) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
+
+    monkeypatch.setitem(commands._RUN, "train", full)
+    assert cli.run(["train"]) == 3
+    assert "disk is full" in capsys.readouterr().err

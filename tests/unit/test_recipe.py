@@ -1,0 +1,153 @@
+"""Recipes: YAML 1.2 scalars, strict keys with file:line, merge order, overrides, round trip."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from experiments.config import Recipe
+from experiments.recipe import from_override, load_recipe, resume_recipe, shipped_recipes
+from experiments.recipe.tree import Leaf, parse
+from finetune.config import Classify
+from finetune.errors import UserError
+from regularizers.config import GGPO, Plain
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def _write(text: str, name: str = "r.yaml") -> str:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return str(tmp_path / name)
+
+    return _write
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5e-4", 5e-4),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("true", True),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("017", 17),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
+        (".inf", float("inf")),
+        ("~", None),
+        ("2024-01-01", "2024-01-01"),
+        ("'5'", "5"),
+    ],
+)
+def test_scalars_follow_the_yaml_1_2_core_schema(text: str, value: object) -> None:
+    leaf = parse(text, "f")
+    assert isinstance(leaf, Leaf)
+    assert leaf.value == value and type(leaf.value) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("trian: {}", 1, "'train'"),
+        ("train:\n  stps: 3", 2, "'steps'"),
+        ("train:\n  steps: x", 2, "whole number"),
+        ("train:\n  steps: 1.5", 2, "whole number"),
+        ("train:\n  steps: true", 2, "whole number"),
+        ("\ntrain:\n  steps: -1", 3, "≥ 0"),
+        ("optimizer: {lr: fast}", 1, "a number"),
+        ("regularizer: gppo", 1, "'ggpo'"),
+        ("task:\n  kind: classify\n  pack: true", 3, "task.pack"),
+        ("train:\n  steps: 1\n  steps: 2", 3, "already given"),
+        ("backbone: !!python/object:os.system x", 1, "plain values"),
+        ("adapter: [1]", 1, "mapping"),
+        ("backbone: {a: 1}", 1, "single value"),
+        ("optimizer: {schedule: cosin}", 1, "'cosine'"),
+        ("optimizer: {betas: [0.9]}", 1, "2 values"),
+        ("a: [", 1, "YAML"),
+        ("data: {label_noise: 2}", 1, "between 0 and 1"),
+    ],
+)
+def test_mistakes_name_place_and_fix(write, text: str, line: int, words: str) -> None:
+    path = write(text)
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(f"{path}:{line}:")
+    assert words in str(caught.value)
+
+
+def test_order_is_defaults_extends_file_flags(write) -> None:
+    write("train: {steps: 1, batch_size: 2, seed: 3}\nadapter: {rank: 4}", "base.yaml")
+    path = write("extends: base.yaml\ntrain: {batch_size: 5, seed: 6}")
+    resolved = load_recipe(path, [from_override("train.seed", "7")])
+    train = resolved.recipe.train
+    assert (train.steps, train.batch_size, train.seed) == (1, 5, 7)
+    assert train.accumulate == Recipe().train.accumulate
+    assert resolved.origins["train.steps"].endswith("base.yaml:1")
+    assert resolved.origins["train.batch_size"].endswith("r.yaml:2")
+    assert resolved.origins["train.seed"] == "--train.seed"
+    assert "train.accumulate" not in resolved.origins
+
+
+def test_circular_extends_is_refused(write) -> None:
+    write("extends: r.yaml", "other.yaml")
+    with pytest.raises(UserError, match="circle"):
+        load_recipe(write("extends: other.yaml"))
+
+
+def test_changing_a_kind_drops_the_other_kinds_settings(write) -> None:
+    path = write("regularizer: {kind: ggpo, sigma: 0.1}")
+    assert load_recipe(path, [from_override("regularizer.kind", "plain")]).recipe.regularizer == Plain()
+    assert load_recipe(path, [from_override("regularizer.beta", "2")]).recipe.regularizer == GGPO(sigma=0.1, beta=2.0)
+
+
+def test_bare_kind_stands_for_its_mapping(write) -> None:
+    path = write("regularizer: ggpo\ntask: classify")
+    recipe = load_recipe(path, [from_override("regularizer.sigma", "0.2")]).recipe
+    assert recipe.regularizer == GGPO(sigma=0.2)
+    assert recipe.task == Classify()
+
+
+def test_dashes_and_underscores_are_equal_in_flags() -> None:
+    assert load_recipe(None, [from_override("train.batch-size", "3")]).recipe.train.batch_size == 3
+
+
+def test_text_fields_take_flags_as_typed() -> None:
+    assert load_recipe(None, [from_override("data.columns.label", "1")]).recipe.data.columns.label == "1"
+
+
+def test_relative_inputs_become_absolute_and_samples_stay(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    override = from_override("data.train.files", ("rows.jsonl", "sample:scicite/train"))
+    assert load_recipe(None, [override]).recipe.data.train.files == (
+        str(tmp_path / "rows.jsonl"),
+        "sample:scicite/train",
+    )
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_resolved_yaml_loads_to_the_same_recipe(name: str, write) -> None:
+    resolved = load_recipe(name)
+    again = load_recipe(write(resolved.to_yaml()))
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(resolved.recipe)
+
+
+def test_the_four_promised_recipes_ship() -> None:
+    assert {"warmup", "language-model", "classify", "double-descent"} <= shipped_recipes().keys()
+
+
+def test_resume_may_change_steps_and_mesh_only(tmp_path: Path) -> None:
+    (tmp_path / "recipe.resolved.yaml").write_text(load_recipe("classify").to_yaml(), encoding="utf-8")
+    assert resume_recipe(tmp_path, [from_override("train.steps", "999")]).recipe.train.steps == 999
+    with pytest.raises(UserError, match=r"--optimizer\.lr"):
+        resume_recipe(tmp_path, [from_override("optimizer.lr", "0.5")])
+    with pytest.raises(UserError, match="not a run directory"):
+        resume_recipe(tmp_path / "nowhere")
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="'warmup'"):
+        load_recipe("wamup")
