@@ -1,0 +1,83 @@
+"""A frozen backbone, adapters on it, the training loop, checkpoints, evaluation.
+
+    model = attach_adapter(load_backbone("flatshift-5m", task=LanguageModel()), Adapter(), task=LanguageModel(), seed=0)
+    result = train_stage(model, tokenizer, stage="fine-tune", ..., run=RunDirectory.create("runs/first"))
+
+Names are resolved when first used, so that importing `finetune.config` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adapter import attach_adapter, load_adapter, save_adapter, trainable
+    from .backbone import checksum, load_backbone, load_tokenizer, resolve_backbone
+    from .config import Adapter, Classify, Completion, Data, Evaluate, LanguageModel, Mesh, Optimizer, Task, Train
+    from .errors import Interrupted, UserError
+    from .loop import Diverged, StageResult, train_stage
+    from .memory import memory_plan, plan_lines
+    from .rundir import RunDirectory, read_metrics
+
+_HOMES = {
+    "adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
+    "backbone": ("checksum", "load_backbone", "load_tokenizer", "resolve_backbone"),
+    "config": (
+        "Adapter",
+        "Classify",
+        "Completion",
+        "Data",
+        "Evaluate",
+        "LanguageModel",
+        "Mesh",
+        "Optimizer",
+        "Task",
+        "Train",
+    ),
+    "errors": ("Interrupted", "UserError"),
+    "loop": ("Diverged", "StageResult", "train_stage"),
+    "memory": ("memory_plan", "plan_lines"),
+    "rundir": ("RunDirectory", "read_metrics"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Adapter",
+    "Classify",
+    "Completion",
+    "Data",
+    "Diverged",
+    "Evaluate",
+    "Interrupted",
+    "LanguageModel",
+    "Mesh",
+    "Optimizer",
+    "RunDirectory",
+    "StageResult",
+    "Task",
+    "Train",
+    "UserError",
+    "attach_adapter",
+    "checksum",
+    "load_adapter",
+    "load_backbone",
+    "load_tokenizer",
+    "memory_plan",
+    "plan_lines",
+    "read_metrics",
+    "resolve_backbone",
+    "save_adapter",
+    "train_stage",
+    "trainable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,365 @@
+"""A frozen pretrained backbone and its tokenizer, from a shipped name, a local directory or the hub.
+
+Only safetensors are read and no code from a model repository is ever run. Building the model is apart from attaching
+the adapter (`adapter.py`), so that sharding can later enter between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlparse
+
+import torch
+
+from . import assets
+from .config import Classify, Task
+from .errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+Precision = Literal["fp32", "bf16"]
+
+
+# --------------------------------------------------------------------------------------------- where it lies
+
+
+def resolve_backbone(name: str | Path) -> Path:
+    """The directory of the backbone `name`: shipped name, else existing directory, else hub name (downloaded, cached).
+
+    Of a hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
+
+    Raises:
+        UserError: nothing of that name; or the directory lacks config.json or safetensors weights; or the model
+            needs code from its repository.
+    """
+    shipped = assets.backbone(str(name))
+    directory = shipped or Path(name).expanduser()
+    if not directory.exists():
+        directory = _from_hub(str(name))
+    if not directory.is_dir():
+        raise UserError(f"backbone {str(name)!r} is a file; name the directory that holds config.json and the weights")
+    _check_directory(directory, str(name))
+    return directory
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise UserError(f"backbone {name!r}: no such directory; {_known(name)}") from None
+    files: dict[str, Any] = {
+        "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"],
+        "ignore_patterns": ["*/*"],
+    }
+    with contextlib.suppress(Exception):  # not in the cache, or only in part: ask the hub
+        cached = Path(snapshot_download(name, local_files_only=True, **files))
+        if any(cached.glob("*.safetensors")):
+            return cached
+    if not _hub_answers():
+        raise UserError(
+            f"backbone {name!r} is neither a shipped name nor an existing directory, and the model hub cannot be "
+            f"reached to look for it; {_known(name)}"
+        )
+    try:
+        return Path(snapshot_download(name, **files))
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"backbone {name!r} could not be fetched from the model hub ({first}); {_known(name)}"
+        ) from error
+
+
+def _hub_answers() -> bool:
+    """Whether the hub's host name resolves; saves half a minute of retries where there is no network."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
+        return False
+    if any(os.environ.get(proxy) for proxy in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")):
+        return True  # names are resolved by the proxy
+    host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or "huggingface.co"
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True
+
+
+def _known(name: str) -> str:
+    shipped = assets.backbones()
+    path = Path(name).expanduser()
+    siblings = [str(path.parent / p.name) for p in path.parent.glob("*/")] if path.parent.is_dir() else []
+    nearest = difflib.get_close_matches(name, [*shipped, *siblings], n=1, cutoff=0.6)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"{hint}shipped: {', '.join(shipped) or 'none'}"
+
+
+def _check_directory(directory: Path, name: str) -> None:
+    where = f"backbone {name!r}"
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{where}: {directory} has no config.json, so it is not a model directory")
+    if not any(directory.glob("*.safetensors")):
+        pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
+        if pickles:
+            raise UserError(
+                f"{where}: {directory} has weights only as {pickles[0]}, which is not read because unpickling runs "
+                "code; convert it once with save_pretrained(..., safe_serialization=True)"
+            )
+        raise UserError(f"{where}: {directory} has no weights (*.safetensors)")
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: {directory / 'config.json'} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{where}: {directory / 'config.json'} is not a JSON object")
+    _refuse_remote_code(config, where)
+
+
+def _refuse_remote_code(config: dict[str, Any], where: str) -> None:
+    """Refuse a config whose classes are the repository's own; one that names transformers' classes is fine."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    foreign = sorted(
+        {str(target).rsplit(".", 1)[-1] for key, target in (config.get("auto_map") or {}).items() if "Token" not in key}
+    )
+    foreign = [cls for cls in foreign if not hasattr(transformers, cls)]
+    kind = config.get("model_type")
+    if foreign or (config.get("auto_map") and kind not in CONFIG_MAPPING_NAMES):
+        raise UserError(
+            f"{where} needs code from its own repository ({', '.join(foreign) or kind}; trust_remote_code), which is "
+            "never run; take a model whose architecture is part of transformers"
+        )
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise UserError(f"{where}: config.json names the model type {kind!r}, which transformers does not know")
+
+
+# --------------------------------------------------------------------------------------------- loading
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hold back transformers' own log lines and progress bars; both are put back afterwards."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """The backbone's tokenizer; a missing pad token becomes the end-of-sequence token (masked wherever it pads)."""
+    from transformers import AutoTokenizer
+
+    directory = resolve_backbone(name)
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"backbone {str(name)!r}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"backbone {str(name)!r}: its tokenizer has neither a pad nor an end-of-sequence token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_backbone(
+    name: str | Path,
+    *,
+    task: Task,
+    num_labels: int | None = None,
+    label_names: Sequence[str] | None = None,
+    precision: Precision = "fp32",
+    device: str | torch.device = "cpu",
+) -> PreTrainedModel:
+    """Load the backbone for `task` on `device` with every parameter frozen and the key-value cache off.
+
+    Args:
+        num_labels: width of the head (Classify); by default the number of `label_names`.
+        label_names: class names in head order, kept in the config.
+        precision: `bf16` casts the whole backbone; the adapter attached later is float32 in either case.
+
+    The names of parameters that the checkpoint lacks (a new head) are kept in `model.new_parameters`;
+    `attach_adapter` initialises and trains them. The global random state is not touched.
+
+    Raises:
+        UserError: as `resolve_backbone`; or transformers has no class of this task for it; or weights are missing.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    directory = resolve_backbone(name)
+    options: dict[str, Any] = {}
+    if isinstance(task, Classify):
+        names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
+        if not names or (num_labels is not None and len(names) != num_labels):
+            raise ValueError("load_backbone(task=Classify) needs num_labels or label_names, and they must agree")
+        options["num_labels"] = len(names)
+        options["id2label"] = dict(enumerate(names))
+        options["label2id"] = {label: i for i, label in enumerate(names)}
+        options["ignore_mismatched_sizes"] = True  # a checkpoint's head for other classes is replaced
+    auto = AutoModelForSequenceClassification if isinstance(task, Classify) else AutoModelForCausalLM
+    kind = "sequence classification" if isinstance(task, Classify) else "causal language modelling"
+    where = f"backbone {str(name)!r}"
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    try:
+        # Missing weights are drawn from the global generator by transformers; forking hides that.
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            loaded: Any = auto.from_pretrained(
+                directory,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UserError(f"{where}: transformers has no {kind} class for this architecture") from error
+        raise UserError(f"{where} cannot be loaded for {kind}: {_first_line(error)}") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(f"{where}: its weights are damaged or cut short: {_first_line(error)}") from error
+    model, report = loaded
+    _check_causal(model, task, where)
+    model.new_parameters = _new_parameters(model, report, task, where)
+    model.name_or_path = _recorded_name(name)
+    model.config.use_cache = False
+    if model.config.pad_token_id is None:
+        eos = model.config.eos_token_id
+        model.config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+    model.requires_grad_(False)
+    return model.to(device)
+
+
+def _recorded_name(name: str | Path) -> str:
+    """What adapter_config.json says it belongs to: the shipped or hub name, or the absolute local path."""
+    local = Path(name).expanduser()
+    return str(local.resolve()) if assets.backbone(str(name)) is None and local.is_dir() else str(name)
+
+
+def _check_causal(model: PreTrainedModel, task: Task, where: str) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    config = model.config
+    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if not isinstance(task, Classify) and encoder:
+        raise UserError(
+            f"{where} is an encoder ({config.model_type}) whose tokens see the future, so it cannot be trained as a "
+            "language model; take `task.kind: classify` or a decoder"
+        )
+
+
+def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, where: str) -> tuple[str, ...]:
+    """Names of the parameters that were not in the checkpoint; only those around a classification head may be."""
+    mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}
+    absent = sorted(set(report["missing_keys"]) | mismatched)
+    prefix = model.base_model_prefix + "."
+    core = [n for n in absent if not isinstance(task, Classify) or (n.startswith(prefix) and ".pooler." not in n)]
+    if core:
+        more = f" and {len(core) - 1} more" if len(core) > 1 else ""
+        raise UserError(
+            f"{where}: its weights lack {core[0]}{more}; the checkpoint is not complete or not of this kind"
+        )
+    return tuple(absent)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------- proof that it is frozen
+
+
+@torch.no_grad()
+def checksum(model: torch.nn.Module) -> str:
+    """SHA-256 over the bytes of every parameter that does not train and of every buffer, in name order."""
+    digest = hashlib.sha256()
+    tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    tensors |= dict(model.named_buffers())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"train.device: {name!r} is no device; take auto, cpu, cuda or cuda:N") from None
+    if device.type not in {"cpu", "cuda"}:
+        raise UserError(f"train.device: {name!r} is not served; take auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"train.device: {name!r} is not there ({torch.cuda.device_count()} CUDA devices); take cpu")
+    return device
+
+
+# --------------------------------------------------------------------------------------------- as a feature extractor
+
+
+def hidden_state_encoder(
+    name: str | Path, *, max_length: int, device: str = "auto"
+) -> Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]:
+    """`encode(texts)` → (last hidden states [B, T, D] float32, mask [B, T]) of any transformers encoder or decoder.
+
+    For selection, which pools them and never loads a model itself. Texts are cut after `max_length` tokens and padded
+    on the right.
+
+    Raises:
+        UserError: as `resolve_backbone` and `resolve_device`.
+    """
+    from transformers import AutoModel
+
+    place = resolve_device(device)
+    tokenizer = load_tokenizer(name)
+    tokenizer.padding_side = "right"
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            model = AutoModel.from_pretrained(
+                resolve_backbone(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"encoder {str(name)!r} cannot be loaded: {_first_line(error)}") from error
+    if getattr(model.config, "is_encoder_decoder", False):
+        model = model.get_encoder()
+    model.requires_grad_(False).eval().to(place)
+
+    @torch.no_grad()
+    def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        batch = tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=max_length,
+            return_tensors="pt",
+            return_token_type_ids=False,
+        ).to(place)
+        states = model(**batch).last_hidden_state
+        return states.float().cpu().numpy(), batch["attention_mask"].cpu().numpy()
+
+    return encode

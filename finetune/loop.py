@@ -1,0 +1,357 @@
+"""The training loop of one stage: frozen backbone, adapter in float32, any regularizer, exact resume.
+
+Everything that differs from step to step is a pure function of the step (batches, learning rate, dropout seeds, the
+regularizer's draws), so a checkpoint holds tensors and a step number, and a resumed run on the same machine and
+threads ends with the same bits as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapter import copy_tensors, load_adapter, save_adapter, trainable
+from .atomic import write_json
+from .checkpoint import Checkpoint, clone, drop_checkpoints, latest_checkpoint, pack, save_checkpoint, unpack
+from .config import Classify, Evaluate, Optimizer, Task, Train
+from .errors import Interrupted, UserError
+from .loss import batch_loss, find_head, loss_sum
+from .numerics import adamw, autocast, seeded, to_device, uses_dropout, without_input_casts
+from .rundir import METRICS, RunDirectory, disk_full_interrupts, last_attempt, read_metrics
+from .schedule import learning_rate
+from .seeds import derive
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+    from regularizers.protocol import Regularizer
+
+    from .data import Batches, Example
+
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, per parameter
+
+
+class Diverged(UserError):
+    """The loss or a gradient is no longer a number; the checkpoints before it are kept."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How a stage ended."""
+
+    steps: int
+    """Completed updates."""
+    best_step: int | None
+    """Update after which the dev loss was lowest; None without dev rows."""
+    best_dev_loss: float | None
+    """Nats per supervised token (per example for classification)."""
+    tokens: int
+    """Supervised tokens seen."""
+    stopped_early: bool
+    """Whether `train.patience` ended it."""
+
+
+@dataclass
+class _Progress:
+    """What a checkpoint says besides tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_dev_loss: float | None = None
+    misses: int = 0
+    stopped_early: bool = False
+    best: dict[str, Tensor] = field(default_factory=dict)
+    """The adapter after `best_step`; empty while it is the live one or there is no dev set."""
+
+    def meta(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in {"best", "step"}}
+
+
+def train_stage(
+    model: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stage: str,
+    task: Task,
+    batches: Batches,
+    dev: Sequence[Example],
+    optimizer: Optimizer,
+    train: Train,
+    evaluate: Evaluate,
+    regularizer: Regularizer,
+    run: RunDirectory,
+    seed: int,
+    label_names: tuple[str, ...] | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> StageResult:
+    """Train `model`'s adapter for `train.steps` updates; afterwards `model` holds the stage's adapter.
+
+    That is the best on dev where there are dev rows, else the last; it lies in `stages/<stage>/adapter`, and
+    `done.json` beside it says how the stage ended. Continues from the newest valid checkpoint of this stage in `run`;
+    a stage that is done is only read back. `regularizer` is attached for the stage and detached after it.
+
+    Args:
+        batches: `at(step)` gives the micro-batches of an update.
+        on_step: called after every update with its line of metrics.jsonl.
+        stop: asked after every update; True saves a checkpoint and raises Interrupted.
+
+    Raises:
+        Interrupted: `stop` said so, Ctrl-C, or a full disk; running it again continues.
+        Diverged: loss or gradient is NaN or infinite; nothing of that update is saved.
+    """
+    if train.steps < 1:
+        raise UserError(f"train.steps: {train.steps} updates cannot train {stage}; take 1 or more")
+    done = _done(run, stage, train)
+    if done is not None:
+        load_adapter(model, run.stage(stage) / "adapter")
+        return done
+    loop = _Loop(model, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed)
+    regularizer.attach(model, seed=derive(seed, "regularizer"), total_steps=train.steps)
+    try:
+        loop.restore()
+        with without_input_casts(model, train):
+            loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
+    except KeyboardInterrupt as error:
+        raise Interrupted(
+            f"{stage} stopped inside update {loop.progress.step + 1}; resuming continues from the newest checkpoint"
+        ) from error
+    finally:
+        regularizer.detach()
+    return loop.finish()
+
+
+def _done(run: RunDirectory, stage: str, train: Train) -> StageResult | None:
+    file = run.path / "stages" / stage / "done.json"
+    if not file.is_file():
+        return None
+    record = json.loads(file.read_text(encoding="utf-8"))
+    if record["target_steps"] != train.steps:  # asked to go on for longer: continue from its last checkpoint
+        return None
+    return StageResult(**{name: record[name] for name in StageResult.__dataclass_fields__})
+
+
+class _Loop:
+    """The state of one stage while it runs."""
+
+    def __init__(
+        self,
+        model: PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        stage: str,
+        task: Task,
+        batches: Batches,
+        dev: Sequence[Example],
+        optimizer: Optimizer,
+        train: Train,
+        evaluate: Evaluate,
+        regularizer: Regularizer,
+        run: RunDirectory,
+        seed: int,
+    ) -> None:
+        self.model, self.stage, self.task, self.batches, self.dev = model, stage, task, batches, dev
+        self.settings, self.train, self.evaluate, self.regularizer = optimizer, train, evaluate, regularizer
+        self.run, self.seed = run, seed
+        self.pad_id = int(tokenizer.pad_token_id)
+        self.parameters = trainable(model)
+        self.optimizer = adamw(self.parameters, optimizer)
+        self.device = next(iter(self.parameters.values())).device
+        self.random = uses_dropout(model)
+        self.progress = _Progress()
+        self.saved_step = -1
+        self.attempt = 1
+        with self._precision():
+            self.head = find_head(model, to_device(batches.at(0)[0], self.device), task=task)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def restore(self) -> None:
+        """Take over the newest valid checkpoint of this stage, if there is one; count the attempt."""
+        drop_checkpoints(self.run.state, other_than=self.stage)
+        found = latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        self.attempt = last_attempt(read_metrics(self.run.stage(self.stage) / METRICS), self.stage) + 1
+        if found is None:
+            self.run.log(f"{self.stage}: attempt {self.attempt} from step 0")
+            return
+        self._take(found)
+        self.run.log(f"{self.stage}: attempt {self.attempt} continues after step {found.step}")
+
+    def _take(self, found: Checkpoint) -> None:
+        where = f"checkpoint {found.path}"
+        copy_tensors(unpack(found.tensors, "adapter"), self.parameters, where=where)
+        for key in _MOMENTS:
+            for name, tensor in unpack(found.tensors, key).items():
+                parameter = self.parameters[name]
+                counter = key == "step" and not self.optimizer.defaults["fused"]
+                self.optimizer.state[parameter][key] = tensor.to("cpu" if counter else parameter.device)
+        self.regularizer.load_state_dict(
+            {name: tensor.to(self.device) for name, tensor in unpack(found.tensors, "regularizer").items()}
+        )
+        saved = found.meta["progress"]
+        self.progress = _Progress(step=found.step, best=unpack(found.tensors, "best"), **saved)
+        self.attempt = max(self.attempt, int(found.meta["attempt"]) + 1)
+        self.saved_step = found.step
+
+    def save(self) -> None:
+        """Write a checkpoint of the completed updates, unless this step has one."""
+        if self.saved_step == self.progress.step:
+            return
+        seen = {name: self.optimizer.state[p] for name, p in self.parameters.items() if p in self.optimizer.state}
+        moments = {key: {name: state[key] for name, state in seen.items()} for key in _MOMENTS}
+        tensors = pack(
+            adapter=self.parameters,
+            **moments,
+            best=self.progress.best,
+            regularizer=self.regularizer.state_dict(),
+        )
+        meta = {
+            "stage": self.stage,
+            "attempt": self.attempt,
+            "progress": self.progress.meta(),
+            "data": {"step": self.progress.step},
+            "random": {"seed": self.seed},
+            "scheduler": {**asdict(self.settings), "steps": self.train.steps},
+            "regularizer": type(self.regularizer).__name__,
+        }
+        save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self.train.keep)
+        self.saved_step = self.progress.step
+
+    # ------------------------------------------------------------------ training
+
+    def run_to_end(self, on_step: Callable[[dict[str, Any]], None], stop: Callable[[], bool]) -> None:
+        """Updates until `train.steps`, or the end of patience; the last thing done is a checkpoint."""
+        state, train = self.progress, self.train
+        started = time.monotonic() - state.seconds
+        self.model.train()
+        while state.step < train.steps and not state.stopped_early:
+            line = self.update()
+            state.seconds = time.monotonic() - started
+            line = {
+                "attempt": self.attempt,
+                "step": state.step,
+                "split": "train",
+                **line,
+                "time_s": round(state.seconds, 4),
+            }
+            self.run.log_metrics(self.stage, **line)
+            on_step({"stage": self.stage, **line})
+            last = state.step == train.steps
+            if self.dev and (last or (train.eval_every and state.step % train.eval_every == 0)):
+                self.judge(started)
+                state.seconds = time.monotonic() - started
+            asked = stop()
+            if asked or last or state.stopped_early or (train.save_every and state.step % train.save_every == 0):
+                self.save()
+            if asked and not (last or state.stopped_early):
+                raise Interrupted(f"{self.stage} stopped after step {state.step} of {train.steps}; its state is saved")
+        self.save()  # stopped early or finished in an earlier attempt: already there
+
+    def update(self) -> dict[str, Any]:
+        """One optimizer update; returns its loss, tokens, learning rate and norms."""
+        step = self.progress.step
+        micros = self.batches.at(step)
+        count = sum(micro.supervised for micro in micros)
+        rate = learning_rate(step, steps=self.train.steps, optimizer=self.settings)
+        total = torch.zeros((), device=self.device)
+        with self.regularizer.step(step):
+            for index, micro in enumerate(micros):
+                with self._randomness(step, index), self._precision():
+                    loss = batch_loss(self.model, to_device(micro, self.device), task=self.task, head=self.head) / count
+                loss.backward()
+                total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip or math.inf)
+        value, norm_value = total.item(), norm.item()
+        if not (math.isfinite(value) and math.isfinite(norm_value)):
+            self._refuse(step + 1, value)
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step += 1
+        self.progress.tokens += count
+        line = {"loss": value, "tokens": self.progress.tokens, "lr": rate, "grad_norm": norm_value}
+        return {**line, **self.regularizer.metrics()}
+
+    def _refuse(self, step: int, loss: float) -> None:
+        kind = "loss" if not math.isfinite(loss) else "gradient"
+        kept = (
+            f"the checkpoint of step {self.saved_step} is kept" if self.saved_step >= 0 else "no checkpoint was due yet"
+        )
+        message = (
+            f"{self.stage}: the {kind} at step {step} is not a finite number ({kept}); lower optimizer.lr, set "
+            "optimizer.clip, or look at the rows of this step"
+        )
+        self.run.log(f"error: {message}")
+        raise Diverged(message)
+
+    def _randomness(self, step: int, micro: int) -> contextlib.AbstractContextManager[None]:
+        """Dropout draws from (seed, step, micro-batch); free without dropout."""
+        if not self.random:
+            return contextlib.nullcontext()
+        return seeded(derive(self.seed, "dropout", step, micro), self.device)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        return autocast(self.train, self.device)
+
+    # ------------------------------------------------------------------ dev and end
+
+    def judge(self, started: float) -> None:
+        """Dev loss of the live adapter; keep it if it is the best so far, count a miss otherwise."""
+        state = self.progress
+        figures = self.dev_metrics()
+        line = {"attempt": self.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
+        self.run.log_metrics(self.stage, **line, time_s=round(time.monotonic() - started, 4))
+        if math.isfinite(figures["loss"]) and (state.best_dev_loss is None or figures["loss"] < state.best_dev_loss):
+            state.best_step, state.best_dev_loss, state.misses = state.step, figures["loss"], 0
+            state.best = clone(self.parameters)
+            return
+        state.misses += 1
+        state.stopped_early = self.train.patience is not None and state.misses >= self.train.patience
+
+    @torch.no_grad()
+    def dev_metrics(self) -> dict[str, float]:
+        """`loss` in nats per supervised token or example, and `accuracy` for classification."""
+        from .data import iterate_eval
+
+        self.model.eval()
+        loss, right, count = 0.0, 0, 0
+        for micro in iterate_eval(self.dev, task=self.task, batch_size=self.evaluate.batch_size, pad_id=self.pad_id):
+            batch = to_device(micro, self.device)
+            with self._precision():
+                if isinstance(self.task, Classify):
+                    logits = self.model(**batch.inputs).logits
+                    loss += loss_sum(logits, batch.labels, task=self.task).item()
+                    right += int((logits.argmax(dim=-1) == batch.labels).sum())
+                else:
+                    loss += batch_loss(self.model, batch, task=self.task, head=self.head).item()
+            count += batch.supervised
+        self.model.train()
+        figures = {"loss": loss / max(count, 1)}
+        return {**figures, "accuracy": right / max(count, 1)} if isinstance(self.task, Classify) else figures
+
+    def finish(self) -> StageResult:
+        """Put the best adapter into the model, save it, and mark the stage as done."""
+        state = self.progress
+        if state.best:
+            copy_tensors(state.best, self.parameters, where=f"{self.stage}: best adapter")
+        result = StageResult(state.step, state.best_step, state.best_dev_loss, state.tokens, state.stopped_early)
+        folder = self.run.stage(self.stage)
+        with disk_full_interrupts(f"saving the adapter of {self.stage}"):
+            save_adapter(self.model, folder / "adapter")
+            write_json(
+                folder / "done.json",
+                {"target_steps": self.train.steps, **asdict(result), "seconds": round(state.seconds, 3)},
+            )
+        self.run.log(f"{self.stage}: done after step {result.steps}, {result.tokens} supervised tokens")
+        return result

@@ -1,0 +1,146 @@
+"""The training loss: a float32 sum over supervised tokens, which the loop divides by the whole update's count.
+
+For language models the output head is the dearest matrix product and its logits [B·T, V] the largest tensor. Where the
+head is a plain frozen `nn.Linear` on the decoder's output, `linear_cross_entropy` makes both in slices and keeps only
+the gradient of the hidden states. Whether it may is not guessed from the architecture: `find_head` runs one batch both
+ways and demands the same bits, so soft-capped, scaled or wrapped logits take the model's own forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import Classify, Task
+
+IGNORED = -100
+# Elements of one slice of logits: small enough for the caches of a CPU, large enough to fill a GPU.
+_SLICE = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+
+class Batch(Protocol):
+    """What a micro-batch must have (`finetune.data.batches.MicroBatch`)."""
+
+    @property
+    def inputs(self) -> dict[str, Tensor]: ...
+
+    @property
+    def labels(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """A decoder and the plain frozen linear layer on top of it."""
+
+    decoder: nn.Module
+    linear: nn.Linear
+
+
+def loss_sum(logits: Tensor, labels: Tensor, *, task: Task) -> Tensor:
+    """Cross entropy in nats summed over supervised items, float32 scalar.
+
+    Args:
+        logits: [B, T, V] (language models: position t predicts the label at t + 1) or [B, C] (Classify).
+        labels: [B, T] with -100 where unsupervised, or [B].
+    """
+    if isinstance(task, Classify):
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+    rows, targets = _supervised(logits, labels)
+    return F.cross_entropy(rows.float(), targets, reduction="sum")
+
+
+def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
+    """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`."""
+    if head is None:
+        return loss_sum(model(**batch.inputs).logits, batch.labels, task=task)
+    hidden, targets = _supervised(_decode(head, batch.inputs), batch.labels)
+    return linear_cross_entropy(hidden, head.linear, targets)
+
+
+def find_head(model: nn.Module, batch: Batch, *, task: Task) -> Head | None:
+    """The plain head of `model`, or None where only the model's own forward pass gives its logits.
+
+    Compares both on the first row of `batch`, bit for bit, in evaluation mode without gradients.
+    """
+    if isinstance(task, Classify):
+        return None
+    causal: Any = getattr(model, "get_base_model", lambda: model)()
+    decoder = getattr(causal, getattr(causal, "base_model_prefix", ""), None)
+    linear = getattr(causal, "get_output_embeddings", lambda: None)()
+    if decoder is None or decoder is causal or type(linear) is not nn.Linear or linear.weight.requires_grad:
+        return None
+    head = Head(decoder, linear)
+    rows = len(batch.labels)
+    one = {
+        name: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for name, v in batch.inputs.items()
+    }
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            whole = model(**one).logits
+            hidden = _decode(head, one)
+            return head if torch.equal(F.linear(hidden, linear.weight, linear.bias), whole) else None
+    except (TypeError, AttributeError):  # a decoder with another signature or output
+        return None
+    finally:
+        model.train(training)
+
+
+def _decode(head: Head, inputs: Mapping[str, Any]) -> Tensor:
+    return head.decoder(**inputs, use_cache=False).last_hidden_state
+
+
+def _supervised(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of `values` [B, T, D] that predict a supervised token, [n, D], and these tokens [n]."""
+    targets = labels[:, 1:]
+    mask = targets != IGNORED
+    return values[:, :-1][mask], targets[mask]
+
+
+def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
+    """Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, with W and b frozen.
+
+    Logits exist for one slice of rows at a time, in the forward pass only, where the gradient (softmax − onehot) W is
+    made as well: the backward pass is one scaling. Under autocast the products are in its precision.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        device = hidden.device.type
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+        needs_gradient = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if needs_gradient else None
+        total = torch.zeros((), dtype=torch.float64 if device == "cpu" else torch.float32, device=hidden.device)
+        rows = max(_SLICE.get(device, 1 << 24) // weight.shape[0], 16)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, len(hidden), rows):
+                part, wanted = hidden[start : start + rows], targets[start : start + rows, None]
+                logits = F.linear(part, weight, bias).float()
+                peak = logits.amax(dim=1, keepdim=True)
+                chosen = logits.gather(1, wanted)
+                logits.sub_(peak).exp_()
+                norm = logits.sum(dim=1, keepdim=True)
+                total += (norm.log() + peak - chosen).sum(dtype=total.dtype)
+                if gradient is not None:
+                    logits.div_(norm).scatter_add_(1, wanted, torch.full_like(norm, -1.0))
+                    torch.mm(logits.to(weight.dtype), weight, out=gradient[start : start + rows])
+        ctx.save_for_backward(gradient)
+        return total.float()
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream.to(gradient.dtype), None, None, None

@@ -1,0 +1,118 @@
+"""What a stage will hold in memory on one device, by cause, said before step 1.
+
+Weights, gradients and optimizer state are counted; activations are measured: a short row goes forward in training
+mode while autograd's saved tensors are summed, at two lengths, and the line through them is read off at the row
+length and batch size of the run. Not in it: the allocator's slack, the libraries, and short-lived temporaries except
+the slice of logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .adapter import trainable
+from .config import Optimizer, Train
+from .numerics import autocast, without_input_casts
+
+_PROBE = (16, 32)  # tokens
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by cause."""
+
+    backbone: int
+    """Frozen parameters and buffers."""
+    adapter: int
+    """Trained parameters, float32."""
+    gradients: int
+    """As large as the adapter."""
+    optimizer: int
+    """Two moments of the adapter."""
+    activations: int
+    """Kept between forward and backward by one micro-batch of the longest rows."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all causes."""
+        return self.backbone + self.adapter + self.gradients + self.optimizer + self.activations
+
+
+def memory_plan(model: nn.Module, *, train: Train) -> MemoryPlan:
+    """Count and measure (see the module's text); the model's mode and the global random state are left as they were."""
+    adapter = sum(p.nbytes for p in trainable(model).values())
+    frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
+    frozen |= {b.data_ptr(): b.nbytes for b in model.buffers()}
+    short, long = (_saved_bytes(model, tokens, train) for tokens in _PROBE)
+    slope = max(long - short, 0) / (_PROBE[1] - _PROBE[0])
+    per_row = short + slope * (train.max_length - _PROBE[0])
+    return MemoryPlan(
+        backbone=sum(frozen.values()),
+        adapter=adapter,
+        gradients=adapter,
+        optimizer=2 * adapter,
+        activations=round(max(per_row, 0) * train.batch_size),
+    )
+
+
+def _saved_bytes(model: nn.Module, tokens: int, train: Train) -> int:
+    """Bytes of the storages that autograd keeps for one row of `tokens` tokens, parameters apart."""
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    training = model.training
+    devices = [device] if device.type == "cuda" else []
+    model.train()
+    try:
+        # `output` lives until the sum is taken: freed storages would hand their addresses on.
+        with (
+            torch.random.fork_rng(devices=devices),
+            autocast(train, device),
+            without_input_casts(model, train),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+        ):
+            output = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            total = sum(storages.values())
+            del output
+        return total
+    finally:
+        model.train(training)
+
+
+def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer) -> list[str]:
+    """The plan as text, one cause a line, for printing before step 1."""
+    plan = memory_plan(model, train=train)
+    causes = [
+        ("backbone, frozen", plan.backbone, f"{_dtypes(model)}"),
+        ("adapter", plan.adapter, f"{sum(p.numel() for p in trainable(model).values()):,} parameters, float32"),
+        ("gradients", plan.gradients, "of the adapter only"),
+        ("optimizer state", plan.optimizer, f"AdamW, two moments, lr {optimizer.lr:g}, {optimizer.schedule}"),
+        ("activations", plan.activations, f"estimate, {train.batch_size} rows × {train.max_length} tokens"),
+        ("together", plan.total, "without temporaries and libraries"),
+    ]
+    width = max(len(name) for name, _, _ in causes)
+    device = next(model.parameters()).device
+    head = f"plan: {train.steps} steps × {train.accumulate} × {train.batch_size} rows on {device}, {train.precision}"
+    return [head, *(f"  {name.ljust(width)}  {size(value):>11}  {note}" for name, value, note in causes)]
+
+
+def size(count: int) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _dtypes(model: nn.Module) -> str:
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in frozen})
+    return f"{sum(p.numel() for p in frozen):,} parameters, {'/'.join(kinds)}"

@@ -1,0 +1,82 @@
+"""How a step is computed: optimizer, precision, randomness and device. Nothing here knows of stages or files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .config import Optimizer, Train
+
+if TYPE_CHECKING:
+    from .data import MicroBatch
+
+
+def adamw(parameters: dict[str, nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
+    """AdamW over float32 adapters, one fused pass over all of them where the device has it (CPU and CUDA do)."""
+    fused = all(p.device.type in {"cpu", "cuda"} and p.dtype == torch.float32 for p in parameters.values())
+    return torch.optim.AdamW(
+        list(parameters.values()),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=fused,
+    )
+
+
+@contextlib.contextmanager
+def without_input_casts(model: nn.Module, train: Train) -> Iterator[None]:
+    """Under bf16 autocast PEFT casts each adapted layer's input up to float32, only for autocast to cast it down again.
+
+    Both are exact, so leaving them out changes no bit and saves the copies that would be kept for the backward pass.
+    """
+    if train.precision != "bf16":
+        yield
+        return
+    from peft.helpers import disable_input_dtype_casting
+
+    with disable_input_dtype_casting(model):
+        yield
+
+
+def uses_dropout(model: nn.Module) -> bool:
+    """Whether a training forward pass draws random numbers: a dropout layer, or attention dropout in the config."""
+    layers = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+    config = getattr(model, "config", None)
+    named = config.to_dict() if config is not None else {}
+    return layers or any(
+        ("drop" in key) and isinstance(value, float) and not isinstance(value, bool) and value > 0
+        for key, value in named.items()
+    )
+
+
+def to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    """The micro-batch on `device` (itself, where it lies there already)."""
+    if micro.labels.device == device:
+        return micro
+    inputs = {name: value.to(device, non_blocking=True) for name, value in micro.inputs.items()}
+    return replace(micro, inputs=inputs, labels=micro.labels.to(device, non_blocking=True))
+
+
+def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """bf16 autocast where `train.precision` asks for it, else nothing."""
+    if train.precision == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draws inside come from `seed`; the global generators are put back afterwards as they were."""
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

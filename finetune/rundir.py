@@ -1,0 +1,247 @@
+"""The run directory: what a command leaves behind (design §4), self-sufficient, append-only, safe to copy.
+
+run = RunDirectory.create("runs/first")         # refuses a non-empty directory
+run.log_metrics("fine-tune", step=1, split="train", loss=3.2, ...)
+read_metrics(run.path / "metrics.jsonl")        # the last line for a step wins, a torn tail is skipped
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .atomic import sweep_leftovers, write_json, write_text
+from .errors import Interrupted, UserError
+
+ENVIRONMENT, COMMAND, RECIPE, METRICS, LOG = (
+    "environment.json",
+    "command.txt",
+    "recipe.resolved.yaml",
+    "metrics.jsonl",
+    "log.txt",
+)
+_PACKAGES = ("flatshift", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "scikit-learn")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@contextmanager
+def disk_full_interrupts(doing: str) -> Iterator[None]:
+    """Turn a full disk (or quota) while `doing` something into Interrupted; other errors pass through."""
+    try:
+        yield
+    except Exception as error:
+        code = getattr(error, "errno", None)
+        # safetensors reports the operating system's error in words only
+        if code in {errno.ENOSPC, errno.EDQUOT} or (
+            type(error).__name__ == "SafetensorError" and ("No space left" in str(error) or "quota" in str(error))
+        ):
+            raise Interrupted(
+                f"the disk is full while {doing}; free some space and resume, everything finished before is kept"
+            ) from error
+        raise
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run on disk. Make it with `create` or `open`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: str | Path) -> RunDirectory:
+        """A new run directory with command.txt and environment.json. Raises UserError for a non-empty `path`."""
+        path = Path(path)
+        refuse_nonempty(path)
+        with disk_full_interrupts(f"creating {path}"):
+            path.mkdir(parents=True, exist_ok=True)
+            write_provenance(path)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run directory, with what a killed process left torn repaired.
+
+        Raises UserError if `path` is not a run directory.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"{path}: no such run directory")
+        if not (path / ENVIRONMENT).is_file() or not (path / COMMAND).is_file():
+            raise UserError(f"{path} is not a run directory: it has no {ENVIRONMENT} and {COMMAND}")
+        for folder in (path, path / "state", path / "stages", *(path / "stages").glob("*/")):
+            sweep_leftovers(folder)
+        for file in (path / METRICS, *(path / "stages").glob(f"*/{METRICS}")):
+            _cut_torn_tail(file)
+        return cls(path)
+
+    @property
+    def state(self) -> Path:
+        """Where the running stage's checkpoints lie."""
+        return self.path / "state"
+
+    def stage(self, name: str) -> Path:
+        """`stages/<name>/`, made if need be."""
+        folder = self.path / "stages" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def log_metrics(self, stage: str, **fields: Any) -> None:
+        """Append one line to the run's and the stage's metrics.jsonl. NaN and infinities become null."""
+        line = {"stage": stage, **{key: _finite(value) for key, value in fields.items()}}
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+        for file in (self.path / METRICS, self.stage(stage) / METRICS):
+            _append(file, text)
+
+    def log(self, message: str) -> None:
+        """Append lines to log.txt, each with the time."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        _append(self.path / LOG, "".join(f"{now} {line}\n" for line in message.splitlines() or [""]))
+
+
+def refuse_nonempty(path: str | Path) -> None:
+    """Raise UserError unless `path` is absent or an empty directory."""
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--out: {path} is a file; name a new or empty directory")
+    if path.is_dir() and any(path.iterdir()):
+        raise UserError(
+            f"--out: {path} is not empty; name another directory, or continue a run with `flatshift train --resume`"
+        )
+
+
+def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
+    """Write command.txt, environment.json and, if given, recipe.resolved.yaml into `directory`."""
+    directory = Path(directory)
+    write_text(directory / COMMAND, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\n")
+    write_json(directory / ENVIRONMENT, environment())
+    if recipe_yaml is not None:
+        write_text(directory / RECIPE, recipe_yaml)
+
+
+def environment() -> dict[str, Any]:
+    """What results may depend on: versions, machine, threads, commit. Memory in bytes."""
+    found: dict[str, Any] = {
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "commit": _commit(),
+        "variables": {name: os.environ[name] for name in _THREADS if name in os.environ},
+    }
+    versions: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    found["versions"] = versions
+    torch = sys.modules.get("torch")  # only where it is in use: a selection may run without it
+    if torch is not None:
+        found["threads"] = torch.get_num_threads()
+        found["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return found
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl in order of their last writing, one per (stage, split, step); none if absent.
+
+    A torn last line (the process was killed while writing) is skipped.
+
+    Raises:
+        UserError: any other line is not a JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    lines: dict[tuple[Any, Any, Any], dict[str, Any]] = {}
+    pieces = path.read_bytes().split(b"\n")
+    for number, piece in enumerate(pieces, start=1):
+        record = _parse(piece)
+        if record is None:
+            if piece.strip() and number < len(pieces):
+                raise UserError(f"{path}:{number}: not a JSON object")
+            continue
+        key = (record.get("stage"), record.get("split"), record.get("step"))
+        lines.pop(key, None)
+        lines[key] = record
+    return list(lines.values())
+
+
+def last_attempt(records: Iterable[dict[str, Any]], stage: str) -> int:
+    """The highest attempt that `stage` has logged; 0 for none."""
+    return max((int(r.get("attempt") or 0) for r in records if r.get("stage") == stage), default=0)
+
+
+def _parse(piece: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(piece)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _cut_torn_tail(path: Path) -> None:
+    """Drop what follows the last line break: lines are written with it in one piece."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+
+
+def _append(path: Path, text: str) -> None:
+    """Append in one write; a line that the disk has no room for is taken back whole."""
+    data = text.encode()
+    with disk_full_interrupts(f"writing {path}"):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            try:
+                if os.write(fd, data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            except OSError:
+                os.ftruncate(fd, size)
+                raise
+        finally:
+            os.close(fd)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this package lies in; None for an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        asked = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None
