@@ -1,4 +1,4 @@
-"""The LoRA layers of a PEFT model, recognised by what they have (`lora_A`, `lora_B`, `base_layer`, ...), not by class."""
+"""The LoRA layers of a PEFT model, recognised by what they have (`lora_A`, `base_layer`, ...), not by their class."""
 
 from __future__ import annotations
 

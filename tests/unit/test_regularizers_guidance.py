@@ -1,0 +1,70 @@
+"""How noise power is shared: sums that must not depend on β, and the literal form."""
+
+import pytest
+import torch
+from regularizers.guidance import debiased, default_rank, power_shares, scheduled_sigma
+
+SIZES = [5, 8, 3]
+OWNER = torch.repeat_interleave(torch.tensor(SIZES))
+GENERATOR = torch.Generator().manual_seed(0)
+NORMS = torch.rand(16, generator=GENERATOR, dtype=torch.float64) + 0.5
+V = 1e-9 * torch.rand(16, generator=GENERATOR, dtype=torch.float64)
+
+
+def shares(beta: float, mode: str = "relative", v: torch.Tensor = V) -> tuple[torch.Tensor, torch.Tensor]:
+    return power_shares(NORMS, v, beta=beta, mode=mode, sizes=SIZES, owner=OWNER)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0, 30.0])
+def test_power_of_every_layer_is_independent_of_beta(beta: float) -> None:
+    for guided, plain in zip(shares(beta)[0].split(SIZES), NORMS.split(SIZES), strict=True):
+        assert float(guided.sum()) == pytest.approx(float(plain.sum()), rel=1e-12)
+
+
+def test_relative_is_the_formula() -> None:
+    guided, gradient = shares(1.0)
+    layer = slice(5, 13)
+    expected = (NORMS[layer] + V[layer] * NORMS[layer].mean() / V[layer].mean()) / 2
+    assert torch.allclose(guided[layer], expected, rtol=1e-12)
+    assert float(gradient.sum() / guided.sum()) == pytest.approx(0.5)
+
+
+def test_relative_does_not_see_the_unit_of_the_loss() -> None:
+    assert torch.allclose(shares(1.0)[0], shares(1.0, v=V * 1e6)[0], rtol=1e-12)
+
+
+def test_relative_with_no_gradient_yet_uses_weights_alone() -> None:
+    v = V.clone()
+    v[5:13] = 0
+    guided, gradient = shares(1.0, v=v)
+    assert torch.equal(guided[5:13], NORMS[5:13]) and not gradient[5:13].any()
+    assert not torch.equal(guided[:5], NORMS[:5])
+
+
+def test_paper_is_the_literal_sum() -> None:
+    guided, gradient = shares(0.01, "paper")
+    assert torch.equal(guided, NORMS + 0.01 * V) and torch.equal(gradient, 0.01 * V)
+
+
+def test_bias_correction_makes_a_constant_its_own_average() -> None:
+    q, ema, updates = torch.tensor([2.0, 5.0]), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    assert not debiased(ema, updates, 0.95).any()
+    for _ in range(3):
+        ema, updates = 0.95 * ema + 0.05 * q, updates + 1
+        assert torch.allclose(debiased(ema, updates, 0.95), q, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank"),
+    [((64, 64), 8), ((256, 4096), 8), ((2048, 2048), 8), ((4096, 4096), 16), ((11008, 8192), 32), ((65536, 65536), 32)],
+)
+def test_default_rank(shape: tuple[int, int], rank: int) -> None:
+    assert default_rank(*shape) == rank
+
+
+def test_schedules_ramp_from_zero() -> None:
+    assert scheduled_sigma(0.2, "constant", 0, 0) == 0.2
+    for schedule in ("linear", "cosine"):
+        values = [scheduled_sigma(0.2, schedule, t, 10) for t in range(12)]
+        assert values[0] == 0 and values[5] == pytest.approx(0.1) and values[10] == values[11] == 0.2
+        assert values == sorted(values)

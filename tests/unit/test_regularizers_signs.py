@@ -1,0 +1,73 @@
+"""The counter hash: the published words, any split, and bits that look like fair coins."""
+
+import math
+
+import pytest
+import torch
+from regularizers.signs import MAX_COLUMNS, counters, layer_uid, mix64, signs, step_id, stream_id, unpack
+
+KEY = {"seed": 3, "step": 7, "layer": "model.layers.0.q_proj", "side": "out"}
+
+
+def unsigned(word: torch.Tensor) -> int:
+    return int(word) & ((1 << 64) - 1)
+
+
+def test_words_are_those_of_splitmix64() -> None:
+    """First outputs of the reference implementation (Vigna, splitmix64.c) from state 0."""
+    words = mix64(counters(torch.arange(3)))
+    assert [unsigned(word) for word in words] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_names_do_not_depend_on_the_process() -> None:
+    assert layer_uid("a") == 0xCA978112CA1BBDCA  # the first bytes of SHA-256("a")
+    assert stream_id("a", "out") != stream_id("a", "in")
+
+
+@pytest.mark.parametrize("ways", [1, 2, 3, 8])
+def test_any_split_sees_the_same_signs(ways: int) -> None:
+    whole = signs(**KEY, indices=range(1000), columns=12)
+    parts = [signs(**KEY, indices=part, columns=12) for part in torch.arange(1000).tensor_split(ways)]
+    assert torch.equal(torch.cat(parts), whole)
+    strided = torch.stack([signs(**KEY, indices=range(r, 1000, 8), columns=12)[3] for r in range(8)])
+    assert torch.equal(strided, whole[24:32])
+
+
+def test_more_columns_extend_fewer() -> None:
+    assert torch.equal(signs(**KEY, indices=range(50), columns=40)[:, :9], signs(**KEY, indices=range(50), columns=9))
+
+
+@pytest.mark.parametrize("columns", [1, 8, 13, 32, MAX_COLUMNS])
+def test_unpack_reads_the_lowest_bits_first(columns: int) -> None:
+    words = mix64(counters(torch.arange(20)))
+    naive = torch.tensor([[1.0 if unsigned(word) >> bit & 1 else -1.0 for bit in range(columns)] for word in words])
+    assert torch.equal(unpack(words, columns), naive)
+
+
+def test_unpack_refuses_more_bits_than_a_word_has() -> None:
+    with pytest.raises(ValueError, match="64"):
+        unpack(torch.zeros(1, dtype=torch.int64), 65)
+
+
+def test_signs_are_fair_and_uncorrelated() -> None:
+    n, columns = 20_000, 32
+    drawn = signs(**KEY, indices=range(n), columns=columns)
+    assert set(drawn.unique().tolist()) == {-1.0, 1.0}
+    bound = 5 / math.sqrt(n)  # five standard errors, over some hundreds of comparisons
+    assert float(drawn.mean(0).abs().max()) < bound
+    assert float((drawn.T @ drawn / n - torch.eye(columns)).abs().max()) < bound
+    assert float((drawn[:-1] * drawn[1:]).mean(0).abs().max()) < bound
+
+
+@pytest.mark.parametrize("other", [{"seed": 4}, {"step": 8}, {"layer": "model.layers.0.k_proj"}, {"side": "probe"}])
+def test_every_part_of_the_key_gives_another_draw(other: dict) -> None:
+    n = 20_000
+    first, second = (signs(**(KEY | part), indices=range(n), columns=8) for part in ({}, other))
+    assert float((first * second).mean(0).abs().max()) < 5 / math.sqrt(n)
+
+
+def test_neighbouring_steps_are_independent() -> None:
+    """Products of one sign over 2,000 neighbouring steps: mean zero within five standard errors."""
+    drawn = torch.stack([signs(**(KEY | {"step": t}), indices=range(8), columns=8) for t in range(2000)])
+    assert float((drawn[:-1] * drawn[1:]).mean(0).abs().max()) < 5 / math.sqrt(2000)
+    assert step_id(0, 1) != step_id(1, 0)
