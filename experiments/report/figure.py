@@ -82,39 +82,46 @@ def _themed(style: str) -> str:
 
 
 def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element:
-    """Drop metadata, shorten numbers, free the fonts, rename ids, and name the figure for screen readers."""
+    """Drop metadata and unused ids, shorten numbers, free the fonts, and name the figure for screen readers."""
     root = ET.fromstring(raw)
-    for parent in root.iter():
-        for child in [c for c in parent if c.tag == f"{_SVG}metadata"]:
+    for parent in list(root.iter()):
+        for child in [c for c in parent if c.tag in (f"{_SVG}metadata", f"{_SVG}style")]:
             parent.remove(child)
+    used = set(re.findall(r'(?:href="|url\()#([^")]+)', raw))
     for element in root.iter():
         attributes = {}
         for key, value in element.attrib.items():
-            key = "href" if key == f"{_XLINK}href" else key
             if key == "id":
+                if value not in used:
+                    continue
                 value = prefix + value
-            elif key == "href" and value.startswith("#"):
-                value = f"#{prefix}{value[1:]}"
-            elif key in ("d", "x", "y", "transform", "width", "height"):
+            elif key == f"{_XLINK}href":
+                key, value = "href", f"#{prefix}{value.removeprefix('#')}"
+            elif key == "clip-path":
+                value = value.replace("url(#", f"url(#{prefix}")
+            elif key in ("d", "x", "y", "transform", "width", "height", "viewBox"):
+                if value.startswith("rotate(-0 "):
+                    continue
                 value = re.sub(r"\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), value)
                 value = re.sub(r"\s+", " ", value).strip()
             elif key == "style":
                 value = re.sub(r"font: ((?:\d+ |bold |italic )*)([\d.]+px) [^;]*", _plain_font, value)
-                value = value.replace("fill: #000000", f"fill: {colour('ink')}")
-            attributes[key] = value.replace("url(#", f"url(#{prefix}") if "url(#" in value else value
+                value = re.sub(r"font-family: [^;]*(; |$)", "", value)
+            attributes[key] = value
         element.attrib.clear()
         element.attrib.update(attributes)
         element.tail = None if element.tail is None or not element.tail.strip() else element.tail
-        if element.text is not None and not element.text.strip():
-            element.text = None
+        element.text = None if element.text is None or not element.text.strip() else element.text
     for key in ("width", "height", "version"):
         root.attrib.pop(key, None)
+    # What matplotlib says in a <style> for `*`, which inside a page would reach every other element.
+    root.set("stroke-linejoin", "round")
     root.set("role", "img")
     root.set("aria-labelledby", f"{prefix}title {prefix}desc")
     for position, (tag, text) in enumerate((("title", title), ("desc", description))):
-        element = ET.Element(_SVG + tag, {"id": prefix + tag})
-        element.text = text
-        root.insert(position, element)
+        named = ET.Element(_SVG + tag, {"id": prefix + tag})
+        named.text = text
+        root.insert(position, named)
     return root
 
 

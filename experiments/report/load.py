@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +32,7 @@ class Metrics:
         """(step, value) in step order, numbers only (they may be NaN or infinite)."""
         found = [(ln["step"], ln[key]) for ln in self.lines if ln["stage"] == stage and ln["split"] == split
                  and isinstance(ln.get(key), int | float) and not isinstance(ln.get(key), bool)]  # fmt: skip
-        return sorted(found)
+        return sorted(found, key=lambda point: point[0])
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,43 @@ class Selection:
 
     path: Path
     about: dict[str, Any]  # manifest.json["selection"]
-    scores: dict[str, list] | None
-    top: list[dict[str, Any]]
+    table: Any  # scores.parquet as a pyarrow Table, or None
+    top: list[dict[str, Any]]  # first records of selected.jsonl
     judged: dict[str, str]  # id → domain that the selector never saw
     points: dict[str, Any] | None  # map.parquet: x, y, kind, and the explained shares
+
+    @cached_property
+    def scores(self) -> tuple[Any, Any]:
+        """(scores, chosen): float64 and bool arrays of N records, those with a finite score."""
+        import numpy as np
+
+        score = self.table.column("score").to_numpy().astype(float)
+        chosen = self.table.column("selected").to_numpy().astype(bool)
+        finite = np.isfinite(score)
+        return score[finite], chosen[finite]
+
+    @cached_property
+    def domains(self) -> dict[str, tuple[int, int]]:
+        """Domain: (records in the pool, records chosen), from the `domain` column, else from the judging tags."""
+        chosen = self.table.column("selected").to_pylist()
+        if "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows:
+            names = self.table.column("domain").to_pylist()
+        elif self.judged:
+            names = [self.judged.get(id_) for id_ in self.table.column("id").to_pylist()]
+        else:
+            return {}
+        counts: dict[str, list[int]] = {}
+        for name, taken in zip(names, chosen, strict=True):
+            count = counts.setdefault("(none)" if name is None else str(name), [0, 0])
+            count[0] += 1
+            count[1] += bool(taken)
+        return {name: (pool, taken) for name, (pool, taken) in counts.items()}
+
+    @property
+    def judged_only(self) -> bool:
+        """True if the domains come from tags that were hidden from the selector."""
+        column = "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows
+        return bool(self.judged) and not column
 
 
 @dataclass(frozen=True)
@@ -108,22 +142,44 @@ class Run:
 
     @cached_property
     def sweep(self) -> SweepData | None:
-        return read_sweep(self.path)
+        # A study's cells are not a grid: study.json says what they are.
+        return None if (self.path / "study.json").is_file() else read_sweep(self.path)
+
+    @cached_property
+    def shift(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Perplexity of the target's own texts before and after the warm-up: two trees like eval.json, maybe empty."""
+        folder = self.path / "stages" / "warm-up"
+        pair = [_check_eval(folder / n, read_object(folder / n)) for n in ("before.json", "eval.json")]
+        return pair[0], pair[1]
+
+    @cached_property
+    def stages(self) -> dict[str, dict[str, Any]]:
+        """done.json of each finished stage."""
+        files = sorted((self.path / "stages").glob("*/done.json"))
+        return {file.parent.name: read_object(file) for file in files}
 
     @cached_property
     def stage_seconds(self) -> dict[str, float]:
-        """Wall seconds by part: manifest["timings"] when written, else what the parts themselves recorded."""
-        given = self.manifest.get("timings")
-        if isinstance(given, dict):
-            return {str(k): float(v) for k, v in given.items() if _finite(v)}
+        """Wall seconds by part, as far as the parts recorded them."""
         timings: dict[str, float] = {}
-        if self.selection and _finite(self.selection.about.get("seconds")):
-            timings["selection"] = float(self.selection.about["seconds"])
-        for stage in self.metrics.stages:
+        spent = self.selection.about.get("seconds") if self.selection else None
+        parts = spent if isinstance(spent, dict) else {"all": spent}
+        for part, value in parts.items():
+            if _finite(value):
+                timings[f"selection: {part}"] = float(value)
+        for stage in self.metrics.stages:  # time_s counts on over resumed attempts
             times = [ln["time_s"] for ln in self.metrics.lines if ln["stage"] == stage and _finite(ln.get("time_s"))]
             if times:
                 timings[stage] = float(max(times))
         return timings
+
+    @cached_property
+    def elapsed(self) -> float | None:
+        """Wall seconds of the whole run, if it recorded them; else the sum of its parts."""
+        total = read_object(self.path / "timings.json").get("seconds")
+        if _finite(total):
+            return max(float(total), sum(self.stage_seconds.values()))
+        return sum(self.stage_seconds.values()) or None
 
 
 def _finite(value: Any) -> bool:
@@ -175,11 +231,10 @@ def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[st
 
 
 def _read_selection(folder: Path) -> Selection:
-    scores = top = points = None
+    table = points = None
+    top: list[dict[str, Any]] = []
     if (folder / "scores.parquet").is_file():
         table = _parquet(folder / "scores.parquet", ("id", "score", "rank", "selected"))
-        names = [n for n in ("id", "score", "rank", "selected", "nearest_target", "domain") if n in table.column_names]
-        scores = {name: table.column(name).to_pylist() for name in names}
     if (folder / "selected.jsonl").is_file():
         top = _first_records(folder / "selected.jsonl", 12)
     judged = {}
@@ -190,12 +245,11 @@ def _read_selection(folder: Path) -> Selection:
             if tab and (id_, domain) != ("id", "domain"):
                 judged[id_] = domain
     if (folder / "map.parquet").is_file():
-        table = _parquet(folder / "map.parquet", ("x", "y", "kind"))
-        meta = table.schema.metadata or {}
-        points = {name: table.column(name).to_pylist() for name in ("x", "y", "kind")}
-        points["explained"] = json.loads(meta.get(b"flatshift.explained", b"null"))
+        shown = _parquet(folder / "map.parquet", ("x", "y", "kind"))
+        points = {name: shown.column(name).to_pylist() for name in ("x", "y", "kind")}
+        points["explained"] = json.loads((shown.schema.metadata or {}).get(b"flatshift.explained", b"null"))
     about = read_object(folder / "manifest.json").get("selection")
-    return Selection(folder, about if isinstance(about, dict) else {}, scores, top or [], judged, points)
+    return Selection(folder, about if isinstance(about, dict) else {}, table, top, judged, points)
 
 
 def _parquet(path: Path, columns: tuple[str, ...]) -> Any:
@@ -299,7 +353,8 @@ def read_run(path: Path) -> Run:
              for name in ("command.txt", "recipe.resolved.yaml")}  # fmt: skip
     return Run(
         path=path,
-        name=path.resolve().name,
+        # While a run is written whole, it lies in a hidden temporary (`.NAME.*.tmp`).
+        name=re.sub(r"^\.(.+)\.[0-9a-f]{8}\.tmp$", r"\1", path.resolve().name),
         manifest=read_object(path / "manifest.json"),
         environment=read_object(path / "environment.json"),
         command=texts["command.txt"].strip(),

@@ -34,6 +34,10 @@ class SweepData:
         return [row for row in self.rows if row.get("status", "done") == "done"]
 
     @property
+    def failed(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row.get("status", "done") != "done"]
+
+    @property
     def seeds(self) -> int:
         return len({row.get("seed") for row in self.rows})
 
@@ -76,11 +80,17 @@ def _number(value: Any) -> float | None:
 def read_sweep(folder: Path) -> SweepData | None:
     """cells.parquet, or the finished cells/<hash>/result.json when it has not been written yet; None without either.
 
-    Axes come from the schema metadata `flatshift.axes` (a JSON list) or, without it, are every dotted column that is
-    not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
+    Axes are the keys of `grid` in sweep.json or, without it, every dotted column that is not `<split>.<metric>`
+    (`train.steps` is an axis, `train.loss` is not).
     """
     path = folder / "cells.parquet"
     declared: Sequence[str] | None = None
+    plan = folder / "sweep.json"
+    if plan.is_file():
+        try:
+            declared = list(json.loads(plan.read_text(encoding="utf-8"))["grid"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{plan}: has no `grid`; run the sweep again, it keeps its cells") from error
     if path.is_file():
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -90,15 +100,8 @@ def read_sweep(folder: Path) -> SweepData | None:
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{path}: not a readable Parquet file; run the sweep again, it keeps its cells") from error
         rows = table.to_pylist()
-        meta = (table.schema.metadata or {}).get(b"flatshift.axes")
-        declared = json.loads(meta) if meta else None
     elif (folder / "cells").is_dir():
-        rows, axes = [], {}
-        for file in sorted((folder / "cells").glob("*/result.json")):
-            row, keys = _flat_result(file)
-            rows.append(row)
-            axes.update(dict.fromkeys(keys))
-        declared = list(axes)
+        rows = [_flat_result(file) for file in sorted((folder / "cells").glob("*/result.json"))]
     else:
         return None
     rows = [_tidy(row) for row in rows]
@@ -125,15 +128,14 @@ def _is_metric(column: str) -> bool:
     return head in _SPLITS and (tail in _METRICS or tail.split(".")[0] in _METRICS)
 
 
-def _flat_result(file: Path) -> tuple[dict[str, Any], list[str]]:
+def _flat_result(file: Path) -> dict[str, Any]:
+    """The row of cells.parquet that a result.json stands for."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
-        overrides = dict(tree.get("overrides", {}))
-    except (ValueError, AttributeError, TypeError) as error:
+        row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": tree["status"]}
+        row["reason"], row["seconds"] = tree.get("reason"), tree.get("seconds")
+        for split, metrics in tree["metrics"].items():
+            row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
-    row: dict[str, Any] = {"cell": file.parent.name, "seed": tree.get("seed"), "status": tree.get("status", "done")}
-    row.update(overrides)
-    for split, metrics in (tree.get("metrics") or {}).items():
-        for metric, value in metrics.items():
-            row[f"{split}.{metric}"] = value.get("value") if isinstance(value, dict) else value
-    return row, list(overrides)
+    return row

@@ -1,0 +1,66 @@
+"""The 2-D map of pool, selection and target that a selection leaves for its report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from finetune.seeds import derive
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_FIT = 4096  # rows of each side that the axes are fitted on
+
+
+def project(X: np.ndarray, Y: np.ndarray, selected: Sequence[int] | np.ndarray, *, seed: int, max_points: int = 4000) -> pa.Table:
+    """Principal-axis coordinates of a seeded sample of pool, selection and target.
+
+    X: (N, d) pool features, may be a memmap (only sampled rows are read). Y: (M, d) target features. `selected`: row
+    numbers of X, or a mask of length N. The axes are fitted on target and pool with half the weight each, so that a small target shapes them
+    as much as a large pool. At most a quarter of `max_points` is target, a quarter selection, the rest unchosen pool.
+    Returns a table with x, y (float32) and kind (pool, target, selection); the schema metadata
+    `flatshift.explained` holds the shares of the weighted variance on the two axes. Deterministic in `seed`.
+    Raises ValueError if the widths differ.
+    """
+    import pyarrow as pa
+
+    if X.ndim != 2 or Y.ndim != 2 or X.shape[1] != Y.shape[1]:
+        raise ValueError(f"pool features {X.shape} and target features {Y.shape} must be N×d and M×d with one d")
+    rng = np.random.default_rng(derive(seed, "report map"))
+
+    def sample(rows: np.ndarray, count: int) -> np.ndarray:
+        return rows if len(rows) <= count else np.sort(rng.choice(rows, count, replace=False))
+
+    pool_fit = _rows(X, sample(np.arange(len(X)), _FIT))
+    target_fit = _rows(Y, sample(np.arange(len(Y)), _FIT))
+    sides = [side for side in (pool_fit, target_fit) if len(side)]
+    if not sides:
+        raise ValueError("nothing to project: pool and target are empty")
+    center = np.mean([side.mean(axis=0) for side in sides], axis=0)
+    covariance = np.mean([(side - center).T @ (side - center) / len(side) for side in sides], axis=0)
+    values, vectors = np.linalg.eigh(covariance)
+    axes = vectors[:, ::-1][:, :2]
+    # An eigenvector's sign is arbitrary: the largest component shall be positive.
+    axes = axes * np.where(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])] < 0, -1.0, 1.0)
+    explained = np.maximum(values[::-1][:2], 0) / max(values.clip(min=0).sum(), np.finfo(float).tiny)
+    if axes.shape[1] == 1:  # d = 1: a line
+        axes, explained = np.hstack([axes, np.zeros_like(axes)]), np.append(explained, 0.0)
+
+    chosen = np.asarray(selected)
+    chosen = np.flatnonzero(chosen) if chosen.dtype == bool else np.unique(chosen.astype(np.int64))
+    target = sample(np.arange(len(Y)), max_points // 4)
+    shown = sample(chosen, max_points // 4)
+    others = sample(np.setdiff1d(np.arange(len(X)), chosen), max_points - len(target) - len(shown))
+    parts = [(X, others, "pool"), (X, shown, "selection"), (Y, target, "target")]
+    xy = np.concatenate([(_rows(source, rows) - center) @ axes for source, rows, _ in parts]).astype(np.float32)
+    kinds = [kind for _, rows, kind in parts for _ in rows]
+    table = pa.table({"x": xy[:, 0], "y": xy[:, 1], "kind": kinds})
+    return table.replace_schema_metadata({"flatshift.explained": json.dumps([round(float(e), 6) for e in explained])})
+
+
+def _rows(source: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return np.asarray(source[rows], dtype=np.float64)
