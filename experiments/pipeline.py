@@ -21,7 +21,7 @@ from typing import Any
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.interrupts import graceful_stop
-from experiments.preparing import Prepared, prepare
+from experiments.preparing import Prepared, prepare, prepare_texts
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
@@ -157,9 +157,7 @@ def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop) ->
     warmup = recipe.warmup
     task = LanguageModel()
     columns = recipe.select.columns if recipe.select is not None else recipe.data.columns
-    prepared = prepare(
-        recipe, task=task, train_files=(str(run.path / "selection" / "selected.jsonl"),), columns=columns
-    )
+    prepared = prepare_texts(recipe, [str(run.path / "selection" / "selected.jsonl")], columns, task)
     adapter = _stage(
         run,
         recipe,
@@ -221,7 +219,7 @@ def _stage(
         console.say(line)
     console.say(first_batch_panel(batches.at(0)[0], tokenizer, task))
     with console.task(name, train.steps, "steps") as bar:
-        result = train_stage(
+        train_stage(
             model,
             tokenizer,
             stage=name,
@@ -238,17 +236,6 @@ def _stage(
             on_step=lambda m: bar(m["step"], f"loss {m['loss']:.3f}"),
             stop=stop,
         )
-    write_json(
-        done,
-        {
-            "target_steps": train.steps,
-            "steps": result.steps,
-            "best_step": result.best_step,
-            "best_dev_loss": result.best_dev_loss,
-            "tokens": result.tokens,
-            "stopped_early": result.stopped_early,
-        },
-    )
     return adapter
 
 

@@ -1,4 +1,4 @@
-"""From a recipe's files to encoded examples: read, subset, add label noise, tokenise. Finds bad input early."""
+"""From a recipe's files to encoded examples: read, set apart, subset, add label noise, tokenise. Finds bad input early."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ from dataclasses import dataclass
 
 from experiments.config import Recipe
 from finetune.config import Classify, Columns, Completion, Files, Task
-from finetune.data import Encoded, Example, Row, class_names, encode, limit_rows, noisy_labels, read_rows
+from finetune.data import Encoded, Example, Row, class_names, encode, limit_rows, noisy_rows, read_rows, require_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of each split as they were read; empty where the recipe names none."""
+
+    train: list[Row]
+    dev: list[Row]
+    test: list[Row]
+    skipped: list[str]
+    """`file:line: reason` of each bad row, where those are skipped"""
+    records: int
+    """Records in the training files, bad rows and rows set apart included"""
 
 
 @dataclass(frozen=True)
@@ -26,64 +39,105 @@ class Prepared:
     """ids of the training rows whose label was replaced by noise"""
 
 
-def prepare(
-    recipe: Recipe,
-    *,
-    task: Task | None = None,
-    train_files: Sequence[str] | None = None,
-    columns: Columns | None = None,
-) -> Prepared:
-    """Read and encode a recipe's rows (or, for a warm-up, `train_files` alone under `task`).
+def read_splits(recipe: Recipe, task: Task | None = None) -> Rows:
+    """Read train, dev and test rows; set `data.holdout` apart where dev or test name no files; apply limits.
 
-    Raises UserError for missing files, columns or labels, empty splits, and labels that do not fit.
+    Raises UserError for missing files or columns, bad rows, and splits without a usable row.
     """
-    from finetune.backbone import load_tokenizer
-
-    data, seed = recipe.data, recipe.train.seed
-    warm_up = train_files is not None
-    task = task or recipe.task
-    columns = columns or data.columns
+    data, task = recipe.data, task or recipe.task
     skipped: list[str] = []
 
     def read(files: Files, name: str) -> list[Row]:
         if not files.files:
             return []
-        rows = list(
-            read_rows(files.files, columns=columns, required=_required(task), bad_rows=data.bad_rows, skipped=skipped)
+        before = len(skipped)
+        rows = read_rows(
+            files.files, columns=data.columns, required=_required(task), bad_rows=data.bad_rows, skipped=skipped
         )
-        if not rows:
-            raise UserError(f"data.{name}: {', '.join(files.files)} has no usable row")
-        if files.limit is not None:
-            rows = limit_rows(rows, files.limit, seed=derive(seed, "limit", name))
-        return rows
+        return require_rows(rows, files=files.files, what=name, skipped=skipped[before:])
 
-    train_source = Files(files=tuple(train_files)) if train_files is not None else data.train
-    if not train_source.files:
+    if not data.train.files:
         raise UserError("data.train.files is empty: name the training rows, for example --data.train.files rows.jsonl")
-    train = read(train_source, "train")
-    dev, test = ([], []) if warm_up else (read(data.dev, "dev"), read(data.test, "test"))
+    train = read(data.train, "train")
+    records = len(train) + len(skipped)
+    dev, test = read(data.dev, "dev"), read(data.test, "test")
+    train, dev, test = _set_apart(train, dev, test, data.holdout)
+    seed = recipe.train.seed
 
-    labels = class_names(train, task)
-    flipped: list[str] = []
-    if data.label_noise and not warm_up:
-        if labels is None or not all("label" in row.values for row in train):
+    def limited(rows: list[Row], files: Files, name: str) -> list[Row]:
+        try:
+            return limit_rows(rows, files.limit, seed=derive(seed, "limit", name)) if rows else rows
+        except UserError as error:
+            raise UserError(f"data.{name}.{error}") from None
+
+    return Rows(
+        limited(train, data.train, "train"),
+        limited(dev, data.dev, "dev"),
+        limited(test, data.test, "test"),
+        skipped,
+        records,
+    )
+
+
+def _set_apart(
+    train: list[Row], dev: list[Row], test: list[Row], share: float
+) -> tuple[list[Row], list[Row], list[Row]]:
+    """Move a share of the training rows into each split that has none; the draw is the same for every run."""
+    count = round(share * len(train))
+    if not share or (dev and test):
+        return train, dev, test
+    if count < 1:
+        raise UserError(f"data.holdout: {share} of {len(train)} rows is none; give more rows or a larger share")
+    chosen = limit_rows(range(len(train)), count * ((not dev) + (not test)), seed=derive(0, "holdout"))
+    turn = {index: place % 2 for place, index in enumerate(chosen)}
+    if not test:
+        test = [train[i] for i in chosen if dev or turn[i] == 0]
+    if not dev:
+        taken = {row.index for row in test}
+        dev = [train[i] for i in chosen if train[i].index not in taken]
+    kept = set(chosen)
+    return [row for i, row in enumerate(train) if i not in kept], dev, test
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Read and encode a recipe's rows.
+
+    Raises UserError for missing files, columns or labels, empty splits, and labels that do not fit.
+    """
+    rows = read_splits(recipe)
+    labels = class_names(rows.train, recipe.task)
+    train, flipped = rows.train, []
+    if recipe.data.label_noise:
+        if labels is None:
             raise UserError("data.label_noise needs a task with labels: classify, or completion over labelled rows")
-        train, flipped = noisy_labels(train, data.label_noise, labels, seed=derive(seed, "label-noise"))
-
-    tokenizer = load_tokenizer(recipe.backbone)
-
-    def encoded(rows: list[Row]) -> Encoded:
-        return encode(rows, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=labels)
-
-    parts = [encoded(rows) if rows else None for rows in (train, dev, test)]
-    examples = [part.examples if part else [] for part in parts]
+        train, flipped = noisy_rows(
+            train, rate=recipe.data.label_noise, label_names=labels, seed=derive(recipe.train.seed, "label-noise")
+        )
+    parts = [_encoded(recipe, split, recipe.task, labels) for split in (train, rows.dev, rows.test)]
     return Prepared(
-        *examples,
+        *(part.examples if part else [] for part in parts),
         label_names=labels,
         truncated=sum(part.truncated for part in parts if part),
-        skipped=skipped,
+        skipped=rows.skipped,
         flipped=flipped,
     )
+
+
+def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> Prepared:
+    """Encode the rows of `files` alone, as training examples of `task`: what a warm-up reads."""
+    rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
+    part = _encoded(recipe, rows, task, None)
+    assert part is not None
+    return Prepared(part.examples, [], [], None, part.truncated, [], [])
+
+
+def _encoded(recipe: Recipe, rows: list[Row], task: Task, labels: tuple[str, ...] | None) -> Encoded | None:
+    from finetune.backbone import load_tokenizer
+
+    if not rows:
+        return None
+    tokenizer = load_tokenizer(recipe.backbone)
+    return encode(rows, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=labels)
 
 
 def _required(task: Task) -> tuple[str, ...]:

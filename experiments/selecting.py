@@ -17,10 +17,11 @@ import numpy as np
 
 from experiments.config import Recipe, Select
 from experiments.console import Console
+from experiments.preparing import read_splits
 from experiments.recipe import Resolved
 from finetune.atomic import replacing_directory, write_json
-from finetune.config import Columns, Files
-from finetune.data import Row, describe, limit_rows, read_rows
+from finetune.config import Files
+from finetune.data import Row, describe, limit_rows, read_rows, require_rows
 from finetune.errors import UserError
 from finetune.rundir import refuse_nonempty, write_provenance
 from finetune.seeds import derive
@@ -77,9 +78,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     started = time.monotonic()
     seed = recipe.train.seed
     target_files = spec.target if spec.target.files else recipe.data.train
-    target_columns = spec.columns if spec.target.files else recipe.data.columns
-    pool = _read(spec.pool, spec.columns, spec, seed, "pool")
-    target = _read(target_files, target_columns, spec, seed, "target" if spec.target.files else "train")
+    pool = _read(spec.pool, spec, seed, "pool")
+    target = _read(spec.target, spec, seed, "target") if spec.target.files else _training_rows(recipe)
     if spec.budget > len(pool.rows):
         raise UserError(
             f"select.budget: {spec.budget} is above the pool's {len(pool.rows)} records; "
@@ -113,7 +113,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     rank[order] = np.arange(1, len(order) + 1)
     nearest = selector.nearest_target_
     _write_scores(directory, pool_set, scores, rank, spec.budget, nearest, target_set.ids)
-    _write_selected(directory, [pool.rows[i] for i in order[: spec.budget]], scores[order], spec.columns)
+    _write_selected(directory, [pool.rows[i] for i in order[: spec.budget]], scores[order])
     if x is not None and y is not None:
         _write_map(directory, x, y, rank <= spec.budget, seed)
     if spec.pool.files == (_SHIPPED_POOL,):
@@ -143,18 +143,23 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     return manifest
 
 
-def _read(files: Files, columns: Columns, spec: Select, seed: int, name: str) -> Records:
+def _read(files: Files, spec: Select, seed: int, name: str) -> Records:
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
     skipped: list[str] = []
-    rows = list(read_rows(files.files, columns=columns, required=("text",), bad_rows=spec.bad_rows, skipped=skipped))
-    if not rows:
-        raise UserError(f"the {name} is empty: {', '.join(files.files)} has no usable record")
-    total = len(rows) + len(skipped)
-    if files.limit is not None:
-        kept = limit_rows(range(len(rows)), files.limit, seed=derive(seed, "limit", name))
-        rows = [rows[i] for i in sorted(kept)]
-    return Records(rows, skipped, total)
+    rows = read_rows(files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped)
+    kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
+    total = len(kept) + len(skipped)
+    return Records(limit_rows(kept, files.limit, seed=derive(seed, "limit", name)), skipped, total)
+
+
+def _training_rows(recipe: Recipe) -> Records:
+    """The run's own training rows as the target: after holdout and limit, so no judged text is seen."""
+    rows = read_splits(recipe)
+    without = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
+    if without is not None:
+        raise UserError(f"{without.where}: no text to select for; name select.target.files or set data.columns.text")
+    return Records(rows.train, rows.skipped, rows.records)
 
 
 def _domain(row: Row, spec: Select) -> str | None:
@@ -231,12 +236,12 @@ def _write_scores(
     pq.write_table(table, directory / "scores.parquet")
 
 
-def _write_selected(directory: Path, rows: Sequence[Row], scores: np.ndarray, columns: Columns) -> None:
+def _write_selected(directory: Path, rows: Sequence[Row], scores: np.ndarray) -> None:
     """The chosen records whole, in rank order, plus id, score and rank; colliding input keys move under `source`."""
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
         for rank, (row, score) in enumerate(zip(rows, scores, strict=False), start=1):
             added = {"id": row.id, "score": float(score), "rank": rank}
-            record = row.record(columns)
+            record = dict(row.record)
             collides = {key for key in added if key in record and record[key] != added[key]}
             if collides:
                 collides |= {"source"} & record.keys()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from experiments.config import Recipe
-from experiments.preparing import prepare
+from experiments.preparing import read_splits
 from finetune.adapter import attach_adapter, load_adapter
 from finetune.backbone import load_backbone, load_tokenizer, resolve_device
-from finetune.config import Files, LanguageModel
+from finetune.config import LanguageModel
+from finetune.data import encode, limit_rows
 from finetune.evaluate import evaluate
 from finetune.seeds import derive
 
@@ -22,11 +22,11 @@ def text_perplexity(recipe: Recipe, adapter: Path | None) -> dict[str, dict[str,
     """Perplexity and bits per byte of the dev and test texts as plain text, labels unseen.
 
     adapter: a warm-up adapter's directory, or None for the cold backbone.
-    Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split.
+    Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
     """
     task = LanguageModel(pack=False)
-    data = recipe.data
-    splits = {name: getattr(data, name) for name in ("dev", "test") if getattr(data, name).files}
+    rows = read_splits(recipe)
+    splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split}
     if not splits:
         return {}
     tokenizer = load_tokenizer(recipe.backbone)
@@ -41,16 +41,10 @@ def text_perplexity(recipe: Recipe, adapter: Path | None) -> dict[str, dict[str,
         model = attach_adapter(model, recipe.adapter, task=task, seed=recipe.train.seed)
         load_adapter(model, adapter)
     result = {}
-    for name, files in splits.items():
-        rows = Files(files=files.files, limit=_ROWS)
-        # The same rows for every seed and arm: the comparison is between adapters, not between samples.
-        fixed = dataclasses.replace(
-            recipe,
-            train=dataclasses.replace(recipe.train, seed=0),
-            data=dataclasses.replace(data, train=rows, dev=Files(), test=Files(), label_noise=0.0),
-        )
-        examples = prepare(fixed, task=task).train
+    for name, split in splits.items():
+        subset = limit_rows(split, min(_ROWS, len(split)), seed=derive(0, "shift", name))
+        encoded = encode(subset, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length)
         result[name] = evaluate(
-            model, tokenizer, examples, task=task, config=recipe.eval, seed=derive(recipe.train.seed, "shift", name)
+            model, tokenizer, encoded.examples, task=task, config=recipe.eval, seed=derive(0, "shift", name)
         )
     return result

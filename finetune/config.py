@@ -139,7 +139,7 @@ class Train:
     """CPU threads; null: torch's own choice. Same bits need the same number."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, steps=(0, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
+        check_bounds(self, steps=(1, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
         check_bounds(
             self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None), threads=(1, None)
         )
@@ -185,13 +185,16 @@ class Data:
     """Rows that are judged once, at the end; may be empty."""
     columns: Columns = field(default_factory=Columns)
     """Column names."""
+    holdout: float = 0.0
+    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files.
+    The draw does not depend on `train.seed`, so every seed is judged on the same rows."""
     label_noise: float = 0.0
     """Share of training labels replaced by another class, drawn by seed and recorded."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed row stops the run with its file:line, or is skipped and counted."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, label_noise=(0, 1))
+        check_bounds(self, label_noise=(0, 1), holdout=(0, 0.4))
 
 
 @dataclass(frozen=True, kw_only=True)
