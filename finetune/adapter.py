@@ -39,12 +39,8 @@ def attach_adapter(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, s
     state is left as it was.
 
     Raises:
-        UserError: a target suffix that no module has, a rank below 1, a setting PEFT refuses.
+        UserError: a target suffix that no module has, a setting PEFT refuses.
     """
-    if adapter.rank < 1:
-        raise UserError(f"adapter.rank: {adapter.rank} is not possible; take 1 or more")
-    if not 0 <= adapter.dropout < 1:
-        raise UserError(f"adapter.dropout: {adapter.dropout} is not in [0, 1)")
     new = tuple(getattr(backbone, "new_parameters", ()))
     config = _lora_config(backbone, adapter, task=task, new=new)
     initialise_new(backbone, new, seed=seed)
@@ -156,7 +152,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def plain_name(name: str) -> str:
     """`base_model.model.a.q_proj.lora_A.default.weight` → `a.q_proj.lora_A.weight`."""
     name = name.removeprefix("base_model.model.")
-    return name.replace(f".modules_to_save.{_ADAPTER}", "").replace(f".{_ADAPTER}", "")
+    name = name.replace(f".modules_to_save.{_ADAPTER}", "").replace(f".{_ADAPTER}", "")
+    # PEFT's files leave out the last part of a DoRA magnitude's name
+    return f"{name}.weight" if name.endswith(".lora_magnitude_vector") else name
 
 
 # --------------------------------------------------------------------------------------------- saving and loading

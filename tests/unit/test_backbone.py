@@ -1,0 +1,143 @@
+"""Backbones load frozen, from safetensors only, and every unusable source is one clear sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from finetune.adapter import attach_adapter
+from finetune.backbone import checksum, hidden_state_encoder, load_backbone, load_tokenizer, resolve_backbone
+from finetune.config import Adapter, Classify, Completion, LanguageModel
+from finetune.errors import UserError
+from tests.finetune_models import save_backbone
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_backbone("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_shipped_backbone_loads_frozen_and_without_touching_the_global_state():
+    before = torch.random.get_rng_state()
+    model = load_backbone("flatshift-5m", task=LanguageModel())
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert model.name_or_path == "flatshift-5m"
+    assert not any(p.requires_grad for p in model.parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.config.use_cache is False and model.new_parameters == ()
+    assert load_tokenizer("flatshift-5m").pad_token_id == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "roberta"])
+def test_any_kind_gets_a_classification_head(kind, tmp_path):
+    source = save_backbone(kind, tmp_path)
+    model = load_backbone(source, task=Classify(), label_names=("no", "yes", "maybe"), precision="bf16")
+    assert model.config.id2label == {0: "no", 1: "yes", 2: "maybe"} and model.config.pad_token_id == 0
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.new_parameters and all(
+        "score" in n or "classifier" in n or "pooler" in n for n in model.new_parameters
+    )
+    assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3)
+    assert model.name_or_path == str(tmp_path.resolve())
+
+
+def test_checksum_sees_one_bit_of_the_frozen_weights_and_none_of_the_adapter(llama):
+    task = LanguageModel()
+    model = attach_adapter(load_backbone(llama, task=task), Adapter(rank=2), task=task, seed=0)
+    first = checksum(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    assert checksum(model) == first
+    weight = model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight
+    with torch.no_grad():
+        weight.view(torch.int32)[0, 0] ^= 1
+    assert checksum(model) != first
+
+
+def test_encoder_as_language_model_is_refused(tmp_path):
+    source = save_backbone("bert", tmp_path)
+    with pytest.raises(UserError, match="encoder.*classify"):
+        load_backbone(source, task=Completion())
+
+
+def test_missing_directory_names_what_ships(offline, llama):
+    with pytest.raises(UserError, match="no such directory.*flatshift-5m"):
+        resolve_backbone("/nowhere/at/all")
+    near = str(llama.parent / (llama.name + "x"))
+    with pytest.raises(UserError, match=f"did you mean .*{llama.name}'"):
+        resolve_backbone(near)
+
+
+def test_unknown_name_offline_is_answered_at_once(offline):
+    with pytest.raises(UserError, match="did you mean 'flatshift-5m'"):
+        resolve_backbone("flatshift-5n")
+    with pytest.raises(UserError, match=r"hub cannot be reached"):
+        load_tokenizer("somebody/some-model")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "config.json").unlink(), "no config.json"),
+        (lambda d: (d / "model.safetensors").unlink(), "no weights"),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "only as pytorch_model.bin.*unpickling"),
+        (lambda d: (d / "config.json").write_text("{"), "cannot be read"),
+        (lambda d: (d / "config.json").write_text('{"model_type": "nonesuch"}'), "'nonesuch'"),
+        (
+            lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-99]),
+            "cut short|loaded",
+        ),
+    ],
+)
+def test_unusable_directories(damage, message, llama, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(llama, copy)
+    damage(copy)
+    with pytest.raises(UserError, match=message):
+        load_backbone(copy, task=LanguageModel())
+
+
+def test_remote_code_is_refused_and_never_run(llama, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(llama, copy)
+    (copy / "modeling_own.py").write_text("raise SystemExit('ran foreign code')\n")
+    config = json.loads((copy / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"OwnForCausalLM.*trust_remote_code"):
+        load_backbone(copy, task=LanguageModel())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.LlamaForCausalLM"}  # transformers has this class itself
+    (copy / "config.json").write_text(json.dumps(config))
+    assert type(load_backbone(copy, task=LanguageModel())).__module__.startswith("transformers.")
+
+
+def test_incomplete_checkpoint_is_refused_instead_of_drawn_at_random(llama, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "copy"
+    shutil.copytree(llama, copy)
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_backbone(copy, task=LanguageModel())
+
+
+def test_hidden_states_match_the_model_and_the_mask_marks_padding():
+    encode = hidden_state_encoder("flatshift-5m", max_length=6, device="cpu")
+    states, mask = encode(["one two three four five six seven eight nine", "one"])
+    assert states.shape[:2] == mask.shape and states.shape[1] == 6
+    alone, _ = encode(["one"])
+    length = int(mask[1].sum())
+    assert 0 < length < 6 and alone.shape[1] == length
+    assert abs(states[1, :length] - alone[0]).max() < 1e-4
