@@ -30,7 +30,7 @@ from finetune.adapter import attach_adapter, load_adapter, save_adapter
 from finetune.atomic import replacing_directory, write_json, write_text
 from finetune.backbone import load_backbone, load_tokenizer, resolve_device
 from finetune.config import LanguageModel, Optimizer, Task, Train
-from finetune.data import Batches, Example, describe, first_batch_panel
+from finetune.data import Batches, Example, describe, first_batch_panel, refuse_leaks
 from finetune.errors import UserError
 from finetune.evaluate import evaluate
 from finetune.loop import train_stage
@@ -215,6 +215,8 @@ def _stage(
         max_length=train.max_length,
         pad_id=tokenizer.pad_token_id,
     )
+    if batches.packed:
+        refuse_leaks(model)
     for line in plan_lines(model, train=train, optimizer=optimizer):
         console.say(line)
     console.say(first_batch_panel(batches.at(0)[0], tokenizer, task))

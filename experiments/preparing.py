@@ -1,4 +1,4 @@
-"""From a recipe's files to encoded examples: read, set apart, subset, add label noise, tokenise. Finds bad input early."""
+"""From files to encoded examples: read, set apart, subset, add label noise, tokenise. Finds bad input early."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.config import Recipe
-from finetune.config import Classify, Columns, Completion, Files, Task
-from finetune.data import Encoded, Example, Row, class_names, encode, limit_rows, noisy_rows, read_rows, require_rows
+from finetune.config import Classify, Columns, Completion, Files, LanguageModel, Task
+from finetune.data import (
+    Encoded,
+    Example,
+    Row,
+    encode,
+    limit_rows,
+    noisy_rows,
+    read_rows,
+    require_rows,
+    required_columns,
+    sort_labels,
+)
 from finetune.errors import UserError
 from finetune.seeds import derive
 
@@ -52,7 +63,7 @@ def read_splits(recipe: Recipe, task: Task | None = None) -> Rows:
             return []
         before = len(skipped)
         rows = read_rows(
-            files.files, columns=data.columns, required=_required(task), bad_rows=data.bad_rows, skipped=skipped
+            files.files, columns=data.columns, required=required_columns(task), bad_rows=data.bad_rows, skipped=skipped
         )
         return require_rows(rows, files=files.files, what=name, skipped=skipped[before:])
 
@@ -137,11 +148,20 @@ def _encoded(recipe: Recipe, rows: list[Row], task: Task, labels: tuple[str, ...
     if not rows:
         return None
     tokenizer = load_tokenizer(recipe.backbone)
-    return encode(rows, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=labels)
+    return encode(
+        rows,
+        task=task,
+        tokenizer=tokenizer,
+        max_length=recipe.train.max_length,
+        label_names=labels,
+        bad_rows=recipe.data.bad_rows,
+    )
 
 
-def _required(task: Task) -> tuple[str, ...]:
-    """Columns that every row must have; a completion's columns are whatever its templates name."""
-    if isinstance(task, Classify):
-        return ("text", "label")
-    return () if isinstance(task, Completion) else ("text",)
+def class_names(rows: list[Row], task: Task) -> tuple[str, ...] | None:
+    """The classes in head order, from the task or the training rows; None for a task without classes."""
+    if isinstance(task, Classify) and task.labels is not None:
+        return task.labels
+    if isinstance(task, LanguageModel) or (isinstance(task, Completion) and task.score != "rank"):
+        return None
+    return sort_labels(row.values["label"] for row in rows if row.values.get("label") is not None)

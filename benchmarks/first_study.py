@@ -1,0 +1,101 @@
+"""The first study: does a warm-up help, does the selector matter, does GGPO? On the shipped backbone and samples.
+
+    python -m benchmarks.first_study            # about half an hour on two cores; resumable: cells are kept in .bench/
+
+Two targets (SciCite, bank requests), few labels, six arms (cold, random, GOT-D warm-up × plain, GGPO). Learning rates
+are tuned per arm with equally many runs on dev, under a seed that is not used again; then ten seeds, each fixing the
+labelled subset, the data order and the initialisation for all arms. Two primary endpoints, named beforehand: test
+perplexity of the target's texts after the warm-up, and test accuracy after fine-tuning; both as paired differences
+with 95 % t-intervals. The majority-class floor stands beside every accuracy. Whatever comes out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks._harness import RESULTS, ROOT, Benchmark
+from experiments.recipe import from_override
+from experiments.stats import t_interval
+from experiments.study import Trials, study
+from finetune.atomic import write_json
+
+SEEDS = tuple(range(10))
+TRIALS = Trials(
+    warmup_lr=(1e-3, 4e-3),
+    lr=(1e-3, 2e-3, 4e-3),
+    cold_lr=(5e-4, 1e-3, 1.5e-3, 2e-3, 4e-3, 8e-3),
+)
+TARGETS = {
+    "scicite": {"data.train.limit": 300},
+    "banking": {
+        "data.train.files": ("sample:banking/train",),
+        "data.dev.files": ("sample:banking/dev",),
+        "data.test.files": ("sample:banking/test",),
+        "data.train.limit": 150,
+        "train.max_length": 64,
+    },
+}
+COMPARISONS = (
+    ("random", "plain", "cold", "plain"),
+    ("gotd", "plain", "cold", "plain"),
+    ("gotd", "plain", "random", "plain"),
+    ("cold", "ggpo", "cold", "plain"),
+    ("gotd", "ggpo", "gotd", "plain"),
+    ("gotd", "ggpo", "cold", "plain"),
+)
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("--out", type=Path, default=ROOT / ".bench" / "first_study")
+    flags.add_argument("--jobs", type=int, default=2)
+    flags.add_argument("--seeds", type=int, default=len(SEEDS))
+    options = flags.parse_args()
+    bench = Benchmark("first_study", packages=("torch", "transformers", "peft", "numpy", "scikit-learn"))
+    for name, settings in TARGETS.items():
+        overrides = [from_override(key, value) for key, value in settings.items()]
+        document = study(
+            "warmup",
+            options.out / name,
+            name=name,
+            seeds=SEEDS[: options.seeds],
+            overrides=overrides,
+            trials=TRIALS,
+            jobs=options.jobs,
+        )
+        write_json(RESULTS / "first_study" / f"{name}.json", document)
+        rows(bench, name, document)
+    bench.finish()
+
+
+def rows(bench: Benchmark, name: str, document: dict) -> None:
+    """One row per comparison and endpoint: both means, their ratio, and the paired difference with its interval."""
+
+    def by_seed(warmup: str, regularizer: str, metric: str) -> np.ndarray:
+        cells = [c for c in document["cells"] if (c["warmup"], c["regularizer"]) == (warmup, regularizer)]
+        return np.array([c["metrics"][metric] for c in sorted(cells, key=lambda c: c["seed"])])
+
+    for metric in ("perplexity", "accuracy"):
+        for warmup, regularizer, other_warmup, other_regularizer in COMPARISONS:
+            if metric == "perplexity" and warmup == "cold":
+                continue  # no training before the labels: nothing to compare
+            ours = by_seed(warmup, regularizer, metric)
+            peer = by_seed(other_warmup, other_regularizer, metric)
+            interval = t_interval(list(ours - peer))
+            row = bench.row(
+                f"{name}: {metric}, {warmup}/{regularizer} − {other_warmup}/{other_regularizer}, {len(ours)} seeds",
+                ours=list(ours),
+                peer=list(peer),
+                peer_name=f"{other_warmup}/{other_regularizer}",
+                unit=metric,
+            )
+            row["difference"] = {"mean": interval.value, "low": interval.low, "high": interval.high, "confidence": 0.95}
+            if metric == "accuracy":
+                row["majority_floor"] = document["floor"]
+
+
+if __name__ == "__main__":
+    main()
