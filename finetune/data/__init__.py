@@ -1,0 +1,44 @@
+"""From files to micro-batches: rows, encoding, label noise, packing, the first-batch panel."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "Row": "rows",
+    "read_rows": "rows",
+    "require_rows": "rows",
+    "expand": "rows",
+    "describe": "rows",
+    "canonical_label": "rows",
+    "limit_rows": "subset",
+    "label_noise": "noise",
+    "noisy_rows": "noise",
+    "Example": "encoding",
+    "Encoded": "encoding",
+    "encode": "encoding",
+    "required_columns": "encoding",
+    "sort_labels": "encoding",
+    "label_index": "encoding",
+    "Template": "encoding",
+    "Batches": "batches",
+    "MicroBatch": "batches",
+    "iterate_eval": "batches",
+    "pack_order": "pack",
+    "refuse_leaks": "pack",
+    "first_batch_panel": "panel",
+    "panel_spans": "panel",
+    "Span": "panel",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,223 @@
+"""Micro-batches as a pure function of the optimizer step.
+
+The samples of epoch e come in a permutation keyed by derive(seed, "order", e); epochs follow each other without a gap,
+so nothing is dropped and a batch may straddle two epochs. `Batches.at(step)` needs nothing but the step: resuming
+exactly is calling it with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import Classify, Task
+from ..errors import UserError
+from ..seeds import numpy_generator
+from .encoding import IGNORE, Example
+from .pack import pack_order
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass takes."""
+
+    inputs: dict[str, Tensor]
+    """Model keyword arguments, (B, T) int64: `input_ids`, and `attention_mask` (right padding) or, in packed rows,
+    `position_ids` instead. Call the model with `use_cache=False`: packing relies on it."""
+    labels: Tensor
+    """(B, T) int64 aligned with `input_ids`, −100 where unsupervised (always at the first token of a sample); or the
+    classes, (B,)."""
+    supervised: int
+    """Labels that the loss sums over: tokens, or examples for classification."""
+    samples: int
+    """Examples in it."""
+    rows: tuple[tuple[int, ...], ...]
+    """Indices of the examples in each row."""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on another device."""
+        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
+        return MicroBatch(inputs, self.labels.to(device), self.supervised, self.samples, self.rows)
+
+
+class _Store:
+    """Examples end to end in flat arrays: 8 or 12 bytes a token instead of Python integers."""
+
+    def __init__(self, examples: Sequence[Example], task: Task) -> None:
+        self.classify = isinstance(task, Classify)
+        self.lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        self.ids = self._flat(example.input_ids for example in examples)
+        self.segments = None
+        if examples and examples[0].segments is not None:
+            self.segments = self._flat(example.segments for example in examples)
+        if self.classify:
+            self.labels = np.array([example.labels for example in examples], dtype=np.int64)
+            self.counts = np.ones(len(examples), dtype=np.int64)
+        else:
+            self.labels = self._flat(example.labels for example in examples)
+            totals = np.concatenate([[0], np.cumsum(self.labels != IGNORE)])
+            self.counts = totals[self.offsets[1:]] - totals[self.offsets[:-1]]
+
+    def _flat(self, parts: Iterator) -> np.ndarray:
+        return np.fromiter(chain.from_iterable(parts), dtype=np.int32, count=int(self.offsets[-1]))
+
+    def span(self, i: int) -> slice:
+        return slice(self.offsets[i], self.offsets[i + 1])
+
+    def collate(self, rows: Sequence[tuple[int, ...]], pad_id: int) -> MicroBatch:
+        width = max(int(self.lengths[list(row)].sum()) for row in rows)
+        shape = (len(rows), width)
+        ids = np.full(shape, pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        segments = np.zeros(shape, dtype=np.int64)
+        positions = np.tile(np.arange(width), (len(rows), 1))
+        packed = any(len(row) > 1 for row in rows)
+        for r, row in enumerate(rows):
+            start = 0
+            for i in row:
+                span, stop = self.span(i), start + int(self.lengths[i])
+                ids[r, start:stop] = self.ids[span]
+                if not self.classify:
+                    labels[r, start:stop] = self.labels[span]
+                    labels[r, start] = IGNORE
+                if self.segments is not None:
+                    segments[r, start:stop] = self.segments[span]
+                positions[r, start:] -= positions[r, start]
+                start = stop
+            mask[r, :start] = 1
+            if packed and start < width:
+                positions[r, start:] -= positions[r, start]  # padding is a sample of its own that nobody supervises
+        inputs = {"input_ids": torch.from_numpy(ids)}
+        if packed:
+            inputs["position_ids"] = torch.from_numpy(positions)
+        else:
+            inputs["attention_mask"] = torch.from_numpy(mask)
+        if self.segments is not None:
+            inputs["token_type_ids"] = torch.from_numpy(segments)
+        flat = [i for row in rows for i in row]
+        target = self.labels[flat] if self.classify else labels
+        return MicroBatch(inputs, torch.from_numpy(target), int(self.counts[flat].sum()), len(flat), tuple(rows))
+
+
+class Batches:
+    """The endless, seeded stream of training micro-batches."""
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        *,
+        task: Task,
+        batch_size: int,
+        accumulate: int = 1,
+        seed: int,
+        max_length: int,
+        pad_id: int,
+    ) -> None:
+        """
+        Arguments:
+            batch_size: rows of a micro-batch; a packed row holds several samples.
+            accumulate: micro-batches of an optimizer step.
+            max_length: tokens of a packed row; no example is longer.
+        Raises:
+            UserError: no examples, an example longer than `max_length` or without supervision, sizes below one.
+        """
+        for flag, value in (("train.batch_size", batch_size), ("train.accumulate", accumulate)):
+            if value < 1:
+                raise UserError(f"{flag}: {value} is too small; give at least 1")
+        if not examples:
+            raise UserError("there are no training examples; give files under data.train")
+        self.batch_size, self.accumulate, self.seed = batch_size, accumulate, seed
+        self.max_length, self.pad_id = max_length, pad_id
+        self.packed = not isinstance(task, Classify) and task.pack
+        self._store = _Store(examples, task)
+        longest = int(self._store.lengths.argmax())
+        if self._store.lengths[longest] > max_length:
+            raise UserError(
+                f"{examples[longest].where}: {self._store.lengths[longest]} tokens do not fit train.max_length "
+                f"{max_length}; encode with the same max_length"
+            )
+        empty = np.flatnonzero(self._store.counts == 0)
+        if len(empty):
+            raise UserError(f"{examples[int(empty[0])].where}: this sample has no supervised token")
+        self._order: dict[int, list[tuple[int, ...]]] = {}
+        self._starts = [0]  # rows before epoch e
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self._store.lengths)
+
+    def epoch(self, e: int) -> list[tuple[int, ...]]:
+        """The rows of epoch e, each the indices of its examples."""
+        if e not in self._order:
+            order = numpy_generator(self.seed, "order", e).permutation(len(self))
+            if self.packed:
+                packs = pack_order(self._store.lengths[order].tolist(), self.max_length)
+                rows = [tuple(order[pack].tolist()) for pack in packs]
+            else:
+                rows = [(i,) for i in order.tolist()]
+            self._order = {k: v for k, v in self._order.items() if k == e - 1}
+            self._order[e] = rows
+        return self._order[e]
+
+    def rows_at(self, step: int) -> list[list[tuple[int, ...]]]:
+        """Example indices by micro-batch and row, for the 0-based optimizer step."""
+        first = step * self.accumulate * self.batch_size
+        rows = self._rows(first, first + self.accumulate * self.batch_size)
+        return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+
+    def at(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of the 0-based optimizer step; the same whatever was asked before."""
+        return [self._store.collate(rows, self.pad_id) for rows in self.rows_at(step)]
+
+    def supervised(self, step: int) -> int:
+        """Supervised tokens (examples for classification) of the whole step: the divisor of its loss."""
+        return int(sum(self._store.counts[i] for micro in self.rows_at(step) for row in micro for i in row))
+
+    def epochs(self, steps: int) -> float:
+        """How often `steps` updates go through the examples."""
+        rows = steps * self.accumulate * self.batch_size
+        return rows / len(self.epoch(0))
+
+    def _rows(self, first: int, stop: int) -> list[tuple[int, ...]]:
+        """Rows first ≤ k < stop of the endless stream."""
+        if self.packed:
+            while self._starts[-1] <= first:
+                self._starts.append(self._starts[-1] + len(self.epoch(len(self._starts) - 1)))
+            e = next(e for e in reversed(range(len(self._starts))) if self._starts[e] <= first)
+            start = self._starts[e]
+        else:
+            e, start = first // len(self), first // len(self) * len(self)
+        rows: list[tuple[int, ...]] = []
+        while len(rows) < stop - first:
+            epoch = self.epoch(e)
+            begin = max(first - start, 0)
+            rows.extend(epoch[begin : begin + stop - first - len(rows)])
+            start += len(epoch)
+            e += 1
+        return rows
+
+
+def iterate_eval(
+    examples: Sequence[Example], *, task: Task, batch_size: int, pad_id: int, max_tokens: int | None = None
+) -> Iterator[MicroBatch]:
+    """Every example once, longest first (least padding, and memory peaks at once), in rows of one sample.
+
+    Arguments:
+        max_tokens: fewer rows at a time where rows × length would be more than this.
+    """
+    store = _Store(examples, task)
+    order = np.argsort(-store.lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        rows = batch_size
+        if max_tokens is not None:
+            rows = max(1, min(rows, max_tokens // int(store.lengths[order[start]])))
+        yield store.collate([(int(i),) for i in order[start : start + rows]], pad_id)
+        start += rows

@@ -1,0 +1,372 @@
+"""Rows to token ids and labels: what the model reads, and what it is judged on.
+
+- language-model: `prefix text eos`; every token after the first is supervised.
+- completion: `prefix prompt completion eos`; the completion and its eos are supervised. Prompt and completion are
+  tokenised apart and joined, so no token spans the boundary and generation continues from exactly this prompt.
+  Too long: the prompt loses its left, then the completion its right.
+- classify: the tokenizer's own template around one text or a pair; too long: the longer text loses its right end first.
+
+`prefix` is what the tokenizer puts in front, else its beginning-of-sequence token, else nothing. The first token of a
+sample is never supervised, because nothing precedes it; so the supervised tokens of a sample are the labels ≠ −100.
+Special tokens written out in the text are read as special tokens, as the tokenizer does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..config import Classify, Completion, LanguageModel, Task
+from ..errors import UserError
+from .rows import Row, canonical_label, missing_column
+from .specials import Specials
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORE = -100
+"""Label of a token that is not supervised."""
+
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One encoded sample."""
+
+    input_ids: list[int]
+    labels: list[int] | int
+    """Aligned with `input_ids` (the model shifts), −100 where unsupervised; a class for classification."""
+    id: str
+    where: str
+    bytes: int = 0
+    """UTF-8 bytes of the supervised text (special tokens have none)."""
+    segments: list[int] | None = None
+    """token_type_ids where the model takes them."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples in row order, with what was lost on the way."""
+
+    examples: list[Example]
+    truncated: int
+    """Samples that were longer than `max_length`."""
+    skipped: list[str] = field(default_factory=list)
+    """`file:line: reason` of rows left out."""
+    label_names: tuple[str, ...] | None = None
+    """Classes in head order."""
+
+
+def required_columns(task: Task) -> tuple[str, ...]:
+    """The columns that every row of `task` must have.
+
+    Raises:
+        UserError: a malformed template.
+    """
+    if isinstance(task, LanguageModel):
+        return ("text",)
+    if isinstance(task, Classify):
+        return ("text", "label")
+    names = [*Template(task.prompt, "task.prompt").columns, *Template(task.completion, "task.completion").columns]
+    return tuple(dict.fromkeys(names))
+
+
+def sort_labels(labels: Iterable[str]) -> tuple[str, ...]:
+    """Distinct labels in head order: by number if all are integers, else by name."""
+    distinct = set(labels)
+    if all(label.removeprefix("-").isdecimal() for label in distinct):
+        return tuple(sorted(distinct, key=lambda label: (int(label), label)))
+    return tuple(sorted(distinct))
+
+
+def label_index(row: Row, label_names: Sequence[str]) -> int:
+    """The class of a row.
+
+    Raises:
+        UserError: the label is missing or not among `label_names`; names the nearest.
+    """
+    label = row.values.get("label")
+    if label is None:
+        raise UserError(f"{row.where}: {missing_column('label', row.record, role='label')}")
+    try:
+        return label_names.index(label)
+    except ValueError:
+        nearest = difflib.get_close_matches(str(label), label_names, n=1, cutoff=0.4)
+        known = ", ".join(map(repr, label_names[:12])) + (", …" if len(label_names) > 12 else "")
+        hint = f"nearest is {nearest[0]!r}; " if nearest else ""
+        raise UserError(
+            f"{row.where}: label {label!r} is not one of the {len(label_names)} classes; {hint}known are {known}"
+        ) from None
+
+
+class Template:
+    """A text with `{column}` places; `{{` and `}}` are literal braces."""
+
+    def __init__(self, text: str, flag: str) -> None:
+        """Raises UserError for unbalanced braces, empty places, and conversions or formats."""
+        self.parts: list[tuple[str, str | None]] = []
+        try:
+            for literal, name, form, conversion in string.Formatter().parse(text):
+                if name is not None and (not name or form or conversion):
+                    raise ValueError("a place is {column} and nothing else")
+                self.parts.append((literal, name))
+        except ValueError as error:
+            raise UserError(
+                f"{flag}: {text!r} is not a template ({error}); write {{{{ and }}}} for literal braces"
+            ) from error
+        self.columns = tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
+
+    def fill(self, row: Row, **instead: str) -> str:
+        """The text for `row`, with columns replaced by `instead` where given.
+
+        Raises:
+            UserError: a column that the row lacks, or that holds a list or object.
+        """
+        return "".join(literal + self._value(row, name, instead) for literal, name in self.parts)
+
+    def _value(self, row: Row, name: str | None, instead: dict[str, str]) -> str:
+        if name is None:
+            return ""
+        value: Any = instead.get(name, row.values.get(name))
+        if isinstance(value, str):
+            return value
+        if value is None:
+            reason = f"column {name!r} is null" if name in row.record else missing_column(name, row.values)
+            raise UserError(f"{row.where}: {reason}")
+        try:
+            return canonical_label(value)
+        except ValueError as error:
+            raise UserError(f"{row.where}: column {name!r} {error}") from None
+
+
+def encode(
+    rows: Iterable[Row],
+    *,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    label_names: Sequence[str] | None = None,
+    bad_rows: Literal["refuse", "skip"] = "refuse",
+) -> Encoded:
+    """Encode `rows` for `task` in rows of at most `max_length` tokens.
+
+    Arguments:
+        label_names: classes in head order; else the task's, else the sorted labels of these rows. Needed (and found)
+            for classification and for completions that are ranked.
+        bad_rows: refuse, or skip and count, rows that have nothing to supervise.
+    Raises:
+        UserError: a label outside the classes, a column that a template needs, a row with nothing to supervise (unless
+            skipped), a `max_length` that leaves no room.
+    """
+    specials = Specials.of(tokenizer)
+    room = (
+        max_length - len(specials.prefix) - len(specials.middle) - max(len(specials.suffix), len(specials.pair_suffix))
+    )
+    if room < 2:
+        raise UserError(f"train.max_length: {max_length} leaves no room beside the special tokens; give at least 8")
+    maker = _Maker(tokenizer, specials, max_length)
+    if isinstance(task, Classify):
+        return _encode_classes(rows, task, maker, label_names, bad_rows)
+    return _encode_texts(rows, task, maker, label_names, bad_rows)
+
+
+def _encode_texts(
+    rows: Iterable[Row],
+    task: LanguageModel | Completion,
+    maker: _Maker,
+    label_names: Sequence[str] | None,
+    bad_rows: str,
+) -> Encoded:
+    examples: list[Example] = []
+    skipped: list[str] = []
+    labels: set[str] = set()
+    truncated = 0
+    ranked = isinstance(task, Completion) and task.score == "rank"
+    for chunk in _chunks(rows):
+        if isinstance(task, Completion):
+            made = maker.completions(chunk, _prompts(chunk, task), _completions(chunk, task))
+        else:
+            made = maker.documents(chunk)
+        for row, (example, cut) in zip(chunk, made, strict=True):
+            if example is None:
+                _refuse_or_skip(row, "the supervised text is empty", bad_rows, skipped)
+                continue
+            examples.append(example)
+            truncated += cut
+            if ranked and row.values.get("label") is not None:
+                labels.add(row.values["label"])
+    names = None
+    if ranked:
+        names = tuple(label_names) if label_names is not None else sort_labels(labels)
+    return Encoded(examples, truncated, skipped, names)
+
+
+def _prompts(rows: Sequence[Row], task: Completion) -> list[str]:
+    template = Template(task.prompt, "task.prompt")
+    return [template.fill(row) for row in rows]
+
+
+def _completions(rows: Sequence[Row], task: Completion) -> list[str]:
+    template = Template(task.completion, "task.completion")
+    return [template.fill(row) for row in rows]
+
+
+def _encode_classes(
+    rows: Iterable[Row], task: Classify, maker: _Maker, label_names: Sequence[str] | None, bad_rows: str
+) -> Encoded:
+    kept: list[tuple[Row, list[int], list[int] | None]] = []
+    skipped: list[str] = []
+    truncated = 0
+    for chunk in _chunks(rows):
+        for row, (ids, segments, cut) in zip(chunk, maker.texts(chunk), strict=True):
+            if not ids:
+                _refuse_or_skip(row, "the text has no token", bad_rows, skipped)
+                continue
+            kept.append((row, ids, segments))
+            truncated += cut
+    if label_names is None:
+        label_names = task.labels
+    if label_names is None:
+        label_names = sort_labels(row.values["label"] for row, _, _ in kept if row.values.get("label") is not None)
+    names = tuple(label_names)
+    known = {name: i for i, name in enumerate(names)}
+    examples = []
+    for row, ids, segments in kept:
+        label = known.get(row.values.get("label", ""))
+        if label is None:
+            label = label_index(row, names)
+        examples.append(Example(ids, label, row.id, row.where, segments=segments))
+    return Encoded(examples, truncated, skipped, names)
+
+
+def _refuse_or_skip(row: Row, reason: str, bad_rows: str, skipped: list[str]) -> None:
+    if bad_rows == "refuse":
+        raise UserError(f"{row.where}: {reason}; leave the row out, or set data.bad_rows: skip")
+    skipped.append(f"{row.where}: {reason}")
+
+
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    iterator = iter(rows)
+    while chunk := list(islice(iterator, _CHUNK)):
+        yield chunk
+
+
+class _Maker:
+    """Tokenises a chunk at once and puts the pieces together."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, specials: Specials, max_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.specials = specials
+        self.max_length = max_length
+        eos = tokenizer.eos_token_id
+        # The end is learnt even where the template does not close with it (Llama-3 adds only its beginning).
+        self.end: tuple[int, ...] = specials.suffix
+        if eos is not None and eos not in specials.suffix:
+            self.end = (*specials.suffix, eos)
+
+    def tokens(self, texts: list[str]) -> Any:
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+
+    def documents(self, rows: Sequence[Row]) -> list[tuple[Example | None, bool]]:
+        texts = [row.values["text"] for row in rows]
+        batch = self.tokens(texts)
+        prefix = list(self.specials.prefix)
+        made: list[tuple[Example | None, bool]] = []
+        for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
+            whole = [*prefix, *ids, *self.end]
+            cut = len(whole) > self.max_length
+            input_ids = whole[: self.max_length]
+            if len(input_ids) < 2 or not ids:
+                made.append((None, cut))
+                continue
+            first = 0 if prefix else 1
+            size = self._bytes(texts[i], batch, i, first, min(len(ids), self.max_length - len(prefix)))
+            made.append((Example(input_ids, [IGNORE, *input_ids[1:]], row.id, row.where, size), cut))
+        return made
+
+    def completions(
+        self, rows: Sequence[Row], prompts: list[str], completions: list[str]
+    ) -> list[tuple[Example | None, bool]]:
+        asked, answers = self.tokens(prompts)["input_ids"], self.tokens(completions)
+        prefix = list(self.specials.prefix)
+        made: list[tuple[Example | None, bool]] = []
+        for i, (row, prompt, ids) in enumerate(zip(rows, asked, answers["input_ids"], strict=True)):
+            context, answer, cut = fit_completion(prefix, prompt, [*ids, *self.end], self.max_length)
+            if not ids or len(context) + len(answer) < 2:
+                made.append((None, cut))
+                continue
+            # Without any context the first token of the answer has nothing that could predict it.
+            labels = [IGNORE] * len(context) + answer if context else [IGNORE, *answer[1:]]
+            size = self._bytes(completions[i], answers, i, 0 if context else 1, min(len(ids), len(answer)))
+            made.append((Example([*context, *answer], labels, row.id, row.where, size), cut))
+        return made
+
+    def texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, bool]]:
+        firsts = self.tokens([row.values["text"] for row in rows])["input_ids"]
+        paired = [i for i, row in enumerate(rows) if row.values.get("text2") is not None]
+        seconds: dict[int, list[int]] = {}
+        if paired:
+            for i in paired:
+                if not isinstance(rows[i].values["text2"], str):
+                    raise UserError(f"{rows[i].where}: column 'text2' is not text")
+            ids = self.tokens([rows[i].values["text2"] for i in paired])["input_ids"]
+            seconds = dict(zip(paired, ids, strict=True))
+        return [self._text(a, seconds.get(i)) for i, a in enumerate(firsts)]
+
+    def _text(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None, bool]:
+        s = self.specials
+        if b is None:
+            room = self.max_length - len(s.prefix) - len(s.suffix)
+            ids = [*s.prefix, *a[:room], *s.suffix]
+            return ids, [0] * len(ids) if s.segments else None, len(a) > room
+        room = self.max_length - len(s.prefix) - len(s.middle) - len(s.pair_suffix)
+        keep_a, keep_b = longest_first(len(a), len(b), room)
+        left = [*s.prefix, *a[:keep_a], *s.middle]
+        right = [*b[:keep_b], *s.pair_suffix]
+        segments = [s.segments[0]] * len(left) + [s.segments[1]] * len(right) if s.segments else None
+        return left + right, segments, keep_a + keep_b < len(a) + len(b)
+
+    def _bytes(self, text: str, batch: Any, i: int, first: int, stop: int) -> int:
+        """UTF-8 bytes of the tokens `first ≤ k < stop` of text i."""
+        ids = batch["input_ids"][i]
+        if first == 0 and stop >= len(ids):
+            return len(text.encode())
+        if stop <= first:
+            return 0
+        if batch.is_fast:
+            start, end = batch.token_to_chars(i, first), batch.token_to_chars(i, stop - 1)
+            if start is not None and end is not None:
+                return len(text[start.start : end.end].encode())
+        return len(str(self.tokenizer.decode(ids[first:stop])).encode())
+
+
+def fit_completion(
+    prefix: Sequence[int], prompt: Sequence[int], answer: Sequence[int], max_length: int
+) -> tuple[list[int], list[int], bool]:
+    """Context and answer of at most `max_length` tokens together, and whether anything was cut.
+
+    The prompt loses its left first; the answer loses its right only when it does not fit beside the prefix (or beside
+    one token of the prompt, where there is no prefix: an answer needs something to follow).
+    """
+    least = len(prefix) or min(len(prompt), 1)
+    kept = list(answer[: max_length - least])
+    room = max_length - len(prefix) - len(kept)
+    context = [*prefix, *(prompt[max(len(prompt) - room, 0) :] if room else [])]
+    return context, kept, len(context) + len(kept) < len(prefix) + len(prompt) + len(answer)
+
+
+def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
+    """Lengths ≤ a, ≤ b with a sum ≤ room, taken from the longer until they are equal (ties: the second keeps less)."""
+    if a + b <= room:
+        return a, b
+    half = room // 2
+    if a <= half:
+        return a, room - a
+    if b <= half:
+        return room - b, b
+    return room - half, half

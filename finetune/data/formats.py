@@ -1,0 +1,281 @@
+"""File formats, read as a stream of records: JSONL, CSV and TSV (also .gz .xz .zst), Parquet, `datasets`.
+
+Every reader yields `Record(line, index, values, problem)`: one object of the file, or what is wrong with it. Memory
+stays constant in the number of records. Only problems of a whole file (not there, corrupt, a format we do not know)
+are raised; a bad record is the caller's to refuse or to skip.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import gzip
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import UserError
+
+JSONL = (".jsonl", ".ndjson", ".json")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+COMPRESSIONS = (".gz", ".xz", ".zst")
+SUPPORTED = "JSONL (.jsonl .ndjson .json), .csv, .tsv (each also .gz .xz .zst) and .parquet"
+HUB = "hub:"
+
+_CHUNK = 1 << 20
+
+
+class Record(NamedTuple):
+    """One record of a file."""
+
+    line: int
+    """0-based: the physical line of a JSONL record (blank lines count), the ordinal of any other record. Names it."""
+    place: int
+    """1-based, for messages: the first physical line of the record (JSONL, CSV), or its ordinal."""
+    values: dict[str, Any]
+    """Columns; empty when there is a problem."""
+    problem: str | None = None
+    """What is wrong with this record, or None."""
+
+
+def records(path: Path) -> Iterator[Record]:
+    """The records of `path` in file order.
+
+    Raises:
+        UserError: the file is missing, unreadable, corrupt or truncated, or of an unknown format.
+    """
+    kind, _ = split_suffix(path)
+    if kind == "datasets":
+        return _datasets(path)
+    if kind == ".parquet":
+        return _parquet(path)
+    if kind in DELIMITERS:
+        return _csv(path, DELIMITERS[kind])
+    return _jsonl(path)
+
+
+def count(path: Path) -> int:
+    """How many records `path` has, bad ones included; the file is read but not parsed where that is enough."""
+    kind, _ = split_suffix(path)
+    if kind == ".parquet":
+        with _named(path):
+            import pyarrow.parquet as pq
+
+            return int(pq.ParquetFile(path).metadata.num_rows)
+    if kind in JSONL:
+        return sum(1 for line in _lines(path) if line.strip(b" \t\r\n\xef\xbb\xbf"))
+    return sum(1 for _ in records(path))
+
+
+def split_suffix(path: Path) -> tuple[str, str]:
+    """The format of a path and its compression: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`.
+
+    Raises:
+        UserError: neither a known suffix nor a saved `datasets` directory.
+    """
+    if str(path).startswith(HUB) or (path.is_dir() and _is_saved_dataset(path)):
+        return "datasets", ""
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; name its files, for example {path}/*.jsonl")
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    kind = suffixes[-1] if suffixes else ""
+    known = kind in JSONL or kind in DELIMITERS or (kind == ".parquet" and not compression)
+    if not known:
+        raise UserError(f"{path}: unknown format {(kind + compression) or 'without a suffix'!r}; known are {SUPPORTED}")
+    return kind, compression
+
+
+# ----------------------------------------------------------------------------------------------------- bytes and lines
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn what can go wrong with the bytes of a file into one sentence with its name."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{path}: corrupt or truncated file ({error}); fetch or compress it again") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """Decompressed bytes of `path`, about a MiB at a time."""
+    _, compression = split_suffix(path)
+    if compression == ".zst":
+        yield from _zstd_chunks(path)
+        return
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    with _named(path), openers.get(compression, open)(path, "rb") as handle:
+        while chunk := handle.read(_CHUNK):
+            yield chunk
+
+
+def _zstd_chunks(path: Path) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(f"{path}: reading .zst needs the zstandard package: pip install 'flatshift[zstd]'") from error
+    # stream_reader would take a truncated frame for the end of the file; the decompression object knows.
+    with _named(path), path.open("rb") as handle:
+        decompressor = None
+        while data := handle.read(_CHUNK):
+            while data:
+                if decompressor is None:
+                    decompressor = zstandard.ZstdDecompressor().decompressobj()
+                try:
+                    out = decompressor.decompress(data)
+                except zstandard.ZstdError as error:
+                    raise EOFError(str(error)) from error
+                if out:
+                    yield out
+                data = decompressor.unused_data if decompressor.eof else b""
+                if decompressor.eof:
+                    decompressor = None
+        if decompressor is not None:
+            raise EOFError("it ends inside a zstd frame")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Physical lines with their line ends; the byte-order mark of UTF-8 is removed, UTF-16 is refused."""
+    rest = b""
+    first = True
+    for chunk in _chunks(path):
+        if first:
+            if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise UserError(f"{path}: is UTF-16; save it as UTF-8")
+            chunk = chunk.removeprefix(codecs.BOM_UTF8)
+            first = False
+        lines = (rest + chunk).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            yield line + b"\n"
+    if rest:
+        yield rest
+
+
+# -------------------------------------------------------------------------------------------------------------- formats
+
+
+def _jsonl(path: Path) -> Iterator[Record]:
+    for number, line in enumerate(_lines(path)):
+        if line.isspace():
+            continue
+        problem = None
+        value: Any = None
+        try:
+            value = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            problem = f"not valid UTF-8 (byte {error.start + 1} of the line)"
+        except json.JSONDecodeError as error:
+            if number == 0 and line.lstrip().startswith(b"["):
+                raise UserError(f"{path}:1: a JSON array; one object a line (JSONL) is needed") from error
+            problem = f"not valid JSON ({error.msg} at column {error.colno})"
+        except (ValueError, RecursionError) as error:
+            problem = f"not valid JSON ({error})"
+        if problem is None and not isinstance(value, dict):
+            problem = f"a JSON {_json_type(value)}, not an object with columns"
+        yield Record(number, number + 1, {} if problem else value, problem)
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def _csv(path: Path, delimiter: str) -> Iterator[Record]:
+    # Undecodable bytes come through as lone surrogates, so that one bad record does not end the file.
+    text = (line.decode("utf-8", errors="surrogateescape") for line in _lines(path))
+    csv.field_size_limit(sys.maxsize)  # a document is longer than the module's 128 KiB default
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    ordinal = 0
+    while True:
+        place = reader.line_num + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if header is None:
+                raise UserError(f"{path}:{place}: not a valid header row ({error})") from error
+            yield Record(ordinal, place, {}, f"not valid CSV ({error})")
+            ordinal += 1
+            continue
+        if not fields:
+            continue
+        if header is None:
+            header = fields
+            twice = sorted({name for name in header if header.count(name) > 1})
+            if twice:
+                raise UserError(f"{path}:{place}: the header has the column {twice[0]!r} twice; rename one")
+            continue
+        problem = None
+        if len(fields) != len(header):
+            problem = f"{len(fields)} fields where the header has {len(header)}"
+        elif any(not _encodable(value) for value in fields):
+            problem = "not valid UTF-8"
+        yield Record(ordinal, place, {} if problem else dict(zip(header, fields, strict=True)), problem)
+        ordinal += 1
+
+
+def _encodable(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with _named(path), pq.ParquetFile(path) as file:
+            ordinal = 0
+            for batch in file.iter_batches(batch_size=1024):
+                for values in batch.to_pylist():
+                    yield Record(ordinal, ordinal + 1, values)
+                    ordinal += 1
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path}: not a valid Parquet file ({str(error).splitlines()[0]})") from error
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _datasets(path: Path) -> Iterator[Record]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{path}: needs the datasets package: pip install 'flatshift[hf]'") from error
+    name = str(path)
+    if name.startswith(HUB):
+        source, _, split = name.removeprefix(HUB).partition(":")
+        source, _, revision = source.partition("@")
+        try:
+            rows: Any = datasets.load_dataset(source, split=split or None, revision=revision or None, streaming=True)
+        except Exception as error:  # the package raises many kinds: offline, unknown name, unknown split
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{name}: this hub data set cannot be opened ({first})") from error
+    else:
+        rows = datasets.load_from_disk(name)
+    if isinstance(rows, dict):
+        raise UserError(f"{name} has several splits; name one: {', '.join(_split_names(name, rows))}")
+    for ordinal, values in enumerate(rows):
+        yield Record(ordinal, ordinal + 1, dict(values))
+
+
+def _split_names(name: str, splits: dict[str, Any]) -> list[str]:
+    joint = ":" if name.startswith(HUB) else "/"
+    return [f"{name}{joint}{split}" for split in splits]

@@ -1,0 +1,112 @@
+"""The first batch as the model sees it, with the supervised tokens marked: the cheapest check that exists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config import Classify, Task
+from ..errors import UserError
+from .batches import MicroBatch
+from .encoding import IGNORE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPEN, CLOSE = "⟦", "⟧"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of decoded tokens that are all supervised, or all not."""
+
+    text: str
+    supervised: bool
+
+
+def panel_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[list[Span]]:
+    """One list of spans for every sample of the batch, padding left out, special tokens shown.
+
+    The samples of a packed row come apart at the restarts of `position_ids`.
+    """
+    ids = micro.inputs["input_ids"].tolist()
+    labels = micro.labels.tolist()
+    shown: list[list[Span]] = []
+    for row, samples in enumerate(micro.rows):
+        for start, stop in _samples(micro, row, len(samples)):
+            if micro.labels.ndim == 1:
+                marks = [False] * (stop - start)
+            else:
+                marks = [label != IGNORE for label in labels[row][start:stop]]
+            shown.append(_spans(ids[row][start:stop], marks, tokenizer))
+    return shown
+
+
+def _samples(micro: MicroBatch, row: int, samples: int) -> list[tuple[int, int]]:
+    if "position_ids" not in micro.inputs:
+        return [(0, int(micro.inputs["attention_mask"][row].sum()))]
+    positions = micro.inputs["position_ids"][row].tolist()
+    starts = [i for i, position in enumerate(positions) if position == 0]
+    # A restart beyond the last sample is the padding.
+    return list(zip(starts, [*starts[1:], len(positions)], strict=True))[:samples]
+
+
+def _spans(ids: list[int], marks: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+    spans = []
+    shown = ""
+    edges = [i for i in range(1, len(ids)) if marks[i] != marks[i - 1]] + [len(ids)]
+    start = 0
+    for edge in edges:
+        # Decoded from the beginning, as some tokenizers drop the space before the first word they are given.
+        text = str(tokenizer.decode(ids[:edge]))
+        spans.append(
+            Span(text[len(shown) :] if text.startswith(shown) else str(tokenizer.decode(ids[start:edge])), marks[start])
+        )
+        shown, start = text, edge
+    return spans
+
+
+def first_batch_panel(
+    micro: MicroBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    *,
+    label_names: Sequence[str] | None = None,
+    samples: int = 3,
+    width: int = 600,
+) -> str:
+    """The first `samples` of the batch decoded, supervised tokens as ⟦…⟧, at most `width` characters each.
+
+    Raises:
+        UserError: the batch has no supervised token.
+    """
+    if micro.supervised == 0:
+        raise UserError("the first batch has no supervised token, so there is nothing to learn; check task and columns")
+    spans = panel_spans(micro, tokenizer)
+    real = _real_tokens(micro)
+    rows, unit = len(micro.rows), "examples" if isinstance(task, Classify) else "tokens"
+    lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {micro.supervised} {unit} supervised"]
+    for i, sample in enumerate(spans[:samples]):
+        text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)
+        if isinstance(task, Classify):
+            label = int(micro.labels[i])
+            text += f" → {OPEN}{label_names[label] if label_names else label}{CLOSE}"
+        lines.append(f"  {i + 1}. " + text.replace("\n", "\n     "))
+    if len(spans) > samples:
+        lines.append(f"  … and {len(spans) - samples} more")
+    return "\n".join(lines)
+
+
+def _real_tokens(micro: MicroBatch) -> int:
+    return sum(stop - start for r, row in enumerate(micro.rows) for start, stop in _samples(micro, r, len(row)))
+
+
+def _shorten(text: str, width: int) -> str:
+    """The ends of a long text, its marks closed and opened again around the gap."""
+    if len(text) <= width:
+        return text
+    head, tail = text[: width // 2], text[-width // 2 :]
+    inside = head.rfind(OPEN) > head.rfind(CLOSE)
+    reopened = tail.find(CLOSE) != -1 and (tail.find(OPEN) == -1 or tail.find(CLOSE) < tail.find(OPEN))
+    return f"{head}{CLOSE if inside else ''} … {OPEN if reopened else ''}{tail}"

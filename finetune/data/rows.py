@@ -1,0 +1,288 @@
+"""Rows of user data: paths in, `Row`s with canonical columns out, each knowing its file:line.
+
+    for row in read_rows(["train.jsonl.xz"], required=("text", "label")):
+        row.values["text"], row.values["label"], row.id, row.where
+
+Reading streams: memory does not grow with the number of rows, except by about 100 bytes for each *given* id, which is
+what finding a repeated one costs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config import Columns
+from ..errors import UserError
+from .formats import HUB, SUPPORTED, Record, count, records, split_suffix
+
+_SAMPLE = "sample:"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One usable record."""
+
+    values: dict[str, Any]
+    """Canonical `text`, `text2`, `label` (a string) and `id` where the record has them, beside all its own columns."""
+    id: str
+    """The given id, or `<file index>-<line>`, both 0-based (line: ordinal of the record for CSV and Parquet)."""
+    where: str
+    """`path:line`, 1-based, for messages."""
+    record: dict[str, Any] = field(default_factory=dict, repr=False)
+    """The record as it was read."""
+    index: int = 0
+    """0-based position among all records of all files, bad ones included: the row of the user's own features."""
+
+
+def expand(files: Sequence[str]) -> list[Path]:
+    """Paths for `files`: paths as given, globs sorted, `sample:NAME` for what ships, `hub:NAME[@REVISION]:SPLIT`.
+
+    Raises:
+        UserError: a path that does not exist (with the nearest that does), a glob without a match, a file named twice.
+    """
+    paths = [path for name in files for path in _expand_one(str(name))]
+    seen: set[str] = set()
+    for path in paths:
+        key = str(path) if str(path).startswith(HUB) else str(path.resolve())
+        if key in seen:
+            raise UserError(f"{path} is named twice in {', '.join(map(str, files))}; name it once")
+        seen.add(key)
+    return paths
+
+
+def _expand_one(name: str) -> list[Path]:
+    if name.startswith(_SAMPLE):
+        from ..assets import sample
+
+        return [Path(sample(name.removeprefix(_SAMPLE)))]
+    if name.startswith(HUB):
+        return [Path(name)]
+    path = Path(name).expanduser()
+    if path.exists():
+        return [path]
+    if glob.has_magic(name):
+        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        found = sorted(Path(match) for match in matches if Path(match).is_file())
+        if not found:
+            raise UserError(f"{name}: no file matches this pattern")
+        return found
+    raise UserError(f"{name}: no such file{_nearest_file(path)}")
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" (there is no directory {path.parent})"
+    nearest = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1, cutoff=0.5)
+    return f"; did you mean {path.parent / nearest[0]}?" if nearest else f"; give {SUPPORTED}"
+
+
+def canonical_label(value: Any) -> str:
+    """A class as a string: `1`, `1.0` and `"1"` are `"1"`; `True` is `"True"`; text stays as it is.
+
+    Raises:
+        ValueError: null, empty, not finite, or a list or object.
+    """
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("is empty")
+        return value
+    if isinstance(value, (bool, int)):
+        return str(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"is {value}")
+        return str(int(value)) if value.is_integer() else repr(value)
+    if value is None:
+        raise ValueError("is null")
+    raise ValueError(f"is a {type(value).__name__}, not a name or a number")
+
+
+def read_rows(
+    files: Sequence[str],
+    *,
+    columns: Columns | None = None,
+    required: Sequence[str] = ("text",),
+    bad_rows: Literal["refuse", "skip"] = "refuse",
+    skipped: list[str] | None = None,
+) -> Iterator[Row]:
+    """Stream the rows of `files` in flag order.
+
+    A row is bad when its record is malformed, or a required column is missing, null or of the wrong type (`text` and
+    `text2` must be strings, `label` a name or a number). Unless it is required, a null column counts as absent.
+
+    Arguments:
+        columns: which of the record's columns are `text`, `text2`, `label` and `id`.
+        required: canonical or own column names that every row must have.
+        bad_rows: refuse the first bad row, or skip them all.
+        skipped: receives `file:line: reason` of every skipped row.
+
+    Raises:
+        UserError: a bad row (unless skipped), a file that cannot be read, an id given twice.
+    """
+    reader = _Reader(columns or Columns(), tuple(required))
+    seen: set[int] = set()
+    paths = expand(files)
+    index = -1
+    for file_index, path in enumerate(paths):
+        for record in records(path):
+            index += 1
+            where = f"{path}:{record.place}"
+            try:
+                values = reader.values(record)
+            except ValueError as error:
+                problem = f"{where}: {error}"
+                if bad_rows == "refuse":
+                    raise UserError(problem) from None
+                if skipped is not None:
+                    skipped.append(problem)
+                continue
+            given = values.get("id")
+            if given is not None:
+                key = hash(given)
+                if key in seen:
+                    _refuse_twice(given, where, paths, reader)
+                seen.add(key)
+            yield Row(values, given or f"{file_index}-{record.line}", where, record.values, index)
+
+
+class _Reader:
+    """Maps the columns of a record to the canonical ones and checks them."""
+
+    def __init__(self, columns: Columns, required: tuple[str, ...]) -> None:
+        self.names = {name: getattr(columns, name) for name in ("text", "text2", "label", "id")}
+        self.required = required
+
+    def values(self, record: Record) -> dict[str, Any]:
+        """The row's values; ValueError says what is wrong with the record."""
+        if record.problem:
+            raise ValueError(record.problem)
+        values = dict(record.values)
+        # Read every canonical column from the record itself: a mapping may swap two of them.
+        for name, own in self.names.items():
+            value = record.values.get(own)
+            if name == "id":
+                value = _given_id(value, own)
+            elif value is not None:
+                value = self._checked(name, own, value)
+            elif name in self.required:
+                raise ValueError(self._missing(name, own, record.values))
+            if value is None:
+                values.pop(name, None)
+            else:
+                values[name] = value
+        for name in self.required:
+            if values.get(name) is None:
+                raise ValueError(self._missing(name, self.names.get(name, name), record.values))
+        return values
+
+    def _checked(self, name: str, own: str, value: Any) -> Any:
+        if name == "label":
+            try:
+                return canonical_label(value)
+            except ValueError as error:
+                if name in self.required:
+                    raise ValueError(f"column {own!r} {error}") from None
+                return None
+        if not isinstance(value, str):
+            if name not in self.required:
+                return value
+            raise ValueError(f"column {own!r} is a {type(value).__name__}, not text")
+        if not value.isascii():
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError:
+                raise ValueError(f"column {own!r} has half of a surrogate pair, which is not text") from None
+        return value
+
+    def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
+        if own in record:
+            return f"column {own!r} is null"
+        return missing_column(own, record, role=name if name in self.names else None)
+
+
+def missing_column(own: str, record: Iterable[str], *, role: str | None = None) -> str:
+    """The sentence for a column that a record does not have: the nearest one, or all that are there."""
+    names = [str(name) for name in record]
+    nearest = difflib.get_close_matches(own, names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(map(repr, names[:12])) or 'none'}"
+    flag = f" (set data.columns.{role})" if role else ""
+    return f"no column {own!r}; {hint}{flag}"
+
+
+def _given_id(value: Any, own: str) -> str | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    raise ValueError(f"column {own!r} is a {type(value).__name__}, not a name or a number")
+
+
+def _refuse_twice(given: str, where: str, paths: Sequence[Path], reader: _Reader) -> None:
+    """Raise with both places of a repeated id; only hashes were kept, so the first place is looked up again."""
+    for path in paths:
+        for record in records(path):
+            first = f"{path}:{record.place}"
+            if first == where:
+                return  # two ids with one hash, not a repetition
+            try:
+                if reader.values(record).get("id") == given:
+                    raise UserError(f"{where}: id {given!r} was already given at {first}; ids must be unique")
+            except UserError:
+                raise
+            except ValueError:
+                continue
+
+
+def require_rows(rows: Iterable[Row], *, files: Sequence[str], what: str, skipped: Sequence[str] = ()) -> list[Row]:
+    """All rows, at least one.
+
+    Arguments:
+        what: what they are for, as in the sentence "no WHAT rows".
+
+    Raises:
+        UserError: there is none; says whether the files are empty or every row was skipped.
+    """
+    rows = list(rows)
+    if rows:
+        return rows
+    names = ", ".join(map(str, files))
+    if not names:
+        raise UserError(f"no {what} rows: no file is named")
+    if skipped:
+        raise UserError(f"no {what} rows: all {len(skipped)} of {names} were skipped, the first for {skipped[0]}")
+    raise UserError(f"no {what} rows: {names} is empty")
+
+
+def describe(files: Sequence[str]) -> list[dict[str, Any]]:
+    """`path, sha256, bytes, rows` of each file, for a manifest.
+
+    `rows` counts the records, bad ones included. A directory is digested file by file in name order; a hub data set
+    has neither digest nor size (null), its revision is part of its name.
+    """
+    described: list[dict[str, Any]] = []
+    for name in files:
+        for path in _expand_one(str(name)):
+            shown = str(name) if str(name).startswith(_SAMPLE) else str(path)
+            if shown.startswith(HUB):
+                described.append({"path": shown, "sha256": None, "bytes": None, "rows": None})
+                continue
+            split_suffix(path)
+            parts = sorted(part for part in path.rglob("*") if part.is_file()) if path.is_dir() else [path]
+            digest = hashlib.sha256()
+            size = 0
+            for part in parts:
+                with part.open("rb") as handle:
+                    while chunk := handle.read(1 << 20):
+                        digest.update(chunk)
+                        size += len(chunk)
+            described.append({"path": shown, "sha256": digest.hexdigest(), "bytes": size, "rows": count(path)})
+    return described
