@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from regularizers.guidance import debiased, default_rank, power_shares, scheduled_sigma
 
 SIZES = [5, 8, 3]

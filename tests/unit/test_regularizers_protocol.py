@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
+
 from regularizers import GGPO, Plain, PlainRegularizer, RegularizerError, build
 from regularizers.ggpo import GGPORegularizer
 from tests.regularizer_models import clear, gradients, loss_of, tiny_llama, tokens, with_lora
-from torch import nn
 
 
 def traces(model: nn.Module) -> dict[str, list[str]]:

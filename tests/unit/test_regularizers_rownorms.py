@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from regularizers import rownorms
 from regularizers.layers import canonical_name, find_lora_sites
 from regularizers.rownorms import adapted_squared_row_norms, squared_row_norms, squared_update_norms
 from tests.regularizer_models import tiny_gpt2, tiny_llama, with_lora
-from torch import Tensor
 
 
 def problem(dtype: torch.dtype, rows: int = 96, columns: int = 200, rank: int = 8) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from regularizers.signs import MAX_COLUMNS, counters, layer_uid, mix64, signs, step_id, stream_id, unpack
 
 KEY = {"seed": 3, "step": 7, "layer": "model.layers.0.q_proj", "side": "out"}

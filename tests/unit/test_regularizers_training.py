@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from regularizers import GGPO, Regularizer, build
 from regularizers.signs import signs
 from tests.regularizer_models import (
