@@ -66,6 +66,20 @@ class SweepData:
         points = [(v, self.at(column, {**where, axis: v})) for v in self.values(axis)]
         return [(v, p) for v, p in points if p is not None]
 
+    def settings(self) -> list[dict[str, Any]]:
+        """Every combination of axis values that was run, numbers ascending."""
+        seen = dict.fromkeys(tuple(row.get(a) for a in self.axes) for row in self.rows)
+
+        def key(setting: tuple) -> list[tuple]:
+            return [(v is not None, isinstance(v, str), v if v is not None else 0) for v in setting]
+
+        return [dict(zip(self.axes, setting, strict=True)) for setting in sorted(seen, key=key)]
+
+    def best(self, column: str) -> tuple[dict[str, Any], Interval] | None:
+        """The setting with the lowest mean of `column`, and that mean; None if nothing was measured."""
+        means = [(where, p) for where in self.settings() if (p := self.at(column, where)) is not None]
+        return min(means, key=lambda item: item[1].value) if means else None
+
     def threshold(self, axis: str, where: dict[str, Any]) -> Any | None:
         """First value of `axis` whose mean train error is at most `INTERPOLATION`; None if never or not measured."""
         points = self.curve("train.error", axis, where) if self.has("train.error") else []

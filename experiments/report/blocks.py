@@ -1,0 +1,117 @@
+"""What a page is made of: plain values that the template turns into HTML (and escapes)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from experiments.report.figure import Chart
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key figure: what it is, its value, its interval in words, and what to compare it with."""
+
+    label: str
+    value: str
+    interval: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Charts side by side; `small` ones get narrower columns."""
+
+    kind: ClassVar[str] = "figures"
+    charts: Sequence[Chart]
+    small: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts; columns named in `numeric` are set flush right in tabular figures."""
+
+    kind: ClassVar[str] = "table"
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    numeric: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Name and value, many of them."""
+
+    kind: ClassVar[str] = "pairs"
+    items: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Card:
+    """One chosen record."""
+
+    rank: str
+    text: str
+    facts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Chosen records."""
+
+    kind: ClassVar[str] = "cards"
+    cards: Sequence[Card]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Named amounts with a bar each: (name, text, share of the longest)."""
+
+    kind: ClassVar[str] = "bars"
+    items: Sequence[tuple[str, str, float]]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Sentences a careful reader should see."""
+
+    kind: ClassVar[str] = "notes"
+    sentences: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Pre:
+    """A text file, as it is."""
+
+    kind: ClassVar[str] = "pre"
+    text: str
+
+
+Block = Figures | Table | Pairs | Cards | Bars | Notes | Pre
+
+
+@dataclass(frozen=True)
+class Section:
+    """A titled part of a chapter; `folded` ones open on demand."""
+
+    title: str
+    blocks: Sequence[Block]
+    lead: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """All about one run."""
+
+    name: str
+    kind: str
+    finding: str
+    facts: Sequence[tuple[str, str]]
+    tiles: Sequence[Tile]
+    sections: Sequence[Section]
+    slug: str = ""
+    command: str = ""
+    weight: int = 0
+    details: Sequence[str] = field(default_factory=tuple)

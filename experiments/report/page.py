@@ -1,0 +1,106 @@
+"""Chapters laid out as one HTML file that needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.report.blocks import Chapter
+from experiments.report.chapters import chapter, charts_of
+from experiments.report.figure import FONT, PALETTE, Chart
+from experiments.report.load import discover
+from finetune.atomic import write_text
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What the template gets besides the chapters."""
+
+    title: str
+    headline: str
+    kicker: str
+
+
+def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
+    """Write one offline page about the runs in `paths` to `out` (whole or not at all) and return `out`.
+
+    paths: run directories of `train`, `select` or `sweep`, studies, or folders that hold several of these. Only files
+    of the run directory contract (design §4) are read; what is missing is left out of the page. The same files give
+    the same bytes.
+    Raises UserError for a path that is no run directory or a file in it that cannot be read.
+    """
+    runs = discover([Path(p) for p in paths])
+    chapters = _with_slugs([chapter(run) for run in runs])
+    write_text(out, render(chapters))
+    return Path(out)
+
+
+def write_plots(run: str | Path) -> list[Path]:
+    """Write the charts of one run directory as `plots/*.svg`, files of their own, and return their paths.
+
+    Raises UserError like `build_report`.
+    """
+    written = []
+    for found in discover([Path(run)]):
+        for chart in charts_of(chapter(found)):
+            path = found.path / "plots" / f"{chart.name}.svg"
+            write_text(path, chart.standalone)
+            written.append(path)
+    return written
+
+
+def render(chapters: Sequence[Chapter]) -> str:
+    """The page as text."""
+    from markupsafe import Markup
+
+    script = (_TEMPLATES / "theme.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    first = max(chapters, key=lambda c: c.weight)
+    one = len(chapters) == 1
+    title = first.name if one else ", ".join(c.name for c in chapters[:4]) + (", …" if len(chapters) > 4 else "")
+    page = _Page(title, first.finding or first.name, f"{first.kind} {first.name}" if one else f"{len(chapters)} runs")
+
+    def svg(chart: Chart, slug: str) -> Markup:
+        # Safe: serialised from an XML tree, which escapes every text.
+        return Markup(chart.inline(slug))
+
+    return _environment().get_template("report.html.j2").render(
+        page=page, chapters=chapters, first=first, one=one, svg=svg, digest=digest,
+        style=Markup(_style()), script=Markup(script),
+    )  # fmt: skip
+
+
+def _with_slugs(chapters: list[Chapter]) -> list[Chapter]:
+    """Each chapter with an anchor of its own."""
+    return [replace(c, slug=f"run{i}") for i, c in enumerate(chapters, 1)]
+
+
+def _style() -> str:
+    css = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
+    for name, at in (("light", 0), ("dark", 1)):
+        values = " ".join(f"--{token}: {pair[at]};" for token, pair in PALETTE.items())
+        css = css.replace(f"/* {name} palette */", values)
+    return css.replace("/* font */", f"font-family: {FONT};")
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["width"] = lambda share: f"{100 * max(min(float(share), 1.0), 0.0):.1f}%"
+    return environment
+
+
