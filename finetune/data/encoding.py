@@ -47,6 +47,12 @@ class Example:
     """UTF-8 bytes of the supervised text (special tokens have none)."""
     segments: list[int] | None = None
     """token_type_ids where the model takes them."""
+    choices: tuple[tuple[int, ...], ...] | None = None
+    """Completions of all classes, in head order (score: rank)."""
+    gold: int | None = None
+    """Which of `choices` is the row's own."""
+    answer: str | None = None
+    """The whole completion (score: generate)."""
 
 
 @dataclass(frozen=True)
@@ -182,38 +188,32 @@ def _encode_texts(
     label_names: Sequence[str] | None,
     bad_rows: str,
 ) -> Encoded:
+    names = None
+    if isinstance(task, Completion) and task.score == "rank":
+        _check_ranked(task)
+        if label_names is None:
+            rows = list(rows)
+            label_names = sort_labels(row.values["label"] for row in rows if row.values.get("label") is not None)
+        names = tuple(label_names)
     examples: list[Example] = []
     skipped: list[str] = []
-    labels: set[str] = set()
     truncated = 0
-    ranked = isinstance(task, Completion) and task.score == "rank"
     for chunk in _chunks(rows):
-        if isinstance(task, Completion):
-            made = maker.completions(chunk, _prompts(chunk, task), _completions(chunk, task))
-        else:
-            made = maker.documents(chunk)
+        made = maker.completions(chunk, task, names) if isinstance(task, Completion) else maker.documents(chunk)
         for row, (example, cut) in zip(chunk, made, strict=True):
             if example is None:
                 _refuse_or_skip(row, "the supervised text is empty", bad_rows, skipped)
                 continue
             examples.append(example)
             truncated += cut
-            if ranked and row.values.get("label") is not None:
-                labels.add(row.values["label"])
-    names = None
-    if ranked:
-        names = tuple(label_names) if label_names is not None else sort_labels(labels)
     return Encoded(examples, truncated, skipped, names)
 
 
-def _prompts(rows: Sequence[Row], task: Completion) -> list[str]:
-    template = Template(task.prompt, "task.prompt")
-    return [template.fill(row) for row in rows]
-
-
-def _completions(rows: Sequence[Row], task: Completion) -> list[str]:
-    template = Template(task.completion, "task.completion")
-    return [template.fill(row) for row in rows]
+def _check_ranked(task: Completion) -> None:
+    if "label" not in Template(task.completion, "task.completion").columns:
+        raise UserError(f"task.score: rank needs {{label}} in task.completion, which is {task.completion!r}")
+    if "label" in Template(task.prompt, "task.prompt").columns:
+        raise UserError(f"task.score: rank needs a prompt that does not give {{label}} away; it is {task.prompt!r}")
 
 
 def _encode_classes(
@@ -268,6 +268,7 @@ class _Maker:
         self.end: tuple[int, ...] = specials.suffix
         if eos is not None and eos not in specials.suffix:
             self.end = (*specials.suffix, eos)
+        self._encoded_choices: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def tokens(self, texts: list[str]) -> Any:
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
@@ -290,21 +291,48 @@ class _Maker:
         return made
 
     def completions(
-        self, rows: Sequence[Row], prompts: list[str], completions: list[str]
+        self, rows: Sequence[Row], task: Completion, names: tuple[str, ...] | None
     ) -> list[tuple[Example | None, bool]]:
-        asked, answers = self.tokens(prompts)["input_ids"], self.tokens(completions)
+        ask, answer = Template(task.prompt, "task.prompt"), Template(task.completion, "task.completion")
+        prompts = self.tokens([ask.fill(row) for row in rows])["input_ids"]
+        texts = [answer.fill(row) for row in rows]
+        batch = self.tokens(texts)
+        choices = self._choices(rows, answer, names) if names is not None else [None] * len(rows)
         prefix = list(self.specials.prefix)
         made: list[tuple[Example | None, bool]] = []
-        for i, (row, prompt, ids) in enumerate(zip(rows, asked, answers["input_ids"], strict=True)):
-            context, answer, cut = fit_completion(prefix, prompt, [*ids, *self.end], self.max_length)
-            if not ids or len(context) + len(answer) < 2:
+        for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
+            mine = choices[i]
+            # All choices follow one prompt, so it is cut for the longest of them.
+            reserve = max(map(len, mine)) if mine else 0
+            context, kept, cut = fit_completion(prefix, prompt, [*ids, *self.end], self.max_length, reserve=reserve)
+            if not ids or len(context) + len(kept) < 2:
                 made.append((None, cut))
                 continue
             # Without any context the first token of the answer has nothing that could predict it.
-            labels = [IGNORE] * len(context) + answer if context else [IGNORE, *answer[1:]]
-            size = self._bytes(completions[i], answers, i, 0 if context else 1, min(len(ids), len(answer)))
-            made.append((Example([*context, *answer], labels, row.id, row.where, size), cut))
+            labels = [IGNORE] * len(context) + kept if context else [IGNORE, *kept[1:]]
+            size = self._bytes(texts[i], batch, i, 0 if context else 1, min(len(ids), len(kept)))
+            example = Example(
+                [*context, *kept],
+                labels,
+                row.id,
+                row.where,
+                size,
+                choices=mine,
+                gold=label_index(row, names) if names is not None else None,
+                answer=texts[i] if task.score == "generate" else None,
+            )
+            made.append((example, cut))
         return made
+
+    def _choices(
+        self, rows: Sequence[Row], template: Template, names: tuple[str, ...]
+    ) -> list[tuple[tuple[int, ...], ...] | None]:
+        """Each row's completions for all classes; rows whose texts agree share one tuple."""
+        texts = [tuple(template.fill(row, label=name) for name in names) for row in rows]
+        for all_of_row in set(texts) - self._encoded_choices.keys():
+            encoded = self.tokens(list(all_of_row))["input_ids"]
+            self._encoded_choices[all_of_row] = tuple((*ids, *self.end)[: self.max_length - 1] for ids in encoded)
+        return [self._encoded_choices[all_of_row] for all_of_row in texts]
 
     def texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, bool]]:
         firsts = self.tokens([row.values["text"] for row in rows])["input_ids"]
@@ -346,16 +374,17 @@ class _Maker:
 
 
 def fit_completion(
-    prefix: Sequence[int], prompt: Sequence[int], answer: Sequence[int], max_length: int
+    prefix: Sequence[int], prompt: Sequence[int], answer: Sequence[int], max_length: int, *, reserve: int = 0
 ) -> tuple[list[int], list[int], bool]:
     """Context and answer of at most `max_length` tokens together, and whether anything was cut.
 
     The prompt loses its left first; the answer loses its right only when it does not fit beside the prefix (or beside
-    one token of the prompt, where there is no prefix: an answer needs something to follow).
+    one token of the prompt, where there is no prefix: an answer needs something to follow). The prompt leaves room for
+    an answer of `reserve` tokens even when this one is shorter.
     """
     least = len(prefix) or min(len(prompt), 1)
     kept = list(answer[: max_length - least])
-    room = max_length - len(prefix) - len(kept)
+    room = max(max_length - len(prefix) - max(len(kept), reserve), least - len(prefix))
     context = [*prefix, *(prompt[max(len(prompt) - room, 0) :] if room else [])]
     return context, kept, len(context) + len(kept) < len(prefix) + len(prompt) + len(answer)
 

@@ -1,0 +1,92 @@
+"""Greedy answers, compared with the given ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..data.encoding import IGNORE, Example
+from ..errors import UserError
+from .mode import forward_precision
+
+
+@torch.no_grad()
+def generate_answers(
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    device: torch.device | str = "cpu",
+    autocast_dtype: torch.dtype | None = None,
+) -> list[str]:
+    """The model's greedy answer to each example's prompt (what precedes its first supervised token), stripped.
+
+    Prompts are padded on the left, so that every answer follows its prompt directly; the cache is used; nothing is
+    drawn. An answer ends at the end-of-sequence token or after `max_new_tokens`.
+
+    Raises:
+        UserError: prompt and answer do not fit the backbone's positions.
+    """
+    from transformers import GenerationConfig
+
+    prompts = [prompt_of(example) for example in examples]
+    _check_room(model, examples, prompts, max_new_tokens)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad_id or 0,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+    answers = [""] * len(examples)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for index in _batched(order, batch_size):
+        width = len(prompts[index[0]])
+        ids = torch.full((len(index), width), pad_id or 0, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, i in enumerate(index):
+            ids[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
+            mask[row, width - len(prompts[i]) :] = 1
+        with forward_precision(device, autocast_dtype):
+            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
+        texts = tokenizer.batch_decode(out[:, width:].cpu(), skip_special_tokens=True)
+        for i, text in zip(index, texts, strict=True):
+            answers[i] = text.strip()
+    return answers
+
+
+def exact_matches(answers: Sequence[str], examples: Sequence[Example]) -> list[float]:
+    """1.0 where the stripped answer is the stripped completion of the row, else 0.0."""
+    return [float(answer == (example.answer or "").strip()) for answer, example in zip(answers, examples, strict=True)]
+
+
+def prompt_of(example: Example) -> list[int]:
+    """The tokens before the first supervised one."""
+    assert isinstance(example.labels, list)
+    return example.input_ids[: next(i for i, label in enumerate(example.labels) if label != IGNORE)]
+
+
+def _check_room(model: Any, examples: Sequence[Example], prompts: list[list[int]], max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise UserError(f"task.max_new_tokens: {max_new_tokens} leaves no answer; give at least 1")
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and len(prompts[longest]) + max_new_tokens > limit:
+        raise UserError(
+            f"{examples[longest].where}: a prompt of {len(prompts[longest])} tokens and task.max_new_tokens "
+            f"{max_new_tokens} do not fit the backbone's {limit} positions; lower train.max_length or max_new_tokens"
+        )
+
+
+def _batched(items: list[int], size: int) -> Iterator[list[int]]:
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch

@@ -1,0 +1,94 @@
+"""Judge a model on encoded examples: every figure with a bootstrap interval over items."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import Classify, Completion, Evaluate, Task
+from ..data.encoding import Example
+from ..errors import UserError
+from .bootstrap import Interval, ratio_interval
+from .classify import class_scores
+from .generate import exact_matches, generate_answers
+from .metrics import judge_classes
+from .mode import evaluating
+from .perplexity import document_nats
+from .ranking import rank_choices
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    *,
+    task: Task,
+    config: Evaluate,
+    label_names: Sequence[str] | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    autocast_dtype: torch.dtype | None = None,
+) -> dict[str, Interval]:
+    """Figures of `model` on `examples`, in evaluation mode, without gradients and without a random draw of its own.
+
+    Returns, each as `{value, low, high, n}` with n the number of examples:
+        language-model, completion: `loss` (nats per supervised token), `perplexity` (its exponential), `bits_per_byte`
+            (nats / ln 2 / UTF-8 bytes of the supervised text);
+        completion with `score: rank`: also `accuracy, f1_macro, matthews, majority_floor`;
+        completion with `score: generate`: also `exact_match`;
+        classify: `loss` (nats per example), `accuracy, f1_macro, matthews, majority_floor`.
+    A figure that is not finite is null.
+
+    Raises:
+        UserError: no examples, or answers that do not fit the backbone.
+    """
+    if not examples:
+        raise UserError("there is nothing to evaluate: the split has no examples")
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    how: dict[str, Any] = {
+        "batch_size": config.batch_size,
+        "pad_id": pad_id,
+        "device": device,
+        "autocast_dtype": autocast_dtype,
+    }
+    draw: dict[str, Any] = {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
+    with evaluating(model):
+        if isinstance(task, Classify):
+            nats, predicted = class_scores(model, examples, **how)
+            loss = {"loss": ratio_interval(nats, np.ones(len(nats)), **draw)}
+            return loss | judge_classes([_class(example) for example in examples], predicted.tolist(), **draw)
+        figures = _surprise(*document_nats(model, examples, **how), examples, draw)
+        if isinstance(task, Completion) and task.score == "rank":
+            predicted = rank_choices(model, examples, **how).argmax(-1)
+            figures |= judge_classes([_gold(example, label_names) for example in examples], predicted.tolist(), **draw)
+        if isinstance(task, Completion) and task.score == "generate":
+            del how["pad_id"]
+            answers = generate_answers(model, tokenizer, examples, max_new_tokens=task.max_new_tokens, **how)
+            figures["exact_match"] = ratio_interval(exact_matches(answers, examples), np.ones(len(answers)), **draw)
+    return figures
+
+
+def _surprise(
+    nats: np.ndarray, tokens: np.ndarray, examples: Sequence[Example], draw: dict[str, Any]
+) -> dict[str, Interval]:
+    size = np.array([example.bytes for example in examples], dtype=np.float64)
+    return {
+        "loss": ratio_interval(nats, tokens, **draw),
+        "perplexity": ratio_interval(nats, tokens, transform=np.exp, **draw),
+        "bits_per_byte": ratio_interval(nats, size * math.log(2.0), **draw),
+    }
+
+
+def _class(example: Example) -> int:
+    assert isinstance(example.labels, int)
+    return example.labels
+
+
+def _gold(example: Example, label_names: Sequence[str] | None) -> int:
+    if example.gold is None or (label_names is not None and len(example.choices or ()) != len(label_names)):
+        raise ValueError("examples that are ranked must be encoded with task.score 'rank' and the same label names")
+    return example.gold

@@ -1,0 +1,80 @@
+"""How surprised a language model is, document by document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import LanguageModel
+from ..data.batches import iterate_eval
+from ..data.encoding import IGNORE, Example
+from .mode import forward_precision
+
+_SLICE = 1 << 24
+"""Logits that are turned into float32 at once: 64 MiB."""
+_LOGITS = 1 << 28
+"""Logits that exist at once, at most (one row always may): 1 GiB in float32."""
+
+
+def token_nats(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """−log p of every supervised token.
+
+    Arguments:
+        logits: (B, T, V); position t predicts the token at t + 1.
+        labels: (B, T), −100 where unsupervised.
+    Returns:
+        nats (n,) float32, and the row (n,) that each belongs to.
+    """
+    targets = labels[:, 1:]
+    mask = targets != IGNORE
+    rows = mask.nonzero()[:, 0]
+    scores, wanted = logits[:, :-1][mask], targets[mask]
+    size = max(1, _SLICE // logits.shape[-1])
+    parts = [
+        F.cross_entropy(scores[i : i + size].float(), wanted[i : i + size], reduction="none")
+        for i in range(0, len(wanted), size)
+    ]
+    return torch.cat(parts) if parts else scores.new_zeros(0, dtype=torch.float32), rows
+
+
+@torch.no_grad()
+def document_nats(
+    model: torch.nn.Module,
+    examples: Sequence[Example],
+    *,
+    batch_size: int,
+    pad_id: int,
+    device: torch.device | str = "cpu",
+    autocast_dtype: torch.dtype | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Summed −log p of the supervised tokens of each example, and their number.
+
+    The model is called as it stands: put it into evaluation mode before (`evaluating`).
+
+    Returns:
+        nats (N,) float64 and tokens (N,) int64, in the order of `examples`.
+    """
+    nats, tokens = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
+    vocabulary = vocabulary_size(model)
+    batches = iterate_eval(
+        examples, task=LanguageModel(), batch_size=batch_size, pad_id=pad_id, max_tokens=_LOGITS // vocabulary
+    )
+    for micro in batches:
+        batch = micro.to(device)
+        with forward_precision(device, autocast_dtype):
+            logits = model(**batch.inputs, use_cache=False).logits
+        each, rows = token_nats(logits, batch.labels)
+        index = np.array([row[0] for row in micro.rows])
+        sums = torch.zeros(len(index), dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())
+        nats[index] = sums.cpu().numpy()
+        tokens[index] = torch.bincount(rows, minlength=len(index)).cpu().numpy()
+    return nats, tokens
+
+
+def vocabulary_size(model: torch.nn.Module) -> int:
+    """V, as the width of the input embedding."""
+    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
