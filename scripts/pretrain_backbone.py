@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -212,7 +212,8 @@ def pretrain(data: Path, out: Path, config: Pretraining, *, device: str) -> dict
     )
     stream, _ = token_stream(tokenizer, documents(data, "general-train-*.jsonl.xz"))
     held_out, held_out_bytes = token_stream(tokenizer, documents(data, "general-val.jsonl.xz"))
-    model = build_model(config).to(device)
+    model: Any = build_model(config)
+    model.to(device)
     parameters = model.num_parameters()
     print(f"{parameters:,} parameters; {len(stream):,} training and {len(held_out):,} validation tokens")
     start = time.perf_counter()
