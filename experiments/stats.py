@@ -29,8 +29,12 @@ def t_quantile(p: float, df: int) -> float:
     return float(stdtrit(df, p))
 
 
-def t_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
+def t_interval(
+    values: Sequence[float], *, confidence: float = 0.95, bounds: tuple[float, float] | None = None
+) -> Interval:
     """Mean of `values` ± t·s/√n, the exact interval for independent Gaussian values.
+
+    bounds: what the mean can be at all, such as (0, 1) for a share; cutting the interval there costs no coverage.
 
     Raises ValueError for no values or a value that is not finite.
     """
@@ -44,7 +48,8 @@ def t_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval
         return Interval(mean, None, None, 1)
     sd = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
     half = t_quantile(0.5 + confidence / 2, n - 1) * sd / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, n)
+    low, high = bounds or (-math.inf, math.inf)
+    return Interval(mean, max(mean - half, low), min(mean + half, high), n)
 
 
 def paired_difference(

@@ -62,7 +62,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     version = versions.get("flatshift") if isinstance(versions, dict) else None
     regularizer = run.recipe.get("regularizer")
     facts = [
-        ("made", str(run.environment.get("created") or run.manifest.get("created") or "").replace("T", " ").removesuffix("Z")),
+        ("made", str(run.environment.get("created") or run.manifest.get("created") or "").replace("T", " ").replace("+00:00", "Z").replace("Z", " UTC")),
         ("recipe", _recipe_name(run)),
         ("backbone", str(run.recipe.get("backbone") or "")),
         ("regularizer", str(regularizer.get("kind") or "") if isinstance(regularizer, dict) else ""),
@@ -107,7 +107,7 @@ def _study_tiles(study: Study) -> list[Tile]:
 
 def _study(study: Study) -> list[Section]:
     metrics = findings.headline_metrics(study.metrics)
-    charts = [c for m in metrics[:3] for c in (plots_study.study_means(study, m), plots_study.forest(study, m)) if c]
+    charts = [c for m in metrics[:3] for c in plots_study.study_charts(study, m)]
     rows = []
     for arm in plots_study.arms(study):
         row = [plots_study.arm_name(*arm)]
@@ -115,7 +115,7 @@ def _study(study: Study) -> list[Section]:
         for metric in metrics:
             values = list(study.values(*arm, metric).values())
             count = max(count, len(values))
-            mean = t_interval(values) if values else None
+            mean = t_interval(values, bounds=formats.bounds(metric)) if values else None
             row.append(findings.with_interval(mean.value, mean.low, mean.high) if mean else "–")
         rows.append([*row, str(count)])
     names = [formats.metric_name(m) for m in metrics]
@@ -129,14 +129,14 @@ def _study(study: Study) -> list[Section]:
             pair = f"{c.name} − {against}" if against else c.name
             differences.append([formats.metric_name(metric), pair, value, interval or "–", verdict, str(c.interval.n)])
     blocks: list[Block] = [Figures(charts), table]
-    if differences:
-        paired = Table(["metric", "difference", "mean", "95 % interval", "interval", "pairs"], differences,
-                       "Seed-paired differences. Not corrected for the number of comparisons.", frozenset({2, 3, 5}))  # fmt: skip
-        blocks.append(paired)
     blocks.append(Notes(_study_notes(study, differences)))
     target = study.about.get("target")
     title = f"Cold, random and GOT-D warm-up × plain and GGPO{f' on {target}' if target else ''}"
     found = [Section(title, [b for b in blocks if not (isinstance(b, Notes) and not b.sentences)], _described(study))]
+    if differences:
+        paired = Table(["metric", "difference", "mean", "95 % interval", "it", "pairs"], differences,
+                       "Seed-paired differences. Not corrected for the number of comparisons.", frozenset({2, 3, 5}))  # fmt: skip
+        found.append(Section("All paired differences", [paired], folded=True))
     tuned = study.about.get("tuned")
     if isinstance(tuned, dict) and tuned:
         keys = list(dict.fromkeys(k for v in tuned.values() if isinstance(v, dict) for k in v))
@@ -184,8 +184,8 @@ def _train_tiles(run: Run) -> list[Tile]:
     if split is not None:
         cells = run.eval[split]
         floor = cells.get("majority_floor", {}).get("value")
-        shown = [m for m in ("accuracy", "exact_match", "perplexity", "bits_per_byte", "f1_macro", "loss") if m in cells]
-        for metric in shown[:3]:
+        shown = [m for m in ("accuracy", "exact_match", "perplexity", "f1_macro", "bits_per_byte", "loss") if m in cells]
+        for metric in shown[:2]:
             value, interval = formats.estimate(cells[metric]["value"], cells[metric].get("low"), cells[metric].get("high"))
             note = f"{cells[metric]['n']:,} items" if cells[metric].get("n") else ""
             if metric == "accuracy" and floor is not None:
@@ -200,7 +200,7 @@ def _train_tiles(run: Run) -> list[Tile]:
         shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
         tiles.append(Tile("target perplexity after warm-up", value, interval, f"cold backbone {shown_cold}"))
     for stage, done in run.stages.items():
-        if done.get("steps"):
+        if done.get("steps") and stage != "warm-up":
             note = "stopped early" if done.get("stopped_early") else ""
             if done.get("best_dev_loss") is not None:
                 note = f"best dev loss {formats.number(float(done['best_dev_loss']))} after {done.get('best_step')}" + (f", {note}" if note else "")
@@ -320,7 +320,7 @@ def _selection_notes(selection: Selection) -> list[str]:
         notes.append(f"Only {helpful:,} records have a negative score; a budget of {budget:,} adds some that do not help.")
     skipped = about.get("skipped")
     if isinstance(skipped, dict):
-        notes += [f"{len(v):,} bad records of the {k} were skipped." for k, v in skipped.items() if isinstance(v, list) and v]
+        notes += [f"{len(v):,} bad record{'s' * (len(v) > 1)} of the {k} left out, the first at {str(v[0])[:160]}" for k, v in skipped.items() if isinstance(v, list) and v]
     return notes
 
 
@@ -371,7 +371,7 @@ def _sweep_tiles(data: SweepData) -> list[Tile]:
         if data.has("train.error") and len(data.axes) == 1:
             shown = str(first) if first is not None else "not reached"
             tiles.append(Tile("interpolation threshold", shown, "", f"first {axis} with train error ≤ {INTERPOLATION:g}"))
-    note = f"{len(data.failed)} failed" if data.failed else f"{data.seeds} seeds"
+    note = f"{data.seeds} seeds each" + (f", {len(data.failed)} failed" if data.failed else "")
     tiles.append(Tile("cells finished", f"{len(data.done)} / {len(data.rows)}", "", note))
     return tiles
 
@@ -382,7 +382,7 @@ def _sweep(data: SweepData) -> list[Section]:
     heat = plots_study.heat_map(data)
     if charts or heat:
         blocks.append(Figures([*([heat] if heat else []), *charts]))
-    columns = [c for c in dict.fromkeys([*data.error_columns(), "test.accuracy", "test.loss", "dev.loss", "train.loss"]) if data.has(c)]
+    columns = [c for c in dict.fromkeys([*data.error_columns(), "test.loss", "train.loss"]) if data.has(c)]
     if data.axes and columns:
         axes = [*data.axes]
         rows = []

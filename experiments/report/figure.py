@@ -55,6 +55,7 @@ class Chart:
     width: int
     raw: str
     wide: bool = False
+    """Takes a row of the page to itself."""
 
     @cached_property
     def standalone(self) -> str:

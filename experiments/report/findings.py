@@ -139,10 +139,10 @@ def sweep_finding(data: SweepData) -> str:
     if len(data.axes) == 1 and len(curve) > 2:
         found = [v for i, (v, p) in enumerate(curve) if _above(p, curve[:i]) and _above(p, curve[i + 1 :])]
         if found:
-            sentence += f"; the interval at {axis} = {found[0]} lies above one on either side, a candidate peak"
+            sentence += f"; the interval at {axis} = {found[0]} lies above one on either side: a candidate, not a tested peak"
         else:
             sentence += "; no interior point stands above both its sides with intervals apart"
-    return sentence + " (no formal peak test in this version)."
+    return sentence + "; there is no formal peak test in this version."
 
 
 def _above(point: Interval, others: list[tuple[Any, Interval]]) -> bool:

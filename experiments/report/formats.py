@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -42,21 +43,28 @@ def decimals_for(half_width: float | None, value: float) -> int:
 
 
 def estimate(
-    value: float, low: float | None = None, high: float | None = None, *, plus: bool = False
+    value: float, low: float | None = None, high: float | None = None, *, plus: bool = False, places: int | None = None
 ) -> tuple[str, str]:
-    """(value, "low to high") at a common number of decimals; the second is empty without an interval."""
+    """(value, "low to high") at a common number of decimals; the second is empty without an interval of any width."""
     if not math.isfinite(value):
         return number(value), ""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return (signed if plus else number)(value), ""
-    places = decimals_for((high - low) / 2, value)
+    places = decimals_for((high - low) / 2, value) if places is None else places
     sign = "+" if plus else ""
 
     def show(x: float) -> str:
         # Adding 0.0 turns a rounded −0.00 into 0.00.
         return f"{round(x, places) + 0.0:{sign},.{places}f}".replace("-", "−")
 
-    return show(value), f"{show(low)} to {show(high)}"
+    return show(value), f"{show(low)} to {show(high)}" if high > low else ""
+
+
+def common_decimals(intervals: Sequence[tuple[float, float | None, float | None]]) -> int:
+    """One number of decimals for many (value, low, high): what their median half width asks for."""
+    widths = sorted((high - low) / 2 for _, low, high in intervals if low is not None and high is not None and high > low)
+    largest = max((abs(value) for value, _, _ in intervals), default=0.0)
+    return decimals_for(widths[len(widths) // 2] if widths else None, largest)
 
 
 def percent(share: float | None) -> str:
@@ -105,6 +113,11 @@ METRICS = {
 
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "error"})
 SHARES = ("accuracy", "f1_macro", "exact_match", "matthews", "error")
+
+
+def bounds(metric: str) -> tuple[float, float] | None:
+    """What a metric can be at all; None where only its sign is known."""
+    return (-1.0, 1.0) if metric == "matthews" else (0.0, 1.0) if metric in SHARES else None
 
 
 def metric_name(metric: str) -> str:

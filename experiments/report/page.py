@@ -68,7 +68,7 @@ def render(chapters: Sequence[Chapter]) -> str:
     first = max(chapters, key=lambda c: c.weight)
     one = len(chapters) == 1
     title = first.name if one else ", ".join(c.name for c in chapters[:4]) + (", …" if len(chapters) > 4 else "")
-    page = _Page(title, first.finding or first.name, f"{first.kind} {first.name}" if one else f"{len(chapters)} runs")
+    page = _Page(title, first.finding or first.name, _kicker(first) if one else f"{len(chapters)} runs")
 
     def svg(chart: Chart, slug: str) -> Markup:
         # Safe: serialised from an XML tree, which escapes every text.
@@ -78,6 +78,10 @@ def render(chapters: Sequence[Chapter]) -> str:
         page=page, chapters=chapters, first=first, one=one, svg=svg, digest=digest,
         style=Markup(_style()), script=Markup(script),
     )  # fmt: skip
+
+
+def _kicker(made: Chapter) -> str:
+    return made.name if made.name == made.kind else f"{made.kind} {made.name}"
 
 
 def _with_slugs(chapters: list[Chapter]) -> list[Chapter]:

@@ -10,6 +10,8 @@ from experiments.report.figure import Canvas, Chart, colour, dots, label_ends
 from experiments.report.load import Metrics, Selection
 
 SPLIT_COLOUR = {"train": "blue", "dev": "green", "test": "orange"}
+WIDE = 1112
+"""Width in px of a chart that has a row to itself; 540 of one that shares it."""
 _KNOWN = {"stage", "attempt", "step", "split", "loss", "tokens", "lr", "time_s", "time", "epoch"}
 
 
@@ -23,14 +25,16 @@ def _running_mean(values: list[float], width: int) -> list[float]:
 def training(metrics: Metrics) -> list[Chart]:
     """One loss chart per stage: train as drawn, its running mean, dev and test points."""
     charts = []
-    for stage in metrics.stages:
+    shown = [s for s in metrics.stages if any(metrics.series(s, split, "loss") for split in SPLIT_COLOUR)]
+    width = WIDE if len(shown) == 1 else 540
+    for stage in shown:
         curves = {split: metrics.series(stage, split, "loss") for split in ("train", "dev", "test")}
         broken = sum(not math.isfinite(v) for c in curves.values() for _, v in c)
         curves = {s: [(t, v) for t, v in c if math.isfinite(v)] for s, c in curves.items()}
         if not any(curves.values()):
             continue
         said = []
-        with Canvas(540, 300) as canvas:
+        with Canvas(width, 320 if width == WIDE else 300) as canvas:
             ax = canvas.axes(y="loss (nats)", x="optimizer updates of the stage", right=96)
             ends: list[tuple[float, float, str, str]] = []
             for split, curve in curves.items():
@@ -40,12 +44,12 @@ def training(metrics: Metrics) -> list[Chart]:
                 token = SPLIT_COLOUR[split]
                 last = values[-1]
                 if split == "train" and len(curve) >= 30:
-                    width = 2 * (len(curve) // 40) + 5
-                    smooth = _running_mean(values, width)
+                    span = 2 * (len(curve) // 40) + 5
+                    smooth = _running_mean(values, span)
                     last = smooth[-1]
                     ax.plot(steps, values, color=colour(token), linewidth=1, alpha=0.35)
                     ax.plot(steps, smooth, color=colour(token), linewidth=2.2)
-                    said.append(f"Thin line: loss of each update; bold line: its centred mean over {width} updates.")
+                    said.append(f"Thin line: loss of each update; bold line: its centred mean over {span} updates.")
                 elif split == "train":
                     ax.plot(steps, values, color=colour(token))
                 else:
@@ -75,7 +79,7 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
                 continue
             name = "learning rate" if key == "lr" else key.replace("_", " ").replace("/", ": ")
             with Canvas(260, 150) as canvas:
-                ax = canvas.axes(y=f"{name} · {stage}", left=46, right=10, bottom=26)
+                ax = canvas.axes(left=40, right=10, top=22, bottom=26)
                 ax.plot([t for t, _ in curve], [v for _, v in curve],
                         color=colour("purple" if key == "lr" else "amber"), linewidth=1.7)  # fmt: skip
                 ax.margins(x=0.01, y=0.1)
@@ -87,8 +91,8 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
                 power = _power(max(abs(v) for _, v in curve))
                 if power:
                     ax.yaxis.set_major_formatter(lambda v, _: f"{v / 10**power:g}")
-                    canvas.text(250, 137, f"×10{str(power).translate(formats._SUPERSCRIPT)}", colour="muted", ha="right")
-                title = f"{name[0].upper()}{name[1:]} during {stage}"
+                    canvas.text(4, 141, f"×10{str(power).translate(formats._SUPERSCRIPT)}", colour="muted")
+                title = f"{_upper(name)} · {stage}"
                 last = formats.number(curve[-1][1])
                 charts.append(canvas.chart(f"{_slug(key)}-{_slug(stage)}", title=title, caption=f"Ends at {last}."))
     return charts[:12]
@@ -105,46 +109,54 @@ def _slug(text: str) -> str:
 
 def evaluation(tree: dict[str, dict[str, dict[str, Any]]]) -> list[Chart]:
     """Dots with intervals: shares (accuracy, F1 …) on one axis with the majority floor, every other metric on its own."""
-    metrics = list(dict.fromkeys(m for split in tree.values() for m in split if m != "majority_floor"))
+    metrics = list(dict.fromkeys(m for split in tree.values() for m in split if m in formats.METRICS))
     shares = [m for m in formats.SHARES if m in metrics]
     groups = [("shares", shares)] if shares else []
-    groups += [(m, [m]) for m in metrics if m not in formats.SHARES and m in formats.METRICS]
+    groups += [(m, [m]) for m in metrics if m not in shares]
+    floors = {s: t["majority_floor"]["value"] for s, t in tree.items() if "majority_floor" in t}
+    # Charts beside each other have one height: that of the one with most rows.
+    longest = max((sum(m in t for m in members for t in tree.values()) + len(members) for _, members in groups), default=0)
     charts = []
     for name, members in groups:
-        rows = [(metric, split, tree[split][metric]) for metric in members for split in tree if metric in tree[split]]
-        rows = [row for row in rows if math.isfinite(row[2]["value"])]
+        rows = [(m, split, t[m]) for m in members for split, t in tree.items() if m in t and math.isfinite(t[m]["value"])]
         if not rows:
             continue
-        floors = {s: t["majority_floor"]["value"] for s, t in tree.items() if "majority_floor" in t}
-        width, left = (540, 150) if name == "shares" else (260, 60)
-        with Canvas(width, 62 + 28 * len(rows)) as canvas:
-            unit = "share" if name == "shares" else formats.metric_name(name)
-            ax = canvas.axes(left=left, right=62, top=14, bottom=40, x=unit)
+        height = 76 + max(22 * longest, 66)
+        with Canvas(540, height) as canvas:
+            ax = canvas.axes(left=110, right=66, top=30, bottom=40, x="share" if name == "shares" else formats.metric_unit(name))
             ax.grid(axis="x")
             ax.grid(visible=False, axis="y")
-            labels = []
-            for y, (metric, split, cell) in enumerate(rows):
+            ticks, y = [], -1.0
+            for position, (metric, split, cell) in enumerate(rows):
+                y += 1.0 if position and rows[position - 1][0] == metric else 1.7 if position else 1.0
                 token = SPLIT_COLOUR.get(split, "purple")
                 _interval(ax, cell["value"], cell.get("low"), cell.get("high"), y, token)
                 if metric == "accuracy" and split in floors:
-                    ax.plot([floors[split]] * 2, [y - 0.36, y + 0.36], color=colour("ink"), linewidth=1.6, linestyle=(0, (2, 1.6)))
-                labels.append(f"{formats.metric_name(metric)}, {split}" if name == "shares" else split)
+                    ax.plot([floors[split]] * 2, [y - 0.42, y + 0.42], color=colour("ink"), linewidth=1.8)
+                ticks.append((y, metric))
                 shown = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))[0]
                 ax.annotate(shown, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), va="center",
                             textcoords="offset points", fontweight="bold", color=colour(token))  # fmt: skip
-            _rows(ax, labels)
+            ax.set_ylim(y + 0.7, -0.7)
+            middles = [[at for at, m in ticks if m == metric] for metric in dict.fromkeys(m for _, m in ticks)]
+            names = [formats.metric_name(m) for m in dict.fromkeys(m for _, m in ticks)]
+            ax.set_yticks([sum(at) / len(at) for at in middles], names, color=colour("ink"))
             if name == "shares":
                 low = min([0.0, *(r[2].get("low") or r[2]["value"] for r in rows)])
                 ax.set_xlim(low - 0.02, 1.02)
             else:
                 ax.margins(x=0.12)
-                ax.locator_params(axis="x", nbins=4)
+                ax.locator_params(axis="x", nbins=5)
+            x = 110.0
+            for split in dict.fromkeys(r[1] for r in rows):
+                canvas.text(x, height - 13, f"● {split}", colour=SPLIT_COLOUR.get(split, "purple"), weight="bold")
+                x += 30 + 7 * len(split)
             n = max(int(cell.get("n") or 0) for _, _, cell in rows)
             caption = f"Dot: value; bar: bootstrap interval over up to {n:,} items." if n else "Dot: value."
             if floors and "accuracy" in members:
-                caption += " Dashed mark: always answering the commonest class."
-            title = "Shares on held-out rows" if name == "shares" else f"{_upper(formats.metric_name(name))} by split"
-            charts.append(canvas.chart(f"eval-{_slug(name)}", title=title, caption=caption))
+                caption += " Upright mark: the majority floor, which is always answering the commonest class."
+            title = "Shares" if name == "shares" else _upper(formats.metric_name(name))
+            charts.append(canvas.chart(f"eval-{_slug(name)}", title=f"{title} by split", caption=caption))
     return charts
 
 
@@ -193,9 +205,10 @@ def histogram(selection: Selection) -> Chart | None:
         if chosen.any():
             threshold = float(score[chosen].max())
             ax.axvline(threshold, color=colour("ink"), linewidth=1.4, linestyle=(0, (3, 2)))
-            side = 1 if threshold < (low + high) / 2 else -1
-            ax.annotate(f"{int(chosen.sum()):,} chosen", (threshold, 0.97), xycoords=("data", "axes fraction"), va="top",
-                        xytext=(8 * side, 0), textcoords="offset points", fontweight="bold", color=colour("blue"),
+            ax.set_ylim(top=1.12 * ax.get_ylim()[1])
+            side = -1 if (threshold - low) / (high - low) > 0.22 else 1
+            ax.annotate(f"{int(chosen.sum()):,} chosen", (threshold, 1.0), xycoords=("data", "axes fraction"), va="top",
+                        xytext=(8 * side, -2), textcoords="offset points", fontweight="bold", color=colour("blue"),
                         ha="left" if side > 0 else "right")  # fmt: skip
         tail = f" {beyond:,} scores beyond the edges stand in the outer bars." if beyond else ""
         caption = f"{len(score):,} records of the pool in grey, the chosen ones in blue.{helps}{tail}"
@@ -232,7 +245,7 @@ def domain_mix(selection: Selection) -> Chart | None:
         canvas.text(206, height - 14, "● selection", colour="blue", weight="bold")
         canvas.text(540 - 56, height - 14, "lift", colour="muted")
         hidden = " The tags were hidden from the selector and are used only to judge it." if selection.judged_only else ""
-        caption = f"Each domain's share of the pool and of the selection; lift is their ratio.{hidden}"
+        caption = f"Each domain’s share of the pool and of the selection; lift is their ratio.{hidden}"
         return canvas.chart("selection-domains", title="What the selection is made of", caption=caption)
 
 
@@ -242,10 +255,11 @@ def projection_map(selection: Selection) -> Chart | None:
     if not points or not points["x"]:
         return None
     groups = {k: [i for i, kind in enumerate(points["kind"]) if kind == k] for k in ("pool", "selection", "target")}
-    with Canvas(540, 420) as canvas:
-        ax = canvas.axes(left=14, right=14, top=36, bottom=34)
+    with Canvas(WIDE, 520) as canvas:
+        ax = canvas.axes(left=6, right=6, top=36, bottom=34)
         ax.grid(visible=False)
-        for kind, token, size, alpha in (("pool", "faint", 3.2, 0.6), ("selection", "blue", 4.4, 0.75), ("target", "orange", 5.2, 0.8)):  # fmt: skip
+        ax.spines["bottom"].set_visible(False)
+        for kind, token, size, alpha in (("pool", "faint", 4.0, 0.55), ("selection", "blue", 5.4, 0.75), ("target", "orange", 5.4, 0.75)):  # fmt: skip
             rows = groups[kind]
             dots(ax, [points["x"][i] for i in rows], [points["y"][i] for i in rows], token=token, size=size, alpha=alpha, gid=kind)  # fmt: skip
         ax.autoscale_view()
@@ -254,14 +268,14 @@ def projection_map(selection: Selection) -> Chart | None:
         ax.set_yticks([])
         shares = points.get("explained")
         named = [f" ({formats.percent(s)} of the variance)" for s in shares] if isinstance(shares, list) else ["", ""]
-        canvas.text(526, 14, f"principal axis 1{named[0]} →", colour="muted", ha="right")
-        canvas.text(14, 14, f"↑ principal axis 2{named[1]}", colour="muted")
-        x = 14
+        canvas.text(WIDE - 6, 14, f"principal axis 1{named[0]} →", colour="muted", ha="right")
+        canvas.text(6, 14, f"↑ principal axis 2{named[1]}", colour="muted")
+        x = 6
         for kind, token in (("pool", "muted"), ("selection", "blue"), ("target", "orange")):
             if groups[kind]:
                 label = f"● {kind} {len(groups[kind]):,}"
-                canvas.text(x, 404, label, colour=token, weight="bold")
+                canvas.text(x, 504, label, colour=token, weight="bold")
                 x += 22 + 7 * len(label)
         caption = ("Features projected on the first two principal axes, fitted with equal weight on target and pool; "
                    "a seeded sample of points. Two axes show little of the space: near here need not mean near there.")  # fmt: skip
-        return canvas.chart("selection-map", title="Where the selection lies", caption=caption)
+        return canvas.chart("selection-map", title="Where the selection lies", caption=caption, wide=True)

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.report import formats
 from experiments.report.figure import Canvas, Chart, colour, label_ends
 from experiments.report.load import Study
-from experiments.report.plots_run import _interval, _rows, _slug
+from experiments.report.plots_run import WIDE, _interval, _rows, _slug
 from experiments.report.sweepdata import INTERPOLATION, SweepData
 from experiments.stats import Interval, paired_difference, t_interval
 
@@ -63,24 +63,32 @@ def contrasts(study: Study, metric: str) -> list[Contrast]:
     return found
 
 
-def study_means(study: Study, metric: str) -> Chart | None:
+def study_charts(study: Study, metric: str) -> list[Chart]:
+    """The arms and, beside them at the same height, their paired differences."""
+    rows = [c for c in contrasts(study, metric) if c.interval.low is not None]
+    height = max(66 + 27 * (len(rows) + len({r.group for r in rows})), 66 + 30 * len(arms(study)))
+    return [c for c in (study_means(study, metric, height), forest(study, metric, height)) if c]
+
+
+def study_means(study: Study, metric: str, height: int) -> Chart | None:
     """Every arm's seeds, mean and interval; filled for plain, hollow for GGPO."""
     rows = [(arm, study.values(*arm, metric)) for arm in arms(study)]
     rows = [(arm, values) for arm, values in rows if values]
     if not rows:
         return None
     floor = study.floor.get(metric)
-    height = 66 + 30 * len(rows)
+    means = {arm: t_interval(list(v.values()), bounds=formats.bounds(metric)) for arm, v in rows}
+    places = formats.common_decimals([(m.value, m.low, m.high) for m in means.values()])
     with Canvas(540, height) as canvas:
         ax = canvas.axes(left=160, right=66, top=20, bottom=42, x=formats.metric_name(metric))
         ax.grid(axis="x")
         ax.grid(visible=False, axis="y")
         for y, (arm, values) in enumerate(rows):
-            mean = t_interval(list(values.values()))
+            mean = means[arm]
             token = _ARM_COLOUR.get(arm[0], "purple")
             _interval(ax, mean.value, mean.low, mean.high, y, token, hollow=arm[1] == "ggpo")
             ax.plot(list(values.values()), [y + 0.3] * len(values), "o", markersize=3, color=colour(token), alpha=0.7)
-            shown = formats.estimate(mean.value, mean.low, mean.high)[0]
+            shown = f"{mean.value:,.{places}f}"
             ax.annotate(shown, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), va="center",
                         textcoords="offset points", fontweight="bold", color=colour(token))  # fmt: skip
         _rows(ax, [arm_name(*arm) for arm, _ in rows])
@@ -97,7 +105,7 @@ def study_means(study: Study, metric: str) -> Chart | None:
         return canvas.chart(f"study-{_slug(metric)}", title=title, caption=caption)
 
 
-def forest(study: Study, metric: str) -> Chart | None:
+def forest(study: Study, metric: str, height: int) -> Chart | None:
     """Seed-paired differences with intervals; those that exclude zero in colour."""
     rows = contrasts(study, metric)
     rows = [row for row in rows if row.interval.low is not None]
@@ -105,7 +113,7 @@ def forest(study: Study, metric: str) -> Chart | None:
         return None
     lower = metric in formats.LOWER_IS_BETTER
     labels: list[str] = []
-    height = 66 + 27 * (len(rows) + len({r.group for r in rows}))
+    places = formats.common_decimals([(r.interval.value, r.interval.low, r.interval.high) for r in rows])
     with Canvas(540, height) as canvas:
         ax = canvas.axes(left=206, right=62, top=20, bottom=42, x=f"difference in {formats.metric_name(metric)}")
         ax.grid(axis="x")
@@ -123,7 +131,7 @@ def forest(study: Study, metric: str) -> Chart | None:
             good = (i.value < 0) == lower
             token = "muted" if not i.excludes_zero else "green" if good else "orange"
             _interval(ax, i.value, i.low, i.high, y, token)
-            ax.annotate(formats.estimate(i.value, i.low, i.high, plus=True)[0], (1, y), va="center",
+            ax.annotate(formats.estimate(i.value, i.low, i.high, plus=True, places=places)[0], (1, y), va="center",
                         xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
                         color=colour(token), fontweight="bold")  # fmt: skip
             labels.append(row.name)
@@ -187,11 +195,12 @@ def sweep_curves(data: SweepData) -> list[Chart]:
     top = max(p.high if p.high is not None else p.value for p in everything)
     bottom = min([0.0 if "error" in test else math.inf, *(p.low if p.low is not None else p.value for p in everything)])
     pad = 0.06 * (top - bottom or 1)
+    width = WIDE if len(settings) == 1 else 540
     charts = []
     for number, where in enumerate(settings):
         name = ", ".join(f"{k.rpartition('.')[2]} = {v}" for k, v in where.items())
         unit = "error (share wrong)" if "error" in test else "loss (nats)"
-        with Canvas(540, 300) as canvas:
+        with Canvas(width, 360 if width == WIDE else 300) as canvas:
             ax = canvas.axes(y=unit, x=axis + (" (log scale)" if log else ""), right=100)
             threshold = data.threshold(axis, where)
             if threshold is not None:
@@ -216,7 +225,7 @@ def sweep_curves(data: SweepData) -> list[Chart]:
                 ends.append((xs[-1], ys[-1], f"{split} {formats.number(ys[-1], 2)}", token))
             ax.set_xticks(where_x, [f"{v:g}" if isinstance(v, float) else str(v) for v in values])
             ax.set_ylim(bottom - pad, top + pad)
-            label_ends(ax, ends, height=226)
+            label_ends(ax, ends, height=canvas.height - 74)
             caption = "Lines: means over seeds; bands: 95 % t-intervals; small dots: single runs."
             if data.seeds < 2:
                 caption = "One seed: no interval can be given."
@@ -239,8 +248,10 @@ def heat_map(data: SweepData) -> Chart | None:
     if len(cells) < 2:
         return None
     low, high = min(cells.values()), max(cells.values())
-    height = 84 + 40 * len(rows)
-    with Canvas(540, height) as canvas:
+    # Beside an odd number of curves it fills a row; with an even number it has one to itself.
+    width = WIDE if len(rows) % 2 == 0 or len(rows) > 12 else 540
+    height = 84 + 40 * len(rows) if width == WIDE else max(300, 84 + 40 * len(rows))
+    with Canvas(width, height) as canvas:
         ax = canvas.axes(left=76, right=16, top=30, bottom=54, x=x, y=second)
         ax.grid(visible=False)
         for spine in ax.spines.values():
@@ -263,4 +274,4 @@ def heat_map(data: SweepData) -> Chart | None:
         ax.tick_params(bottom=False)
         split, _, metric = test.partition(".")
         caption = f"Mean {split} {formats.metric_name(metric)} over seeds; darker is worse; the frame marks the lowest mean."
-        return canvas.chart("sweep-map", title=f"{split.capitalize()} {formats.metric_name(metric)} over {x} and {second}", caption=caption)
+        return canvas.chart("sweep-map", title=f"{split.capitalize()} {formats.metric_name(metric)} over {x} and {second}", caption=caption, wide=width == WIDE)

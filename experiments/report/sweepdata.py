@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.report.formats import bounds
 from experiments.stats import Interval, t_interval
 from finetune.errors import UserError
 
@@ -59,7 +60,7 @@ class SweepData:
         """t-interval over seeds of the finished cells that match `where` (axis: value)."""
         rows = [row for row in self.done if all(row.get(k) == v for k, v in where.items())]
         values = [v for row in rows if (v := _number(row.get(column))) is not None]
-        return t_interval(values) if values else None
+        return t_interval(values, bounds=bounds(column.partition(".")[2])) if values else None
 
     def curve(self, column: str, axis: str, where: dict[str, Any]) -> list[tuple[Any, Interval]]:
         """(axis value, interval) along `axis` with the other axes held at `where`."""
