@@ -1,0 +1,377 @@
+"""What is here, what is missing and how to get it: the answer of `flatshift doctor`.
+
+Imports nothing but the standard library at module level, and torch only when asked: a doctor that needs a healthy
+installation to start is no doctor. `python -m experiments.doctor` runs it without the front door.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+DISTRIBUTION = "flatshift"
+IMPORT_NAMES = ("flatshift", "experiments", "finetune", "selection", "regularizers")
+HOME = Path(__file__).resolve().parent.parent
+EXTRAS = {"zstd": "read .zst input", "hf": "read hub data sets and `datasets` directories"}
+LITTLE_DISK = 1 << 30  # bytes; a run directory with its checkpoints should fit
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def doctor(*, deep: bool = False) -> dict[str, Any]:
+    """Look at the environment; `deep` also imports torch and lists its devices.
+
+    Returns a JSON-ready dict. `ok` is False if `problems` is not empty: then something will not work. Each problem and
+    each note is `{"what", "fix"}`, and `fix` may be empty for a note. Sizes are bytes.
+    """
+    problems: list[dict[str, str]] = []
+    notes: list[dict[str, str]] = []
+    versions, extras = check_versions(problems, notes)
+    check_shadows(IMPORT_NAMES, HOME, sys.path, problems, notes)
+    disk = shutil.disk_usage(Path.cwd())
+    if disk.free < LITTLE_DISK:
+        notes.append({"what": f"only {_gib(disk.free)} free here", "fix": "give `--out` on a larger disk"})
+    result: dict[str, Any] = {
+        "ok": False,
+        "problems": problems,
+        "notes": notes,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "installation": str(HOME),
+        "cpu": cpu(),
+        "memory": memory(),
+        "disk": {"path": str(Path.cwd()), "free": disk.free, "total": disk.total},
+        "versions": versions,
+        "extras": extras,
+        "shipped": _shipped(problems),
+        "devices": devices(problems) if deep else None,
+    }
+    if _nvidia_driver() and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
+        fix = f"pip install --force-reinstall 'torch{versions['torch']['wanted']}' without the index of CPU builds"
+        notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
+    result["ok"] = not problems
+    return result
+
+
+# Versions
+
+
+def requirements() -> list[Requirement]:
+    """What our own metadata asks for, extras included; from pyproject.toml in a source tree that is not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        source = HOME / "pyproject.toml"
+        if not source.is_file():
+            return []
+        project = tomllib.loads(source.read_text(encoding="utf-8"))["project"]
+        lines = list(project["dependencies"])
+        for extra, wanted in project["optional-dependencies"].items():
+            lines += [f'{line}; extra == "{extra}"' for line in wanted]
+    return [Requirement(line) for line in lines]
+
+
+def check_versions(
+    problems: list[dict[str, str]], notes: list[dict[str, str]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Versions of the core packages, and which extras are there.
+
+    Returns ({package: {installed, wanted, ok}}, {extra: {installed, gives, get}}).
+    """
+    try:
+        wanted = requirements()
+    except ImportError:
+        problems.append({"what": "the package `packaging` is missing", "fix": "pip install packaging"})
+        return {}, {}
+    versions: dict[str, dict[str, Any]] = {}
+    for requirement in wanted:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        row = _version_row(requirement)
+        versions[requirement.name] = row
+        if row["installed"] is None:
+            problems.append(
+                {"what": f"{requirement.name} is not installed", "fix": f"pip install '{_bare(requirement)}'"}
+            )
+        elif not row["ok"]:
+            what = f"{requirement.name} {row['installed']} is outside {row['wanted']}"
+            problems.append({"what": what, "fix": f"pip install '{_bare(requirement)}'"})
+    extras: dict[str, dict[str, Any]] = {}
+    for extra, gives in EXTRAS.items():
+        parts = [r for r in wanted if r.marker is not None and _only_with(r, extra)]
+        rows = {r.name: _version_row(r) for r in parts}
+        get = f"pip install '{DISTRIBUTION}[{extra}]'"
+        extras[extra] = {
+            "installed": bool(rows) and all(row["ok"] for row in rows.values()),
+            "gives": gives,
+            "get": get,
+        }
+        for name, row in rows.items():
+            if row["installed"] is not None and not row["ok"]:
+                notes.append({"what": f"{name} {row['installed']} is outside {row['wanted']}", "fix": get})
+    return versions, extras
+
+
+def _version_row(requirement: Requirement) -> dict[str, Any]:
+    try:
+        installed: str | None = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    # Development builds of torch are what their users want, so prereleases count by their number.
+    ok = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+    return {"installed": installed, "wanted": str(requirement.specifier), "ok": ok}
+
+
+def _bare(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
+
+
+def _only_with(requirement: Requirement, extra: str) -> bool:
+    assert requirement.marker is not None
+    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
+
+
+# Names
+
+
+def check_shadows(
+    names: Iterable[str],
+    home: Path,
+    path: Iterable[str],
+    problems: list[dict[str, str]],
+    notes: list[dict[str, str]],
+    *,
+    owners: Mapping[str, list[str]] | None = None,
+) -> None:
+    """Find modules of other origin that carry one of our import names.
+
+    One that Python finds before ours, or that another distribution installed over ours, is a problem; one that ours
+    hides is a note. `home` is the folder that holds our packages; `owners` maps an import name to the distributions
+    that installed it (default: what `importlib.metadata` knows).
+    """
+    owners = importlib.metadata.packages_distributions() if owners is None else owners
+    entries = list(dict.fromkeys(Path(entry or ".").resolve() for entry in path))
+    for name in names:
+        ours = home / name
+        before = True
+        for entry in entries:
+            if entry == home:
+                before = False
+                continue
+            found = _module_at(entry, name)
+            if found is None or found.resolve() == ours:
+                continue
+            if before and _wins(found, ours):
+                fix = "rename or move it, or run from another folder"
+                owner = _owner(owners, name)
+                if owner:
+                    fix = f"pip uninstall {owner}, or keep the two in separate environments"
+                problems.append({"what": f"`import {name}` finds {found} instead of {ours}{_by(owner)}", "fix": fix})
+                break
+            notes.append({"what": f"{found} has the name of our package {name!r} and is hidden by it", "fix": ""})
+        together = _owner(owners, name)
+        if together and DISTRIBUTION in owners.get(name, []):
+            what = f"`{name}` was installed by {together} as well as by {DISTRIBUTION}, one over the other"
+            problems.append(
+                {"what": what, "fix": f"pip uninstall {together}; pip install --force-reinstall {DISTRIBUTION}"}
+            )
+
+
+def _module_at(entry: Path, name: str) -> Path | None:
+    """The package folder or module file `name` directly in `entry`, as an import would find it."""
+    folder, file = entry / name, entry / f"{name}.py"
+    if (folder / "__init__.py").is_file():
+        return folder
+    if file.is_file():
+        return file
+    return folder if folder.is_dir() and any(folder.glob("*.py")) else None
+
+
+def _wins(found: Path, ours: Path) -> bool:
+    """Whether `found`, earlier on the path, is what `import` takes: a bare folder yields to a package with a body."""
+    bare = found.is_dir() and not (found / "__init__.py").is_file()
+    return not (bare and (ours / "__init__.py").is_file())
+
+
+def _owner(owners: Mapping[str, list[str]], name: str) -> str:
+    others = sorted({owner for owner in owners.get(name, []) if owner.lower() != DISTRIBUTION})
+    return " ".join(others)
+
+
+def _by(owner: str) -> str:
+    return f" (installed by {owner})" if owner else ""
+
+
+# Machine
+
+
+def cpu() -> dict[str, Any]:
+    """Model, usable cores (affinity and container quota), and which fast bf16 instructions there are."""
+    info: dict[str, str] = {}
+    try:
+        for line in (_PROC / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            info.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass  # not Linux
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_number("cpu.max")
+    return {
+        "model": info.get("model name") or platform.processor() or platform.machine(),
+        "cores": cores,
+        "quota": quota,
+        "bf16": bool(flags & {"avx512_bf16", "bf16"}),
+        "amx": "amx_bf16" in flags,
+    }
+
+
+def memory() -> dict[str, int | None]:
+    """Bytes of memory: `total` (or the container's limit, where lower) and `available` now."""
+    sizes: dict[str, int] = {}
+    try:
+        for line in (_PROC / "meminfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            sizes[key] = int(value.split()[0]) * 1024
+    except OSError:
+        pass  # not Linux
+    total = sizes.get("MemTotal")
+    if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_number("memory.max")
+    available = sizes.get("MemAvailable")
+    if limit is not None and total is not None and limit < total:
+        total = int(limit)
+        available = min(available, total) if available is not None else None
+    return {"total": total, "available": available}
+
+
+def _cgroup_number(name: str) -> float | None:
+    """A limit of the container we are in (cgroup v2), as a number: bytes, or cores for `cpu.max`; None if unlimited."""
+    try:
+        parts = (_CGROUP / name).read_text(encoding="ascii").split()
+    except OSError:
+        return None
+    if not parts or parts[0] == "max":
+        return None
+    return float(parts[0]) / float(parts[1]) if len(parts) == 2 else float(parts[0])
+
+
+def _nvidia_driver() -> bool:
+    return (_PROC / "driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def devices(problems: list[dict[str, str]]) -> dict[str, Any]:
+    """Import torch and list what it can compute on."""
+    try:
+        import torch
+    except Exception as error:  # a broken shared library raises OSError, a bad build anything else
+        problems.append(
+            {"what": f"`import torch` fails: {error}", "fix": "reinstall torch for this Python and machine"}
+        )
+        return {}
+    gpus: list[dict[str, Any]] = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"{properties.major}.{properties.minor}"
+        gpus.append({"name": properties.name, "memory": properties.total_memory, "capability": capability})
+    if not gpus and _nvidia_driver() and torch.version.cuda:
+        what = f"an NVIDIA driver is here, but torch (CUDA {torch.version.cuda}) sees no device"
+        problems.append({"what": what, "fix": "check `nvidia-smi`, CUDA_VISIBLE_DEVICES, and the driver's version"})
+    backends = []
+    if torch.distributed.is_available():
+        checks = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}
+        backends = [name for name, available in checks.items() if available()]
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cuda": gpus,
+        "mps": torch.backends.mps.is_available(),
+        "distributed": backends,
+    }
+
+
+def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
+    """The backbones and samples in the package; none at all means a broken installation."""
+    try:
+        from finetune import assets
+
+        found = {"backbones": assets.backbones(), "samples": assets.samples()}
+    except Exception as error:  # a foreign `finetune` may hold anything; check_shadows has named it
+        problems.append({"what": f"the shipped files cannot be listed: {error}", "fix": ""})
+        return {"backbones": [], "samples": []}
+    for kind, names in found.items():
+        if not names:
+            fix = f"pip install --force-reinstall {DISTRIBUTION}"
+            problems.append({"what": f"the package holds no {kind}", "fix": fix})
+    return found
+
+
+# Printing
+
+
+def _gib(size: float | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The result of `doctor` as plain text."""
+    processor, ram = result["cpu"], result["memory"]
+    instructions = [name for key, name in {"bf16": "bf16 dot products", "amx": "AMX tiles"}.items() if processor[key]]
+    quota = f", limited to {processor['quota']:.1f}" if processor["quota"] is not None else ""
+    lines = [
+        f"python     {result['python']}  {result['executable']}",
+        f"platform   {result['platform']}",
+        f"cpu        {processor['model']}, {processor['cores']} cores{quota}, "
+        f"{' and '.join(instructions) or 'no bf16 instructions'}",
+        f"memory     {_gib(ram['total'])}, {_gib(ram['available'])} available",
+        f"disk       {_gib(result['disk']['free'])} free in {result['disk']['path']}",
+        f"installed  {result['installation']}",
+        f"shipped    {', '.join(result['shipped']['backbones'])}; {len(result['shipped']['samples'])} samples",
+        "",
+    ]
+    width = max((len(name) for name in result["versions"]), default=0)
+    for name, row in result["versions"].items():
+        mark = "ok " if row["ok"] else "NO "
+        lines.append(f"{mark} {name.ljust(width)}  {row['installed'] or 'missing'}  (wants {row['wanted'] or 'any'})")
+    lines.append("")
+    for extra, row in result["extras"].items():
+        state = "installed" if row["installed"] else f"missing: {row['get']}"
+        lines.append(f"extra {extra} ({row['gives']}): {state}")
+    lines.append("")
+    found = result["devices"]
+    if found is None:
+        lines.append("devices: not looked at; `flatshift doctor --deep` imports torch and lists them")
+    elif found:
+        gpus = [f"{gpu['name']} ({_gib(gpu['memory'])}, sm {gpu['capability']})" for gpu in found["cuda"]]
+        names = [f"cpu ({found['threads']} threads)", *gpus, *(["mps"] if found["mps"] else [])]
+        lines.append(f"devices: {', '.join(names)}; torch {found['torch']}")
+        lines.append(f"process groups: {', '.join(found['distributed']) or 'none'}")
+    lines.append("")
+    for title, group in (("problem", result["problems"]), ("note", result["notes"])):
+        for entry in group:
+            lines.append(f"{title}: {entry['what']}")
+            if entry["fix"]:
+                lines.append(f"         fix: {entry['fix']}")
+    lines.append("all well" if result["ok"] else f"{len(result['problems'])} problem(s)")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    answer = doctor(deep="--deep" in sys.argv[1:])
+    print(render(answer))
+    raise SystemExit(0 if answer["ok"] else 1)

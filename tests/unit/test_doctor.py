@@ -1,0 +1,172 @@
+"""`flatshift doctor` sees what is wrong, says how to put it right, and needs no torch to do so."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from experiments import doctor as module
+from experiments.doctor import check_shadows, doctor, render
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def shadows(names: list[str], home: Path, path: list[Path], owners: dict[str, list[str]] | None = None):
+    problems: list[dict[str, str]] = []
+    notes: list[dict[str, str]] = []
+    check_shadows(names, home, [str(entry) for entry in path], problems, notes, owners=owners or {})
+    return problems, notes
+
+
+def package(folder: Path, name: str, *, body: bool = True) -> Path:
+    made = folder / name
+    made.mkdir(parents=True)
+    (made / ("__init__.py" if body else "thing.py")).touch()
+    return made
+
+
+def test_this_environment_is_described_without_torch() -> None:
+    code = (
+        "import sys, json; from experiments.doctor import doctor; result = doctor();"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; print(json.dumps(result))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    result = json.loads(done.stdout)
+    assert result["ok"] is (result["problems"] == [])
+    assert result["versions"]["torch"]["installed"] == importlib.metadata.version("torch")
+    assert result["versions"]["torch"]["ok"]
+    assert {"zstd", "hf"} == set(result["extras"])
+    assert result["shipped"]["backbones"] == ["flatshift-5m"]
+    assert result["cpu"]["cores"] >= 1 and result["memory"]["total"] > 1 << 28 and result["disk"]["free"] > 0
+    assert result["devices"] is None
+
+
+def test_deep_lists_devices_and_text_names_them() -> None:
+    result = doctor(deep=True)
+    assert result["devices"]["torch"] == importlib.metadata.version("torch")
+    text = render(result)
+    assert "devices: cpu (" in text
+    for name in result["versions"]:
+        assert name in text
+    json.dumps(result, allow_nan=False)
+
+
+def test_core_requirements_are_those_of_pyproject() -> None:
+    assert {r.name for r in module.requirements()} >= {"torch", "transformers", "peft", "zstandard", "datasets"}
+    versions, _ = module.check_versions([], [])
+    assert "zstandard" not in versions and "POT" not in versions
+
+
+@pytest.mark.parametrize(
+    ("wanted", "what", "fix"),
+    [
+        ("numpy>=99", "is outside >=99", "pip install 'numpy>=99'"),
+        ("no-such-distribution-x>=1", "is not installed", "pip install 'no-such-distribution-x>=1'"),
+    ],
+)
+def test_unmet_requirement_is_a_problem(monkeypatch: pytest.MonkeyPatch, wanted: str, what: str, fix: str) -> None:
+    monkeypatch.setattr(module, "requirements", lambda: [Requirement(wanted)])
+    result = doctor()
+    assert not result["ok"]
+    (problem,) = result["problems"]
+    assert what in problem["what"] and problem["fix"] == fix
+    text = render(result)
+    assert "\nNO " in text and fix in text and text.endswith("1 problem(s)")
+
+
+def test_missing_extra_is_no_problem_but_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Requirement('no-such-distribution-x>=1; extra == "zstd"'), Requirement('numpy; extra == "hf"')]
+    monkeypatch.setattr(module, "requirements", lambda: wanted)
+    result = doctor()
+    assert result["ok"] and result["versions"] == {}
+    assert not result["extras"]["zstd"]["installed"] and result["extras"]["hf"]["installed"]
+    assert "missing: pip install 'flatshift[zstd]'" in render(result)
+
+
+def test_module_found_earlier_is_a_problem(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    package(home, "finetune")
+    package(home, "selection")
+    package(tmp_path / "other", "finetune")
+    (tmp_path / "other" / "selection.py").touch()
+    problems, notes = shadows(["finetune", "selection"], home, [tmp_path / "other", home])
+    for name, problem in zip(("finetune", "selection.py"), problems, strict=True):
+        assert str(tmp_path / "other" / name) in problem["what"]
+    assert notes == []
+    assert all("run from another folder" in p["fix"] for p in problems)
+
+
+def test_shadowing_distribution_is_named(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    package(home, "finetune")
+    package(tmp_path / "site", "finetune")
+    problems, _ = shadows(["finetune"], home, [tmp_path / "site", home], {"finetune": ["tuna"]})
+    (problem,) = problems
+    assert "installed by tuna" in problem["what"] and "pip uninstall tuna" in problem["fix"]
+
+
+def test_module_found_later_is_a_note(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    package(home, "selection")
+    package(tmp_path / "site", "selection")
+    problems, notes = shadows(["selection"], home, [home, tmp_path / "site"])
+    assert problems == [] and len(notes) == 1 and "hidden" in notes[0]["what"]
+
+
+def test_bare_folder_yields_to_a_package(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    package(home, "experiments")
+    package(tmp_path / "cwd", "experiments", body=False)
+    (tmp_path / "cwd" / "selection").mkdir()  # only data in it: no module at all
+    problems, notes = shadows(["experiments", "selection"], home, [tmp_path / "cwd", home])
+    assert problems == [] and len(notes) == 1
+
+
+def test_two_distributions_over_one_another(tmp_path: Path) -> None:
+    package(tmp_path, "finetune")
+    problems, _ = shadows(["finetune"], tmp_path, [tmp_path], {"finetune": ["flatshift", "tuna"]})
+    assert "installed by tuna as well" in problems[0]["what"]
+    assert "pip uninstall tuna" in problems[0]["fix"]
+    assert shadows(["finetune"], tmp_path, [tmp_path], {"finetune": ["flatshift"]}) == ([], [])
+
+
+def test_container_limits_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("536870912\n")
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    monkeypatch.setattr(module, "_CGROUP", tmp_path)
+    assert module.memory()["total"] == 1 << 29
+    assert module.cpu()["quota"] == pytest.approx(1.5)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert module.memory()["total"] > 1 << 29
+    assert module.cpu()["quota"] is None
+
+
+def test_cpu_instructions_come_from_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Test 9000\nflags\t\t: fpu avx512_bf16 amx_bf16\n")
+    monkeypatch.setattr(module, "_PROC", tmp_path)
+    found = module.cpu()
+    assert (found["model"], found["bf16"], found["amx"]) == ("Test 9000", True, True)
+    (tmp_path / "cpuinfo").write_text("model name\t: Old\nflags\t\t: fpu sse2\n")
+    found = module.cpu()
+    assert (found["bf16"], found["amx"]) == (False, False)
+
+
+def test_run_as_a_module_answers_by_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "regularizers.py").touch()
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import runpy; runpy.run_module('experiments.doctor', run_name='__main__')"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"`import regularizers` finds {tmp_path / 'regularizers.py'}" in done.stdout
