@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from .config import Optimizer, Train
-
-if TYPE_CHECKING:
-    from .data import MicroBatch
 
 
 def adamw(parameters: dict[str, nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
@@ -53,14 +49,6 @@ def uses_dropout(model: nn.Module) -> bool:
         ("drop" in key) and isinstance(value, float) and not isinstance(value, bool) and value > 0
         for key, value in named.items()
     )
-
-
-def to_device(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch on `device` (itself, where it lies there already)."""
-    if micro.labels.device == device:
-        return micro
-    inputs = {name: value.to(device, non_blocking=True) for name, value in micro.inputs.items()}
-    return replace(micro, inputs=inputs, labels=micro.labels.to(device, non_blocking=True))
 
 
 def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextManager[Any]:

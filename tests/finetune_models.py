@@ -1,4 +1,4 @@
-"""Tiny random backbones on disk and fixed batches, for the tests of the loop; made in process, nothing is downloaded."""
+"""Tiny random backbones on disk and fixed batches, for the tests of the loop; made here, nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -48,9 +48,14 @@ class Micro:
     supervised: int
     samples: int
 
+    def to(self, device: torch.device | str) -> Micro:
+        return self
+
 
 class RandomBatches:
     """`at(step)`: `accumulate` micro-batches of language-model rows with random masks, a pure function of the step."""
+
+    packed = False
 
     def __init__(self, *, rows: int = 3, length: int = 12, accumulate: int = 1, vocabulary: int = VOCABULARY) -> None:
         self.rows, self.length, self.accumulate, self.vocabulary = rows, length, accumulate, vocabulary
@@ -70,6 +75,8 @@ class RandomBatches:
 
 class ListBatches:
     """The same micro-batches at every step."""
+
+    packed = False
 
     def __init__(self, micros: Sequence[Micro]) -> None:
         self.micros = list(micros)

@@ -54,7 +54,7 @@ def test_checksum_sees_one_bit_of_the_frozen_weights_and_none_of_the_adapter(lla
     model = attach_adapter(load_backbone(llama, task=task), Adapter(rank=2), task=task, seed=0)
     first = checksum(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(1.0)
     assert checksum(model) == first
@@ -66,12 +66,12 @@ def test_checksum_sees_one_bit_of_the_frozen_weights_and_none_of_the_adapter(lla
 
 def test_encoder_as_language_model_is_refused(tmp_path):
     source = save_backbone("bert", tmp_path)
-    with pytest.raises(UserError, match="encoder.*classify"):
+    with pytest.raises(UserError, match=r"encoder.*classify"):
         load_backbone(source, task=Completion())
 
 
 def test_missing_directory_names_what_ships(offline, llama):
-    with pytest.raises(UserError, match="no such directory.*flatshift-5m"):
+    with pytest.raises(UserError, match=r"no such directory.*flatshift-5m"):
         resolve_backbone("/nowhere/at/all")
     near = str(llama.parent / (llama.name + "x"))
     with pytest.raises(UserError, match=f"did you mean .*{llama.name}'"):

@@ -1,0 +1,177 @@
+"""Killed and resumed ends with the same bits as never stopped: at any step, with every kind of state there is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from finetune.adapter import attach_adapter
+from finetune.backbone import load_backbone
+from finetune.checkpoint import steps as saved_steps
+from finetune.config import Adapter, Completion, Evaluate, Optimizer, Train
+from finetune.data import Batches, Example
+from finetune.errors import Interrupted
+from finetune.loop import train_stage
+from finetune.rundir import RunDirectory, read_metrics
+from regularizers import GGPO, Plain, build
+from tests.finetune_models import IGNORED, PadOnly, save_backbone
+
+TASK = Completion(pack=True)
+STEPS = 14
+
+
+def examples(count, seed):
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(count):
+        length = int(torch.randint(4, 14, (1,), generator=generator))
+        ids = torch.randint(3, 60, (length,), generator=generator).tolist()
+        made.append(Example(input_ids=ids, labels=[IGNORED] * 2 + ids[2:], id=str(index), where=f"f:{index}"))
+    return made
+
+
+def train(
+    source, directory, *, regularizer=None, dropout=0.0, precision="fp32", save_every=4, steps=STEPS, stop_at=None
+):
+    """One attempt; returns the adapter's bytes, or None if it was stopped after `stop_at`."""
+    model = attach_adapter(
+        load_backbone(source, task=TASK, precision=precision), Adapter(rank=4, dropout=dropout), task=TASK, seed=0
+    )
+    run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
+    last = [0]
+    try:
+        train_stage(
+            model,
+            PadOnly(),
+            stage="fine-tune",
+            task=TASK,
+            batches=Batches(examples(30, 1), task=TASK, batch_size=2, accumulate=2, seed=0, max_length=24, pad_id=0),
+            dev=examples(6, 2),
+            optimizer=Optimizer(lr=1e-2, weight_decay=0.01),
+            train=Train(steps=steps, eval_every=3, save_every=save_every, precision=precision, max_length=24),
+            evaluate=Evaluate(batch_size=4),
+            regularizer=build(regularizer or Plain()),
+            run=run,
+            seed=0,
+            on_step=lambda line: last.__setitem__(0, line["step"]),
+            stop=lambda: last[0] == stop_at,
+        )
+    except Interrupted:
+        return None
+    return adapter_bytes(directory)
+
+
+def adapter_bytes(directory):
+    return (directory / "stages" / "fine-tune" / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def curve(directory):
+    lines = read_metrics(directory / "metrics.jsonl")
+    return {(r["split"], r["step"]): (r["loss"], r["tokens"], r.get("lr"), r.get("grad_norm")) for r in lines}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return {kind: save_backbone(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "gpt2-dropout")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"regularizer": GGPO(refresh=5, schedule="cosine")}),
+        ("llama", {"regularizer": GGPO(refresh=5), "precision": "bf16", "dropout": 0.1}),
+        ("gpt2-dropout", {"dropout": 0.1}),
+    ],
+)
+def test_stopped_anywhere_and_resumed_gives_the_same_bits_and_the_same_curve(kind, settings, sources, tmp_path):
+    whole = train(sources[kind], tmp_path / "whole", **settings)
+    for stop_at in (1, 3, 7, 13):
+        directory = tmp_path / f"stopped-{stop_at}"
+        assert train(sources[kind], directory, stop_at=stop_at, **settings) is None
+        assert train(sources[kind], directory, **settings) == whole, stop_at
+        assert curve(directory) == curve(tmp_path / "whole"), stop_at
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_but_no_bits(sources, tmp_path):
+    whole = train(sources["llama"], tmp_path / "whole")
+    directory = tmp_path / "damaged"
+    assert train(sources["llama"], directory, stop_at=9) is None
+    assert saved_steps(directory / "state") == [9, 8]
+    weights = directory / "state" / "step-9" / "state.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert train(sources["llama"], directory) == whole
+    assert "step-9 is damaged" in (directory / "log.txt").read_text()
+    assert "continues after step 8" in (directory / "log.txt").read_text()
+    last = read_metrics(directory / "metrics.jsonl")
+    assert {r["step"]: r["attempt"] for r in last if r["split"] == "train"}[9] == 2
+
+
+def test_all_checkpoints_lost_starts_again_and_ends_the_same(sources, tmp_path):
+    whole = train(sources["llama"], tmp_path / "whole")
+    assert train(sources["llama"], tmp_path / "lost", stop_at=9) is None
+    shutil.rmtree(tmp_path / "lost" / "state")
+    assert train(sources["llama"], tmp_path / "lost") == whole
+
+
+def test_kill_minus_nine_inside_save_and_rename(sources, tmp_path):
+    """In a child process, at the four places where a save can be cut."""
+    whole = train(sources["llama"], tmp_path / "whole")
+    code = textwrap.dedent(
+        f"""
+        import importlib.util, os, pathlib, signal, sys
+        spec = importlib.util.spec_from_file_location("resume_module", {str(__file__)!r})
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        place, source, directory = sys.argv[1:]
+        def die(*_, **__):
+            os.kill(os.getpid(), signal.SIGKILL)
+        def second(before, call):
+            count = [0]
+            def wrapped(*arguments, **keywords):
+                count[0] += 1
+                if count[0] == 2 and before:
+                    die()
+                result = call(*arguments, **keywords)
+                if count[0] == 2:
+                    die()
+                return result
+            return wrapped
+        import safetensors.torch
+        from finetune import checkpoint
+        if place == "tensors":
+            safetensors.torch.save_file = second(False, safetensors.torch.save_file)
+        elif place == "json":
+            checkpoint.write_json = second(True, checkpoint.write_json)
+        elif place == "rename":
+            original = pathlib.Path.replace
+            def replace(self, target):
+                if pathlib.Path(target).name == "step-8":
+                    die()
+                return original(self, target)
+            pathlib.Path.replace = replace
+        elif place == "verify":
+            checkpoint._read = second(True, checkpoint._read)
+        module.train(pathlib.Path(source), pathlib.Path(directory))
+        """
+    )
+    for place in ("tensors", "json", "rename", "verify"):
+        directory = tmp_path / place
+        child = subprocess.run(
+            [sys.executable, "-c", code, place, str(sources["llama"]), str(directory)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+        )
+        assert child.returncode == -signal.SIGKILL, child.stderr
+        assert saved_steps(directory / "state") == ([8, 4] if place == "verify" else [4])
+        assert train(sources["llama"], directory) == whole, place
+        assert not [p for p in directory.rglob(".*.tmp")]

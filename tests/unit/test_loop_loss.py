@@ -1,0 +1,117 @@
+"""The loss: sums over supervised tokens, the sliced head equal to the model's own logits, unplain heads left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from finetune import loss as loss_module
+from finetune.adapter import attach_adapter, trainable
+from finetune.backbone import load_backbone
+from finetune.config import Adapter, Classify, LanguageModel
+from finetune.loss import batch_loss, find_head, linear_cross_entropy, loss_sum
+from tests.finetune_models import IGNORED, RandomBatches, save_backbone
+
+LM = LanguageModel()
+
+
+def build(kind, directory, **overrides):
+    model = attach_adapter(
+        load_backbone(save_backbone(kind, directory, **overrides), task=LM), Adapter(rank=4), task=LM, seed=0
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def naive(model, micro):
+    """Token by token, in float64."""
+    logits = model(**micro.inputs).logits.double()
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(logits.shape[0]):
+        for t in range(logits.shape[1] - 1):
+            label = int(micro.labels[row, t + 1])
+            if label != IGNORED:
+                total = total - torch.log_softmax(logits[row, t], dim=-1)[label]
+    return total
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in trainable(model).items()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_sliced_and_whole_loss_agree_with_the_naive_sum_in_value_and_gradient(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(loss_module._SLICE, "cpu", 64 * 16)  # 16 rows a slice: several slices
+    model, micro = build(kind, tmp_path), RandomBatches(rows=5).at(0)[0]
+    head = find_head(model, micro, task=LM)
+    assert head is not None
+    reference = naive(model, micro)
+    reference.backward()
+    expected = gradients(model)
+    for route in (head, None):
+        value = batch_loss(model, micro, task=LM, head=route)
+        assert value.dtype == torch.float32 and abs(value.item() / reference.item() - 1) < 1e-6
+        value.backward()
+        for name, gradient in gradients(model).items():
+            assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_a_soft_capped_head_takes_the_models_own_forward_pass(tmp_path):
+    model, micro = build("gemma2", tmp_path, final_logit_softcapping=5.0), RandomBatches().at(0)[0]
+    assert find_head(model, micro, task=LM) is None
+    assert abs(batch_loss(model, micro, task=LM).item() / naive(model, micro).item() - 1) < 1e-6
+
+
+def test_an_adapted_or_trained_head_is_not_taken_for_a_plain_one(tmp_path):
+    source = save_backbone("llama", tmp_path, tie_word_embeddings=False)
+    model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=2, targets=("lm_head",)), task=LM, seed=0)
+    assert find_head(model, RandomBatches().at(0)[0], task=LM) is None
+
+
+def test_find_head_leaves_mode_and_gradients_alone(tmp_path):
+    model = build("llama", tmp_path).train()
+    assert find_head(model, RandomBatches().at(0)[0], task=LM) is not None
+    assert model.training and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_cross_entropy_gradient_by_finite_differences(bias):
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(6, 11, bias=bias).double().requires_grad_(False)
+    hidden = torch.randn(7, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 11, (7,), generator=generator)
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, linear, targets), hidden)
+    step = 1e-3  # the value itself is float32
+
+    def value(shift):
+        return F.cross_entropy(linear(hidden + shift), targets, reduction="sum").item()
+
+    for index in [(0, 0), (3, 2), (6, 5)]:
+        shift = torch.zeros_like(hidden)
+        shift[index] = step
+        numeric = (value(shift) - value(-shift)) / (2 * step)
+        assert abs(gradient[index].item() - numeric) < 1e-5
+
+
+def test_large_logits_and_no_supervised_token():
+    linear = torch.nn.Linear(4, 9).requires_grad_(False)
+    hidden = (torch.ones(3, 4) * 1e4).requires_grad_()
+    targets = torch.tensor([0, 4, 8])
+    value = linear_cross_entropy(hidden, linear, targets)
+    assert torch.isfinite(value)
+    assert abs(value.item() / F.cross_entropy(linear(hidden), targets, reduction="sum").item() - 1) < 1e-5
+    empty = linear_cross_entropy(hidden[:0], linear, targets[:0])
+    empty.backward()
+    assert empty.item() == 0.0 and not hidden.grad.any()
+
+
+def test_classification_sums_over_examples():
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    parts = sum(loss_sum(logits[i : i + 1], labels[i : i + 1], task=Classify()) for i in range(4))
+    assert torch.allclose(loss_sum(logits, labels, task=Classify()), parts)
