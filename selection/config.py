@@ -26,7 +26,7 @@ class Random:
 
 @dataclass(frozen=True, kw_only=True)
 class KNN:
-    """Nearest neighbours of the target, each pool sample at most once (score: squared distance to its nearest target)."""
+    """Nearest neighbours of the target, each sample at most once (score: squared distance to its nearest target)."""
 
     kind: Literal["knn"] = "knn"
 
@@ -38,8 +38,9 @@ class DSIR:
     kind: Literal["dsir"] = "dsir"
     buckets: int = 10_000
     """Hash buckets of the n-gram features."""
-    resample: bool = True
-    """Add seeded Gumbel noise to the log weights before the top-k, as DSIR does; false: plain top-k."""
+    resample: bool = False
+    """Add seeded Gumbel noise to the log weights, so that the selection is a draw in proportion to the weights, as in
+    the paper; the noise is then part of the score. False: the score is −log weight, the selection its plain top-k."""
 
 
 Method = GotD | Random | KNN | DSIR

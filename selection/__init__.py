@@ -1,0 +1,67 @@
+"""Pools and targets in; scored and chosen samples out. Knows no model: features come as arrays or by callables."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from selection.embed import TfIdfEmbedder, load_features, pool_features
+    from selection.errors import ConvergenceWarning, SelectionError
+    from selection.methods import (
+        DSIRSelector,
+        GotDSelector,
+        KNNSelector,
+        Pool,
+        RandomSelector,
+        Selector,
+        Target,
+        build_selector,
+    )
+    from selection.transport import Potentials, sinkhorn_potentials
+
+_HOME = {
+    "ConvergenceWarning": "selection.errors",
+    "DSIRSelector": "selection.methods",
+    "GotDSelector": "selection.methods",
+    "KNNSelector": "selection.methods",
+    "Pool": "selection.methods",
+    "Potentials": "selection.transport",
+    "RandomSelector": "selection.methods",
+    "SelectionError": "selection.errors",
+    "Selector": "selection.methods",
+    "Target": "selection.methods",
+    "TfIdfEmbedder": "selection.embed",
+    "build_selector": "selection.methods",
+    "load_features": "selection.embed",
+    "pool_features": "selection.embed",
+    "sinkhorn_potentials": "selection.transport",
+}
+
+__all__ = [
+    "ConvergenceWarning",
+    "DSIRSelector",
+    "GotDSelector",
+    "KNNSelector",
+    "Pool",
+    "Potentials",
+    "RandomSelector",
+    "SelectionError",
+    "Selector",
+    "Target",
+    "TfIdfEmbedder",
+    "build_selector",
+    "load_features",
+    "pool_features",
+    "sinkhorn_potentials",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

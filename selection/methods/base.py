@@ -1,0 +1,134 @@
+"""What selectors take (Pool, Target) and what they all share (Selector)."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from selection.errors import SelectionError
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Samples in file order: whichever of texts and features a method needs.
+
+    ids: N strings (random draws are keyed by them, so they follow a sample when rows move). texts: N strings.
+    features: (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution
+    over rows that optimal transport sees; uniform when None.
+    """
+
+    ids: Sequence[str] | None = None
+    texts: Sequence[str] | None = None
+    features: Any = None
+    domains: Sequence[str | None] | None = None
+    weights: Any = None
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(value) for name, value in self.__dict__.items() if value is not None}
+        if not lengths:
+            raise SelectionError("a pool or target needs at least one of ids, texts and features")
+        if len(set(lengths.values())) > 1:
+            told = ", ".join(f"{count} {name}" for name, count in lengths.items())
+            raise SelectionError(f"pool or target parts differ in length: {told}; give one of each per row")
+        if not len(self):
+            raise SelectionError("the pool or target is empty; give at least one row")
+
+    def __len__(self) -> int:
+        return next(len(value) for value in self.__dict__.values() if value is not None)
+
+
+Target = Pool
+"""Samples of the task; the same class."""
+
+
+class Selector:
+    """Base of all selectors, in scikit-learn's manner.
+
+    Constructors only store their keyword parameters. `fit` returns self and sets `scores_` (N,) float64, smaller is
+    better for every method; `nearest_target_` (N,) int64 or None; `diagnostics_`, a dict for the manifest.
+    """
+
+    scores_: np.ndarray
+    nearest_target_: np.ndarray | None
+    diagnostics_: dict[str, Any]
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Score every row of `pool` against `target`. `progress` is called as (stage, done, total)."""
+        raise NotImplementedError
+
+    def select(self, k: int) -> np.ndarray:
+        """The k best rows as int64 indices in rank order; ties go by file order. Raises SelectionError."""
+        count = len(self._fitted())
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+            raise SelectionError(f"the budget must be a whole number of at least 1, not {k!r}")
+        if k > count:
+            raise SelectionError(f"the budget {k} is above the pool size {count}; ask for at most {count}")
+        return self._order()[:k]
+
+    def ranks(self) -> np.ndarray:
+        """(N,) int64: 1 for the best row, N for the worst; ties by file order."""
+        order = self._order()
+        ranks = np.empty(len(order), dtype=np.int64)
+        ranks[order] = np.arange(1, len(order) + 1)
+        return ranks
+
+    def _order(self) -> np.ndarray:
+        return np.argsort(self._fitted(), kind="stable").astype(np.int64, copy=False)
+
+    def _fitted(self) -> np.ndarray:
+        if not hasattr(self, "scores_"):
+            raise SelectionError(f"{type(self).__name__} has no scores yet; call fit(pool, target) first")
+        return self.scores_
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Constructor parameters by name (scikit-learn's `clone` works with this)."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def set_params(self, **params: Any) -> Self:
+        """Change constructor parameters. Raises SelectionError for a name the constructor does not know."""
+        known = self.get_params()
+        for name, value in params.items():
+            if name not in known:
+                raise SelectionError(f"{type(self).__name__} has no parameter {name!r}; it has {', '.join(known)}")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(type(self)).parameters
+        changed = {k: v for k, v in self.get_params().items() if v != defaults[k].default}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+
+
+def need(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
+    """Both sides' `part` ("texts" or "features"); SelectionError where one is missing."""
+    sides = getattr(pool, part), getattr(target, part)
+    for name, value in zip(("pool", "target"), sides, strict=True):
+        if value is None:
+            raise SelectionError(f"{method} works on {part}, and the {name} has none; pass {part}= to it")
+    return sides
+
+
+def keyed_uniform(pool: Pool, seed: int, purpose: str) -> np.ndarray:
+    """(N,) float64 in (0, 1): a uniform draw for each row, fixed by (seed, purpose, id) and not by its position.
+
+    Rows that share an id get draws of their own, by order of appearance.
+    """
+    ids = pool.ids if pool.ids is not None else [str(i) for i in range(len(pool))]
+    key = hashlib.sha256(f"{purpose}\x1f{seed}".encode()).digest()
+    seen: Counter[str] = Counter()
+    raw = bytearray()
+    for name in ids:
+        turn = seen[name]
+        seen[name] += 1
+        text = name if turn == 0 else f"{name}\x1f{turn}"
+        raw += hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
+    bits = np.frombuffer(bytes(raw), dtype="<u8") >> np.uint64(11)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-53

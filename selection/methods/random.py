@@ -1,0 +1,21 @@
+"""A uniform draw: the control of every comparison."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform
+
+
+class RandomSelector(Selector):
+    """Scores are uniform in (0, 1), fixed by seed and id: the same sample draws the same number in any row order."""
+
+    def __init__(self, *, seed: int = 0):
+        self.seed = seed
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Looks at nothing but the pool's ids."""
+        self.scores_ = keyed_uniform(pool, self.seed, "random selection")
+        self.nearest_target_ = None
+        self.diagnostics_ = {}
+        return self
