@@ -21,7 +21,7 @@ _HOME = {
     "required_columns": "encoding",
     "sort_labels": "encoding",
     "label_index": "encoding",
-    "Template": "encoding",
+    "Template": "template",
     "Batches": "batches",
     "MicroBatch": "batches",
     "iterate_eval": "batches",

@@ -14,7 +14,6 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 from __future__ import annotations
 
 import difflib
-import string
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import Classify, Completion, LanguageModel, Task
 from ..errors import UserError
-from .rows import Row, canonical_label, missing_column
+from .rows import Row, missing_column
 from .specials import Specials
+from .template import Template, fit_completion, longest_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,46 +110,6 @@ def label_index(row: Row, label_names: Sequence[str]) -> int:
         ) from None
 
 
-class Template:
-    """A text with `{column}` places; `{{` and `}}` are literal braces."""
-
-    def __init__(self, text: str, flag: str) -> None:
-        """Raises UserError for unbalanced braces, empty places, and conversions or formats."""
-        self.parts: list[tuple[str, str | None]] = []
-        try:
-            for literal, name, form, conversion in string.Formatter().parse(text):
-                if name is not None and (not name or form or conversion):
-                    raise ValueError("a place is {column} and nothing else")
-                self.parts.append((literal, name))
-        except ValueError as error:
-            raise UserError(
-                f"{flag}: {text!r} is not a template ({error}); write {{{{ and }}}} for literal braces"
-            ) from error
-        self.columns = tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
-
-    def fill(self, row: Row, **instead: str) -> str:
-        """The text for `row`, with columns replaced by `instead` where given.
-
-        Raises:
-            UserError: a column that the row lacks, or that holds a list or object.
-        """
-        return "".join(literal + self._value(row, name, instead) for literal, name in self.parts)
-
-    def _value(self, row: Row, name: str | None, instead: dict[str, str]) -> str:
-        if name is None:
-            return ""
-        value: Any = instead.get(name, row.values.get(name))
-        if isinstance(value, str):
-            return value
-        if value is None:
-            reason = f"column {name!r} is null" if name in row.record else missing_column(name, row.values)
-            raise UserError(f"{row.where}: {reason}")
-        try:
-            return canonical_label(value)
-        except ValueError as error:
-            raise UserError(f"{row.where}: column {name!r} {error}") from None
-
-
 def encode(
     rows: Iterable[Row],
     *,
@@ -201,8 +161,8 @@ def _encode_texts(
     for chunk in _chunks(rows):
         made = maker.completions(chunk, task, names) if isinstance(task, Completion) else maker.documents(chunk)
         for row, (example, cut) in zip(chunk, made, strict=True):
-            if example is None:
-                _refuse_or_skip(row, "the supervised text is empty", bad_rows, skipped)
+            if isinstance(example, str):
+                _refuse_or_skip(row, example, bad_rows, skipped)
                 continue
             examples.append(example)
             truncated += cut
@@ -273,17 +233,17 @@ class _Maker:
     def tokens(self, texts: list[str]) -> Any:
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
 
-    def documents(self, rows: Sequence[Row]) -> list[tuple[Example | None, bool]]:
+    def documents(self, rows: Sequence[Row]) -> list[tuple[Example | str, bool]]:
         texts = [row.values["text"] for row in rows]
         batch = self.tokens(texts)
         prefix = list(self.specials.prefix)
-        made: list[tuple[Example | None, bool]] = []
+        made: list[tuple[Example | str, bool]] = []
         for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
             whole = [*prefix, *ids, *self.end]
             cut = len(whole) > self.max_length
             input_ids = whole[: self.max_length]
             if len(input_ids) < 2 or not ids:
-                made.append((None, cut))
+                made.append(("the text is empty", cut))
                 continue
             first = 0 if prefix else 1
             size = self._bytes(texts[i], batch, i, first, min(len(ids), self.max_length - len(prefix)))
@@ -292,21 +252,24 @@ class _Maker:
 
     def completions(
         self, rows: Sequence[Row], task: Completion, names: tuple[str, ...] | None
-    ) -> list[tuple[Example | None, bool]]:
+    ) -> list[tuple[Example | str, bool]]:
         ask, answer = Template(task.prompt, "task.prompt"), Template(task.completion, "task.completion")
         prompts = self.tokens([ask.fill(row) for row in rows])["input_ids"]
         texts = [answer.fill(row) for row in rows]
         batch = self.tokens(texts)
         choices = self._choices(rows, answer, names) if names is not None else [None] * len(rows)
         prefix = list(self.specials.prefix)
-        made: list[tuple[Example | None, bool]] = []
+        made: list[tuple[Example | str, bool]] = []
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
             mine = choices[i]
             # All choices follow one prompt, so it is cut for the longest of them.
             reserve = max(map(len, mine)) if mine else 0
             context, kept, cut = fit_completion(prefix, prompt, [*ids, *self.end], self.max_length, reserve=reserve)
             if not ids or len(context) + len(kept) < 2:
-                made.append((None, cut))
+                made.append(("the completion is empty", cut))
+                continue
+            if not context and task.score != "perplexity":
+                made.append((f"the prompt is empty, so score: {task.score} has nothing to start from", cut))
                 continue
             # Without any context the first token of the answer has nothing that could predict it.
             labels = [IGNORE] * len(context) + kept if context else [IGNORE, *kept[1:]]
@@ -371,31 +334,3 @@ class _Maker:
             if start is not None and end is not None:
                 return len(text[start.start : end.end].encode())
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
-
-
-def fit_completion(
-    prefix: Sequence[int], prompt: Sequence[int], answer: Sequence[int], max_length: int, *, reserve: int = 0
-) -> tuple[list[int], list[int], bool]:
-    """Context and answer of at most `max_length` tokens together, and whether anything was cut.
-
-    The prompt loses its left first; the answer loses its right only when it does not fit beside the prefix (or beside
-    one token of the prompt, where there is no prefix: an answer needs something to follow). The prompt leaves room for
-    an answer of `reserve` tokens even when this one is shorter.
-    """
-    least = len(prefix) or min(len(prompt), 1)
-    kept = list(answer[: max_length - least])
-    room = max(max_length - len(prefix) - max(len(kept), reserve), least - len(prefix))
-    context = [*prefix, *(prompt[max(len(prompt) - room, 0) :] if room else [])]
-    return context, kept, len(context) + len(kept) < len(prefix) + len(prompt) + len(answer)
-
-
-def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
-    """Lengths ≤ a, ≤ b with a sum ≤ room, taken from the longer until they are equal (ties: the second keeps less)."""
-    if a + b <= room:
-        return a, b
-    half = room // 2
-    if a <= half:
-        return a, room - a
-    if b <= half:
-        return room - b, b
-    return room - half, half

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.encoding import IGNORE, Example
 from ..errors import UserError
@@ -36,28 +37,23 @@ def generate_answers(
 
     prompts = [prompt_of(example) for example in examples]
     _check_room(model, examples, prompts, max_new_tokens)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     config = GenerationConfig(
         do_sample=False,
         num_beams=1,
         use_cache=True,
         max_new_tokens=max_new_tokens,
-        pad_token_id=pad_id or 0,
+        pad_token_id=pad_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )
     answers = [""] * len(examples)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for index in _batched(order, batch_size):
-        width = len(prompts[index[0]])
-        ids = torch.full((len(index), width), pad_id or 0, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, i in enumerate(index):
-            ids[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
-            mask[row, width - len(prompts[i]) :] = 1
+    for index in batched(order, batch_size):
+        ids, mask = padded([prompts[i] for i in index], pad_id, left=True)
         with forward_precision(device, autocast_dtype):
             out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
-        texts = tokenizer.batch_decode(out[:, width:].cpu(), skip_special_tokens=True)
+        texts = tokenizer.batch_decode(out[:, ids.shape[1] :].cpu(), skip_special_tokens=True)
         for i, text in zip(index, texts, strict=True):
             answers[i] = text.strip()
     return answers
@@ -86,7 +82,20 @@ def _check_room(model: Any, examples: Sequence[Example], prompts: list[list[int]
         )
 
 
-def _batched(items: list[int], size: int) -> Iterator[list[int]]:
+def batched(items: list[int], size: int) -> Iterator[list[int]]:
+    """Lists of at most `size` items, in order."""
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch
+
+
+def padded(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Token ids (B, T) of rows of any length, padded on one side, and their mask (1: real), both int64."""
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros_like(ids)
+    for r, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[r, place] = torch.tensor(row)
+        mask[r, place] = 1
+    return ids, mask

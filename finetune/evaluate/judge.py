@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..config import Classify, Completion, Evaluate, Task
-from ..data.encoding import Example
+from ..data.encoding import IGNORE, Example
 from ..errors import UserError
 from .bootstrap import Interval, ratio_interval
 from .classify import class_scores
@@ -61,10 +61,14 @@ def evaluate(
             nats, predicted = class_scores(model, examples, **how)
             loss = {"loss": ratio_interval(nats, np.ones(len(nats)), **draw)}
             return loss | judge_classes([_class(example) for example in examples], predicted.tolist(), **draw)
-        figures = _surprise(*document_nats(model, examples, **how), examples, draw)
         if isinstance(task, Completion) and task.score == "rank":
-            predicted = rank_choices(model, examples, **how).argmax(-1)
-            figures |= judge_classes([_gold(example, label_names) for example in examples], predicted.tolist(), **draw)
+            gold = [_gold(example, label_names) for example in examples]
+            scores = rank_choices(model, examples, **how)
+            # The row's own completion is one of the choices: its surprise is known.
+            nats = -scores[np.arange(len(gold)), gold]
+            figures = _surprise(nats, np.array([_supervised(example) for example in examples]), examples, draw)
+            return figures | judge_classes(gold, scores.argmax(-1).tolist(), **draw)
+        figures = _surprise(*document_nats(model, examples, **how), examples, draw)
         if isinstance(task, Completion) and task.score == "generate":
             del how["pad_id"]
             answers = generate_answers(model, tokenizer, examples, max_new_tokens=task.max_new_tokens, **how)
@@ -81,6 +85,11 @@ def _surprise(
         "perplexity": ratio_interval(nats, tokens, transform=np.exp, **draw),
         "bits_per_byte": ratio_interval(nats, size * math.log(2.0), **draw),
     }
+
+
+def _supervised(example: Example) -> int:
+    assert isinstance(example.labels, list)
+    return sum(label != IGNORE for label in example.labels[1:])
 
 
 def _class(example: Example) -> int:

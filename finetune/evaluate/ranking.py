@@ -2,19 +2,34 @@
 
 The score of a label is the summed log-probability of its whole completion, end-of-sequence token included; so no label
 wins by being the beginning of another, and scores are proper log-likelihoods (not divided by length).
+
+Choices of one item share its prompt, so the prompt goes through the model once and its cached keys and values are
+repeated. Whether a model's cache can do that is not guessed: the first item is scored both ways, and a model that does
+not agree (or has no such cache) gets every (prompt, choice) pair as a row of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..data.encoding import IGNORE, Example
-from .generate import prompt_of
+from .generate import batched, padded, prompt_of
+from .mode import forward_precision
 from .perplexity import document_nats
+
+
+@dataclass(frozen=True)
+class _How:
+    batch_size: int
+    pad_id: int
+    device: torch.device | str
+    autocast_dtype: torch.dtype | None
 
 
 def rank_choices(
@@ -28,8 +43,34 @@ def rank_choices(
 ) -> np.ndarray:
     """Log-likelihood in nats of every choice of every example, (N, K) float64.
 
-    Every (prompt, choice) pair is a row of its own; rows are batched by length.
+    The model is called as it stands: put it into evaluation mode before (`evaluating`). Each example has K `choices`.
     """
+    how = _How(batch_size, pad_id, device, autocast_dtype)
+    if not _can_share(model, examples, how):
+        return _separately(model, examples, how)
+    scores = np.zeros((len(examples), len(examples[0].choices or ())))
+    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
+    for index in batched(order, batch_size):
+        scores[index] = _shared(model, [examples[i] for i in index], how)
+    return scores
+
+
+def _can_share(model: Any, examples: Sequence[Example], how: _How) -> bool:
+    """Whether both ways agree on the shortest and the longest item together (so that padding is in play)."""
+    if any(not prompt_of(example) for example in examples):
+        return False
+    by_length = sorted(examples, key=lambda example: len(example.input_ids))
+    probe = [by_length[0], by_length[-1]]
+    apart = _separately(model, probe, how)
+    try:
+        shared = _shared(model, probe, how)
+    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
+        return False
+    exact = how.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
+    return bool(np.allclose(shared, apart, rtol=1e-4 if exact else 2e-2, atol=1e-3 if exact else 5e-2))
+
+
+def _separately(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
     rows = []
     for example in examples:
         prompt = prompt_of(example)
@@ -38,6 +79,42 @@ def rank_choices(
             rest = list(choice) if prompt else list(choice[1:])
             rows.append(Example([*context, *rest], [IGNORE] * len(context) + rest, example.id, example.where))
     nats, _ = document_nats(
-        model, rows, batch_size=batch_size, pad_id=pad_id, device=device, autocast_dtype=autocast_dtype
+        model,
+        rows,
+        batch_size=how.batch_size,
+        pad_id=how.pad_id,
+        device=how.device,
+        autocast_dtype=how.autocast_dtype,
     )
     return -nats.reshape(len(examples), -1)
+
+
+@torch.no_grad()
+def _shared(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
+    """B items with K choices of at most C tokens: prompts padded on the left (B, P), choices on the right (B·K, C)."""
+    prompts = [prompt_of(example) for example in examples]
+    choices = [choice for example in examples for choice in example.choices or ()]
+    each = len(choices) // len(examples)
+    ids, mask = padded(prompts, how.pad_id, left=True)
+    answers, real = padded(choices, how.pad_id, left=False)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    ids, mask, answers, real, positions = (t.to(how.device) for t in (ids, mask, answers, real, positions))
+    with forward_precision(how.device, how.autocast_dtype):
+        asked = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
+        )  # logits (B, 1, V)
+        logits = asked.logits.repeat_interleave(each, dim=0)
+        if answers.shape[1] > 1:
+            cache = asked.past_key_values
+            cache.batch_repeat_interleave(each)
+            after = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
+            said = model(
+                input_ids=answers[:, :-1],
+                attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
+                position_ids=after + torch.arange(answers.shape[1] - 1, device=after.device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits = torch.cat([logits, said.logits], dim=1)  # (B·K, C, V)
+    nats = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape)
+    return -(nats.double() * real).sum(-1).view(len(examples), each).cpu().numpy()

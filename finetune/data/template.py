@@ -1,0 +1,78 @@
+"""Templates over a row's columns, and what is cut when a sample is too long."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UserError
+from .rows import Row, canonical_label, missing_column
+
+
+class Template:
+    """A text with `{column}` places; `{{` and `}}` are literal braces."""
+
+    def __init__(self, text: str, flag: str) -> None:
+        """Raises UserError for unbalanced braces, empty places, and conversions or formats."""
+        self.parts: list[tuple[str, str | None]] = []
+        try:
+            for literal, name, form, conversion in string.Formatter().parse(text):
+                if name is not None and (not name or form or conversion):
+                    raise ValueError("a place is {column} and nothing else")
+                self.parts.append((literal, name))
+        except ValueError as error:
+            raise UserError(
+                f"{flag}: {text!r} is not a template ({error}); write {{{{ and }}}} for literal braces"
+            ) from error
+        self.columns = tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
+
+    def fill(self, row: Row, **instead: str) -> str:
+        """The text for `row`, with columns replaced by `instead` where given.
+
+        Raises:
+            UserError: a column that the row lacks, or that holds a list or object.
+        """
+        return "".join(literal + self._value(row, name, instead) for literal, name in self.parts)
+
+    def _value(self, row: Row, name: str | None, instead: dict[str, str]) -> str:
+        if name is None:
+            return ""
+        value: Any = instead.get(name, row.values.get(name))
+        if isinstance(value, str):
+            return value
+        if value is None:
+            reason = f"column {name!r} is null" if name in row.record else missing_column(name, row.values)
+            raise UserError(f"{row.where}: {reason}")
+        try:
+            return canonical_label(value)
+        except ValueError as error:
+            raise UserError(f"{row.where}: column {name!r} {error}") from None
+
+
+def fit_completion(
+    prefix: Sequence[int], prompt: Sequence[int], answer: Sequence[int], max_length: int, *, reserve: int = 0
+) -> tuple[list[int], list[int], bool]:
+    """Context and answer of at most `max_length` tokens together, and whether anything was cut.
+
+    The prompt loses its left first; the answer loses its right only when it does not fit beside the prefix (or beside
+    one token of the prompt, where there is no prefix: an answer needs something to follow). The prompt leaves room for
+    an answer of `reserve` tokens even when this one is shorter.
+    """
+    least = len(prefix) or min(len(prompt), 1)
+    kept = list(answer[: max_length - least])
+    room = max(max_length - len(prefix) - max(len(kept), reserve), least - len(prefix))
+    context = [*prefix, *(prompt[max(len(prompt) - room, 0) :] if room else [])]
+    return context, kept, len(context) + len(kept) < len(prefix) + len(prompt) + len(answer)
+
+
+def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
+    """Lengths ≤ a, ≤ b with a sum ≤ room, taken from the longer until they are equal (ties: the second keeps less)."""
+    if a + b <= room:
+        return a, b
+    half = room // 2
+    if a <= half:
+        return a, room - a
+    if b <= half:
+        return room - b, b
+    return room - half, half
