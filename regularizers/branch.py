@@ -1,12 +1,13 @@
 """The frozen noise branch of one LoRA layer: y = x (W0 + sBA + ε)ᵀ with ε = U S_V never formed, W0 never written.
 
-Fused form, for a plain LoRA linear layer without dropout: one skinny GEMM pair carries adapter and noise,
+Fused form, for a plain LoRA linear layer: one skinny GEMM pair carries adapter and noise,
 
     z = x [S_V; A; S_P]ᵀ,   y = x W0ᵀ + z_{U,B} [U, sB]ᵀ,
 
 with an explicit backward, so that nothing is computed for the frozen factors. S_P are probe columns behind a factor
-U_P that is zero: they change nothing and give ∂L/∂U_P = G S_Pᵀ, a sketch of the row gradients. Everything else
-(LoRA dropout, DoRA and other variants, hooks, mixed dtypes, several adapters) gets the branch added to its output.
+U_P that is zero: they change nothing and give ∂L/∂U_P = G S_Pᵀ, a sketch of the row gradients. Under LoRA dropout
+A sees the dropped x, the noise the undropped one. Everything else (DoRA and other variants, hooks, mixed dtypes,
+several adapters) gets the branch added to its output.
 """
 
 from __future__ import annotations
@@ -20,11 +21,7 @@ from torch.nn import functional as F
 
 from regularizers.errors import RegularizerError
 from regularizers.layers import LoraSite
-
-
-def _down(noise_in: Tensor, a: Tensor, probe_in: Tensor, dtype: torch.dtype) -> Tensor:
-    """[S_V; A; S_P] (k + r + p, n)."""
-    return torch.cat([noise_in.T, a, probe_in.T]).to(dtype)
+from regularizers.rownorms import accumulation_dtype
 
 
 def _up(noise_out: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
@@ -33,13 +30,17 @@ def _up(noise_out: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Ten
 
 
 class _FusedBranch(torch.autograd.Function):
-    """x (..., n), weight (m, n), bias (m,) | None, a (r, n), b (m, r), probe (m, p) zeros; noise_in (n, k),
-    probe_in (n, p), noise_out (m, k). x, weight and the products share one dtype; a, b and probe may be wider."""
+    """x (..., n), dropped (..., n) | None: the adapter's own input where it is not x; weight (m, n), bias (m,) | None,
+    a (r, n), b (m, r), probe (m, p) zeros; noise_in (n, k), probe_in (n, p), noise_out (m, k).
+
+    x, weight and the products share one dtype; a, b and probe may be wider.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        dropped: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         a: Tensor,
@@ -51,41 +52,52 @@ class _FusedBranch(torch.autograd.Function):
         scaling: float,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        k, r = noise_in.shape[1], a.shape[0]
-        z = rows @ _down(noise_in, a, probe_in, x.dtype).T
+        k, r, dtype = noise_in.shape[1], a.shape[0], x.dtype
+        if dropped is None:
+            z = rows @ torch.cat([noise_in.T, a, probe_in.T]).to(dtype).T
+        else:
+            dropped = dropped.reshape(rows.shape)
+            noisy = rows @ torch.cat([noise_in, probe_in], 1).to(dtype)
+            z = torch.cat([noisy[:, :k], dropped @ a.to(dtype).T, noisy[:, k:]], 1)
         y = F.linear(rows, weight, bias)
-        y.addmm_(z[:, : k + r], _up(noise_out, b, scaling, x.dtype).T)
+        y.addmm_(z[:, : k + r], _up(noise_out, b, scaling, dtype).T)
         # Only the columns of A and S_P are needed again; a view would keep S_V's alive too.
-        ctx.save_for_backward(rows, z[:, k:].contiguous(), weight, a, b)
-        ctx.frozen = (noise_in, probe_in, noise_out, scaling, bias is not None)
+        ctx.save_for_backward(rows, dropped, z[:, k:].contiguous(), weight, a, b)
+        ctx.frozen = (noise_in, noise_out, scaling)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, z, weight, a, b = ctx.saved_tensors
-        noise_in, probe_in, noise_out, scaling, has_bias = ctx.frozen
-        need_x, need_weight, need_bias, need_a, need_b, need_probe = ctx.needs_input_grad[:6]
-        k, r = noise_in.shape[1], a.shape[0]
+        rows, dropped, z, weight, a, b = ctx.saved_tensors
+        noise_in, noise_out, scaling = ctx.frozen
+        need_x, need_dropped, need_weight, need_bias, need_a, need_b, need_probe = ctx.needs_input_grad[:7]
+        k, r, shape = noise_in.shape[1], a.shape[0], (*grad.shape[:-1], rows.shape[1])
         dy = grad.reshape(-1, grad.shape[-1])
-        dx = dweight = dbias = da = db = dprobe = None
-        if need_x or need_a:
-            dz = dy @ _up(noise_out, b, scaling, dy.dtype)
+        dtype = dy.dtype
+        dx = ddropped = dweight = dbias = da = db = dprobe = None
+        if need_x or need_dropped or need_a:
+            dz = dy @ _up(noise_out, b, scaling, dtype)
         if need_x:
             dx = dy @ weight
-            dx.addmm_(dz, _down(noise_in, a, probe_in[:, :0], dy.dtype))
-            dx = dx.view(*grad.shape[:-1], dx.shape[-1])
+            if dropped is None:
+                dx.addmm_(dz, torch.cat([noise_in.T, a]).to(dtype))
+            else:
+                dx.addmm_(dz[:, :k], noise_in.T.to(dtype))
+            dx = dx.view(shape)
+        if need_dropped:
+            ddropped = (dz[:, k:] @ a.to(dtype)).view(shape)
         if need_weight:
             dweight = dy.T @ rows
-        if has_bias and need_bias:
+        if need_bias:
             dbias = dy.sum(0)
         if need_a:
-            da = (dz[:, k:].T @ rows).to(a.dtype)
+            da = (dz[:, k:].T @ (rows if dropped is None else dropped)).to(a.dtype)
         if need_b or need_probe:
             dup = dy.T @ z
-            db = (dup[:, :r].to(b.dtype) * scaling) if need_b else None
-            dprobe = dup[:, r:].float() if dup.dtype != torch.float64 else dup[:, r:].contiguous()
-        return dx, dweight, dbias, da, db, dprobe, None, None, None, None
+            db = dup[:, :r].to(b.dtype) * scaling
+            dprobe = dup[:, r:].to(accumulation_dtype(dtype))
+        return dx, ddropped, dweight, dbias, da, db, dprobe, None, None, None, None
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -142,14 +154,17 @@ class NoiseBranch:
         a, b, dropout = (part[active[0]] for part in (layer.lora_A, layer.lora_B, layer.lora_dropout))
         plain_base = base is site.base and (type(base) is nn.Linear or site.transposed)
         plain_parts = type(a) is nn.Linear and type(b) is nn.Linear and a.bias is None and b.bias is None
-        undropped = isinstance(dropout, nn.Identity) or getattr(dropout, "p", None) == 0
-        return plain_base and plain_parts and undropped and not any(map(_hooked, (base, a, b, dropout)))
+        known_dropout = type(dropout) in (nn.Identity, nn.Dropout)
+        return plain_base and plain_parts and known_dropout and not any(map(_hooked, (base, a, b, dropout)))
 
     def _fused_forward(self) -> Callable[..., Tensor]:
         """The layer's forward with everything that is constant during a step looked up once."""
         layer, base, transposed = self.site.layer, self.site.base, self.site.transposed
         name = self.site.active()[0]
-        a, b, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+        a, b, scaling, dropout = (
+            part[name] for part in (layer.lora_A, layer.lora_B, layer.scaling, layer.lora_dropout)
+        )
+        drops = getattr(dropout, "p", 0.0) > 0
         probe, noise = self.probe, (self.noise_in, self.probe_in, self.noise_out)
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -161,7 +176,9 @@ class NoiseBranch:
                 return self._added(x, *args, **kwargs)
             weight = weight.T if transposed else weight
             bias = base.bias if base.bias is None else base.bias.to(dtype)
-            return _FusedBranch.apply(x.to(dtype), weight, bias, a.weight, b.weight, probe, *noise, scaling)
+            x = x.to(dtype)
+            dropped = dropout(x) if drops and dropout.training else None
+            return _FusedBranch.apply(x, dropped, weight, bias, a.weight, b.weight, probe, *noise, scaling)
 
         return forward
 

@@ -49,7 +49,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], bool]] = {
     "lora": (llama(), True),
     "rslora": (llama(use_rslora=True), True),
     "conv1d": (lambda: with_lora(tiny_gpt2(dtype=torch.float64), fan_in_fan_out=True), True),
-    "dropout": (llama(lora_dropout=0.3), False),
+    "dropout": (llama(lora_dropout=0.3), True),
     "lora-bias": (llama(lora_bias=True), False),
     "two-adapters": (two_adapters, False),
 }
