@@ -27,6 +27,8 @@ from tests.regularizer_models import (
     with_lora,
 )
 
+PASSAGE = """The river had risen in the night, and by morning the lower fields were under water. Nobody in the village
+was surprised, for it happened every few years, and the oldest houses had been built on the hill for that reason."""
 SHIPPED = Path(__file__).parents[2] / "finetune" / "backbones"
 
 
@@ -127,6 +129,23 @@ def test_sigma_is_the_noise_over_the_signal_of_a_layer() -> None:
     state = regularizer.state_dict()
     for name, mean in power.items():
         assert float((mean / state[f"{name}.norms"]).mean()) == pytest.approx(0.09, rel=0.05)
+
+
+def test_a_trained_base_weight_gets_its_gradient_too() -> None:
+    """Nothing in the fused backward assumes that W0 and the bias are frozen."""
+    model, ids = LAYERS["conv1d"][0](), tokens()
+
+    def unfrozen(model: Any) -> dict[str, nn.Parameter]:
+        return {n: p.requires_grad_() for n, p in model.named_parameters() if ".base_layer." in n}
+
+    regularizer = build(GGPO(sigma=0.3)).attach(model, seed=1, total_steps=2)
+    with regularizer.step(0):
+        noise, parameters = regularizer.perturbations(), unfrozen(model)
+        grads = torch.autograd.grad(loss_of(model, ids), list(parameters.values()))
+    twin = densely_perturbed(model, noise)
+    dense = torch.autograd.grad(loss_of(twin, ids), list(unfrozen(twin).values()))
+    assert {name.rsplit(".", 1)[1] for name in parameters} == {"weight", "bias"}
+    assert all(torch.allclose(g, d, rtol=1e-9, atol=1e-14) for g, d in zip(grads, dense, strict=True))
 
 
 # --- the noise has the moments that are claimed -----------------------------------------------------------------------
@@ -280,19 +299,18 @@ def test_mean_loss_rise_is_that_of_dense_gaussian_noise() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sigma", [0.05, 0.1, 0.2])
 def test_mean_loss_rise_on_the_shipped_backbone(sigma: float) -> None:
     """The long form: ±5 % and gradient cosine ≥ .99 on a real pretrained backbone."""
     directories = sorted(path.parent for path in SHIPPED.glob("*/config.json"))
     if not directories:
         pytest.skip("no shipped backbone in this tree")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     backbone = AutoModelForCausalLM.from_pretrained(directories[0], dtype=torch.float32).requires_grad_(False)
     model = with_lora(backbone, trained=False, r=8)
-    ids = torch.randint(3, backbone.config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():  # text the backbone itself finds likely: random ids have a loss no training sees
-        ids = backbone.generate(ids[:, :4], max_new_tokens=28, do_sample=False, pad_token_id=0)
+    ids = AutoTokenizer.from_pretrained(directories[0])(PASSAGE, return_tensors="pt").input_ids
     ours, our_gradient = loss_rises(model, ids, sigma, 600, dense=False)
     dense, dense_gradient = loss_rises(model, ids, sigma, 300, dense=True)
     low, high = ratio_interval(ours, dense)
