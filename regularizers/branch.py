@@ -131,6 +131,7 @@ class NoiseBranch:
                 f"the adapter of layer {self.site.name} is merged into the backbone; call model.unmerge_adapter() "
                 "before training"
             )
+        self.probe.grad = None  # of a backward that ran after its step had ended
         self.noise_in, self.noise_out, self.probe_in = noise_in, noise_out, probe_in
         self._replaced = vars(layer).get("forward")
         self._plain = layer.forward

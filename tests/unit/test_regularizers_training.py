@@ -129,10 +129,13 @@ def test_the_reference_model_of_a_disabled_adapter_is_unperturbed() -> None:
         assert torch.equal(loss_of(model, ids), reference)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["fused", "added"])
+PATHS: dict[str, dict] = {"fused": {}, "dropout": {"lora_dropout": 0.3}, "added": {"use_dora": True}}
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
-def test_checkpointed_recomputation_sees_the_same_noise(make: Callable[[], Any], dropout: float) -> None:
-    model, ids = with_lora(make(), lora_dropout=dropout), tokens()
+def test_checkpointed_recomputation_sees_the_same_noise(make: Callable[[], Any], path: str) -> None:
+    model, ids = with_lora(make(), **PATHS[path]), tokens()
     results = []
     for reentrant in (None, False, True):
         regularizer = attached(model, ema=0.0)
@@ -193,11 +196,11 @@ def test_resumed_equals_continuous_to_the_bit(stop: int) -> None:
     assert metrics == resumed_metrics
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["fused", "added"])
-def test_bf16_backbone_with_float32_adapter_under_autocast(dropout: float) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_bf16_backbone_with_float32_adapter_under_autocast(path: str) -> None:
     """Close to the float32 computation of the same perturbed weights; gradients and state stay float32."""
-    exact = with_lora(tiny_llama(dtype=torch.bfloat16).float(), lora_dropout=dropout)
-    mixed = with_lora(tiny_llama(dtype=torch.bfloat16), lora_dropout=dropout)
+    exact = with_lora(tiny_llama(dtype=torch.bfloat16).float(), **PATHS[path])
+    mixed = with_lora(tiny_llama(dtype=torch.bfloat16), **PATHS[path])
     values = {n: p.detach() for n, p in exact.named_parameters() if "lora" in n}
     for name, parameter in mixed.named_parameters():
         if "lora" in name:
