@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.console import Console
-from experiments.pipeline import build_model
+from experiments.judging import build_judged, judge, shown
 from experiments.preparing import prepare
 from experiments.recipe import resume_recipe
-from finetune.adapter import load_adapter
 from finetune.config import Data, Files
 from finetune.errors import UserError
-from finetune.evaluate import evaluate
-from finetune.seeds import derive
 
 
 def evaluate_run(path: Path, *, data: Sequence[str] = (), quiet: bool = False) -> dict[str, dict[str, Any]]:
@@ -39,20 +36,13 @@ def evaluate_run(path: Path, *, data: Sequence[str] = (), quiet: bool = False) -
     if not any(splits.values()):
         raise UserError(f"{path} has neither dev nor test rows; name some with --data")
     console = Console(quiet=quiet)
-    model, tokenizer = build_model(recipe, recipe.task, prepared.label_names)
-    load_adapter(model, path / "adapter")
+    model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, path / "adapter")
     result = {}
     for split, examples in splits.items():
         if examples:
             console.say(f"{split}: {len(examples):,} examples")
-            result[split] = evaluate(
-                model,
-                tokenizer,
-                examples,
-                task=recipe.task,
-                config=recipe.eval,
-                label_names=prepared.label_names,
-                seed=derive(recipe.train.seed, "bootstrap", split),
+            result[split] = judge(
+                recipe, model, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names
             )
     return result
 
@@ -63,8 +53,4 @@ def _only_train(data: Data) -> Data:
 
 def render(result: dict[str, dict[str, Any]]) -> str:
     """The result as lines for a person."""
-    lines = []
-    for split, metrics in result.items():
-        for name, m in metrics.items():
-            lines.append(f"{split:6} {name:16} {m['value']:.4f}  [{m['low']:.4f}, {m['high']:.4f}]  n = {m['n']:,}")
-    return "\n".join(lines)
+    return "\n".join(f"{split:5} {line}" for split, metrics in result.items() for line in shown(metrics))

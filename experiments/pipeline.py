@@ -21,23 +21,22 @@ from typing import Any
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.interrupts import graceful_stop
+from experiments.judging import build_judged, build_model, judge, shown
 from experiments.preparing import Prepared, prepare, prepare_texts
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
 from experiments.shift import text_perplexity
-from finetune.adapter import attach_adapter, load_adapter, save_adapter
+from finetune.adapter import load_adapter, save_adapter
 from finetune.atomic import replacing_directory, write_json, write_text
-from finetune.backbone import load_backbone, load_tokenizer, resolve_device
 from finetune.config import LanguageModel, Optimizer, Task, Train
 from finetune.data import Batches, Example, describe, first_batch_panel, refuse_leaks
 from finetune.errors import UserError
-from finetune.evaluate import evaluate
 from finetune.loop import train_stage
 from finetune.memory import plan_lines
 from finetune.rundir import RunDirectory
 from finetune.seeds import derive
-from regularizers import build_regularizer
+from regularizers import build as build_regularizer
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 Stop = Callable[[], bool]
@@ -120,7 +119,7 @@ def execute(
         previous = None
         if recipe.warmup is not None:
             _selection(run, recipe, console)
-            previous = _warm_up(run, recipe, console, stop)
+            previous = _warm_up(run, recipe, console, stop, before=report)
         fine_tuned = _stage(
             run,
             recipe,
@@ -151,7 +150,7 @@ def _selection(run: RunDirectory, recipe: Recipe, console: Console) -> None:
         select_into(recipe, temporary, console)
 
 
-def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop) -> Path:
+def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop, *, before: bool) -> Path:
     """Language modelling on the selection; returns the adapter that fine-tuning continues."""
     assert recipe.warmup is not None
     warmup = recipe.warmup
@@ -177,7 +176,7 @@ def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop) ->
         ),
         previous=None,
     )
-    for name, judged in (("before", None), ("eval", adapter)):
+    for name, judged in (("before", None), ("eval", adapter)) if before else (("eval", adapter),):
         path = run.path / "stages" / WARM_UP / f"{name}.json"
         if not path.is_file():
             write_json(path, text_perplexity(recipe, judged))
@@ -241,22 +240,11 @@ def _stage(
     return adapter
 
 
-def build_model(recipe: Recipe, task: Task, label_names: tuple[str, ...] | None) -> tuple[Any, Any]:
-    """The frozen backbone with a fresh adapter for `task`, and its tokenizer."""
-    device = resolve_device(recipe.train.device)
-    tokenizer = load_tokenizer(recipe.backbone)
-    backbone = load_backbone(
-        recipe.backbone, task=task, label_names=label_names, precision=recipe.train.precision, device=device
-    )
-    return attach_adapter(backbone, recipe.adapter, task=task, seed=recipe.train.seed), tokenizer
-
-
 def _evaluate(
     run: RunDirectory, recipe: Recipe, prepared: Prepared, adapter: Path, console: Console
 ) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
-    model, tokenizer = build_model(recipe, recipe.task, prepared.label_names)
-    load_adapter(model, adapter)
+    model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, adapter)
     save_adapter(model, run.path / "adapter")
     result = {}
     splits: dict[str, list[Example]] = {
@@ -267,17 +255,10 @@ def _evaluate(
     for split, examples in splits.items():
         if not examples:
             continue
-        result[split] = evaluate(
-            model,
-            tokenizer,
-            examples,
-            task=recipe.task,
-            config=recipe.eval,
-            label_names=prepared.label_names,
-            seed=derive(recipe.train.seed, "bootstrap", split),
+        result[split] = judge(
+            recipe, model, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names
         )
-        shown = ", ".join(f"{k} {v['value']:.4g} [{v['low']:.4g}, {v['high']:.4g}]" for k, v in result[split].items())
-        console.say(f"{split}: {shown}")
+        console.say(f"{split}: {', '.join(shown(result[split]))}")
     write_json(run.path / "eval.json", result)
     return result
 

@@ -59,6 +59,7 @@ def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, A
         from experiments.report import build_report
 
         build_report([directory], out=directory / "report.html")
+    console.log = None  # the log has moved with its directory
     console.say(f"report: {out / 'report.html'}")
     return manifest
 
@@ -118,10 +119,13 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         _write_map(directory, x, y, rank <= spec.budget, seed)
     if spec.pool.files == (_SHIPPED_POOL,):
         _write_judged_domains(directory, set(pool_set.ids))
+    solver = _plain(selector.diagnostics_)
     manifest = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "inputs": describe(spec.pool.files) + describe(target_files.files),
         "selection": {
+            **{name: value for name, value in solver.items() if name != "method"},
+            "solver": solver.get("method"),
             "method": spec.method.kind,
             "embedder": spec.embedder.kind if x is not None else None,
             "budget": spec.budget,
@@ -130,7 +134,6 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
             "skipped": {"pool": pool.skipped, "target": target.skipped},
             "helpful": int((scores < 0).sum()),
             "seconds": {"features": round(embedded - started, 3), "scores": round(solved - embedded, 3)},
-            **_plain(selector.diagnostics_),
         },
     }
     if spec.method.kind == "gotd" and manifest["selection"]["helpful"] < spec.budget:
@@ -266,10 +269,8 @@ def _write_judged_domains(directory: Path, ids: set[str]) -> None:
     from finetune.assets import pool_tags
 
     with lzma.open(pool_tags(), "rt", encoding="utf-8") as tags:
-        header = tags.readline().rstrip("\n").split("\t")
-        id_at, domain_at = header.index("id"), header.index("domain")
         lines = (line.rstrip("\n").split("\t") for line in tags)
-        text = "".join(f"{cells[id_at]}\t{cells[domain_at]}\n" for cells in lines if cells[id_at] in ids)
+        text = "".join(f"{identity}\t{domain}\n" for identity, domain, *_ in lines if identity in ids)
     (directory / "judged_domains.tsv").write_text(text, encoding="utf-8")
 
 

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import Recipe
+from experiments.judging import build_judged, judge
 from experiments.preparing import read_splits
-from finetune.adapter import attach_adapter, load_adapter
-from finetune.backbone import load_backbone, load_tokenizer, resolve_device
 from finetune.config import LanguageModel
 from finetune.data import encode, limit_rows
-from finetune.evaluate import evaluate
 from finetune.seeds import derive
 
 _ROWS = 500
@@ -29,22 +27,10 @@ def text_perplexity(recipe: Recipe, adapter: Path | None) -> dict[str, dict[str,
     splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split}
     if not splits:
         return {}
-    tokenizer = load_tokenizer(recipe.backbone)
-    model: Any = load_backbone(
-        recipe.backbone,
-        task=task,
-        label_names=None,
-        precision=recipe.train.precision,
-        device=resolve_device(recipe.train.device),
-    )
-    if adapter is not None:
-        model = attach_adapter(model, recipe.adapter, task=task, seed=recipe.train.seed)
-        load_adapter(model, adapter)
+    model, tokenizer = build_judged(recipe, task, None, adapter)
     result = {}
     for name, split in splits.items():
         subset = limit_rows(split, min(_ROWS, len(split)), seed=derive(0, "shift", name))
         encoded = encode(subset, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length)
-        result[name] = evaluate(
-            model, tokenizer, encoded.examples, task=task, config=recipe.eval, seed=derive(0, "shift", name)
-        )
+        result[name] = judge(recipe, model, tokenizer, encoded.examples, task=task, split=name)
     return result

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def t_interval(
 
 
 def paired_difference(
-    ours: Mapping[Hashable, float], base: Mapping[Hashable, float], *, confidence: float = 0.95
+    ours: Mapping[Any, float], base: Mapping[Any, float], *, confidence: float = 0.95
 ) -> Interval | None:
     """t-interval of `ours − base` over the keys (seeds) that both have; None if they share none.
 

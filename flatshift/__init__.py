@@ -23,7 +23,6 @@ _PUBLIC = {
     "GotDSelector": "selection",
     "Pool": "selection",
     "GGPO": "regularizers",
-    "build_regularizer": "regularizers",
     "read_rows": "finetune.data",
     "UserError": "finetune.errors",
 }

@@ -62,9 +62,12 @@ def run(argv: Sequence[str]) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_COMMANDS)}"
         return _fail(f"error: unknown command {name!r}; {hint}", 2)
 
-    from finetune.errors import Interrupted, UserError
-    from regularizers.errors import RegularizerError
-    from selection.errors import SelectionError
+    try:
+        from finetune.errors import Interrupted, UserError
+        from regularizers.errors import RegularizerError
+        from selection.errors import SelectionError
+    except ImportError as error:  # another distribution's `finetune` or `selection` stands in front of ours
+        return _fail(f"error: {error}; see which package shadows ours with `python -m experiments.doctor`", 2)
 
     try:
         from flatshift import commands

@@ -54,20 +54,26 @@ def pack_order(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return done
 
 
-def refuse_leaks(model: torch.nn.Module, *, tolerance: float = 1e-3) -> None:
+def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None) -> None:
     """Check on the model itself that a packed sample sees nothing of its neighbours.
 
     Runs eight tokens alone and behind eight others, in evaluation mode and without gradients.
 
+    Arguments:
+        tolerance: share of the largest logit that rounding may move; by default 1e-3, and 5e-2 for half precision.
+            A leak moves logits by their own size.
     Raises:
-        UserError: the logits differ by more than `tolerance` of their largest magnitude, or the model takes no
-            positions; names the setting that turns packing off.
+        UserError: the logits differ by more than `tolerance`, or the model takes no positions; names the setting that
+            turns packing off.
     """
     import torch
 
     from ..evaluate.mode import evaluating
 
     device = next(model.parameters()).device
+    if tolerance is None:
+        halved = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+        tolerance = 5e-2 if halved else 1e-3
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
     tokens = torch.arange(16, device=device).mul_(7).add_(3).remainder_(vocabulary)[None]  # B=1 T=16
     positions = torch.arange(8, device=device)[None]
