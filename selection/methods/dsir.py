@@ -67,10 +67,8 @@ class DSIRSelector(Selector):
 
 
 def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Sum of each consecutive run of `lengths` values; 0 for an empty run."""
-    edges = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.cumsum(lengths)
-    return edges[ends] - edges[ends - lengths]
+    """Sum of each consecutive run of `lengths` values, 0 for an empty run; a run's sum does not see its neighbours."""
+    return np.bincount(np.repeat(np.arange(len(lengths)), lengths), weights=values, minlength=len(lengths))
 
 
 class NgramHasher:

@@ -57,13 +57,9 @@ class _Search:
         self.iterations += 1
         omega = 1.0
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
-            before = self.error(at)
             at, omega = self.relax(at, omega)
-            if self.error(at) <= self.tolerance or not math.isfinite(self.newton_cost):
-                if self.error(at) > 0.99 * before and self.iterations >= self.max_iterations:
-                    break
-                continue
-            at = self.newton(at)
+            if self.error(at) > self.tolerance and math.isfinite(self.newton_cost):
+                at = self.newton(at)
         return DenseResult(at, self.iterations, self.newton_steps)
 
     def evaluate(self, g: Tensor) -> Evaluation:
@@ -80,41 +76,39 @@ class _Search:
     def relax(self, at: Evaluation, omega: float) -> tuple[Evaluation, float]:
         """Sinkhorn iterations from `at` until the tolerance, or until Newton is the cheaper way to it."""
         kernel, epsilon = self.kernel, self.kernel.epsilon
-        start = at
-        g = at.g
-        log_v = kernel.log_v(g)
+        log_v = kernel.log_v(at.g)
         origin = kernel.origin
         log_z: Tensor | None = None
         errors: list[float] = []
-        best = math.inf
+        best, best_g = math.inf, at.g
+        ceiling = 1.95
         window = 6
         while self.iterations < self.max_iterations:
             log_z, column = kernel.scale(log_v, log_z, omega)
             self.iterations += 1
             error = float((column - self.marginal).abs().sum())
-            if not math.isfinite(error) or error > 4 * best + 1e-12:
-                # Over-relaxation overshot: plain steps from the last exact point always climb.
-                if omega == 1.0 and errors:
-                    break
-                omega, log_z, errors, best = 1.0, None, [], math.inf
-                g = start.g
-                log_v = kernel.log_v(g)
+            if not error <= 8 * best:
+                # Over-relaxation overshot: back to the best point with a milder factor. Plain steps always climb.
+                ceiling = 1.0 + 0.6 * (min(omega, ceiling) - 1.0)
+                omega, log_z, errors, best = min(1.0 + 0.5 * (ceiling - 1.0), ceiling), None, [], math.inf
+                log_v = kernel.log_v(best_g)
                 origin = kernel.origin
                 continue
-            best = min(best, error)
+            assert origin is not None
+            if error < best:
+                best, best_g = error, origin + epsilon * log_v
             errors.append(error)
             if error <= 0.7 * self.tolerance:
                 break
             log_v = log_v + omega * (self.log_marginal - column.clamp_min(1e-300).log())
             log_v -= self.marginal @ log_v
             if float(log_v.max() - log_v.min()) > 1.6 * kernel.reach:
-                assert origin is not None
                 g = origin + epsilon * log_v
                 kernel.absorb(g - self.marginal @ g)
                 origin, log_v, log_z = kernel.origin, torch.zeros_like(log_v), None
             if len(errors) > window and len(errors) % window == 1:
                 rate = (errors[-1] / errors[-1 - window]) ** (1.0 / window)
-                omega = _omega(rate, omega)
+                omega = min(_omega(rate, omega), ceiling)
                 if rate < 1.0:
                     left = math.log(self.tolerance / error) / math.log(max(rate, 1e-3))
                 else:
