@@ -27,10 +27,10 @@ PALETTE: dict[str, tuple[str, str]] = {
     "grid": ("#e6e5e1", "#2c323b"),
     "surface": ("#fefefd", "#181c22"),
     "blue": ("#0b6bb0", "#62b2ee"),
-    "orange": ("#cc5206", "#f58a4b"),
-    "green": ("#0a8a66", "#45c79c"),
+    "orange": ("#c24c03", "#f58a4b"),
+    "green": ("#08795a", "#45c79c"),
     "purple": ("#a34f86", "#e09bc8"),
-    "amber": ("#b07908", "#ecb63f"),
+    "amber": ("#946306", "#ecb63f"),
 }
 """Light and dark value of each colour; every light value is used for one token only."""
 
@@ -54,8 +54,11 @@ class Chart:
     caption: str
     width: int
     raw: str
-    wide: bool = False
-    """Takes a row of the page to itself."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes a row of the page to itself."""
+        return self.width > 600
 
     @cached_property
     def standalone(self) -> str:
@@ -69,7 +72,7 @@ class Chart:
 
     def inline(self, prefix: str) -> str:
         """Markup for inside an HTML page; `prefix` makes its ids unique there."""
-        root = _clean(self.raw, prefix=f"{prefix}-{self.name}-", title=self.title, description=self.caption)
+        root = _clean(self.raw, prefix=f"{prefix}-", title=self.title, description=self.caption)
         root.set("style", f"max-width:{self.width}px")
         for element in root.iter():
             element.tag = element.tag.removeprefix(_SVG)
@@ -79,7 +82,9 @@ class Chart:
 
 
 def _themed(style: str) -> str:
-    return re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{_LIGHT[m.group()]})" if m.group() in _LIGHT else m.group(), style)
+    return re.sub(
+        r"#[0-9a-f]{6}\b", lambda m: f"var(--{_LIGHT[m.group()]})" if m.group() in _LIGHT else m.group(), style
+    )
 
 
 def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element:
@@ -136,16 +141,40 @@ def _style() -> Iterator[None]:
     import matplotlib
 
     settings = {
-        "svg.fonttype": "none", "svg.hashsalt": "flatshift", "text.parse_math": False, "font.size": 12,
-        "font.family": "DejaVu Sans", "axes.unicode_minus": True, "path.simplify": True,
-        "text.color": colour("ink"), "axes.labelcolor": colour("muted"), "axes.edgecolor": colour("faint"),
-        "axes.linewidth": 1.0, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
-        "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": colour("grid"),
-        "grid.linewidth": 1.0, "xtick.color": colour("muted"), "ytick.color": colour("muted"),
-        "xtick.labelsize": 11.5, "ytick.labelsize": 11.5, "axes.labelsize": 11.5, "ytick.left": False,
-        "xtick.major.size": 4, "xtick.minor.size": 0, "ytick.minor.size": 0, "axes.facecolor": "none",
-        "figure.facecolor": "none", "lines.solid_capstyle": "round", "lines.linewidth": 2.0, "axes.formatter.limits": (-4, 6),
-    }  # fmt: skip
+        "svg.fonttype": "none",
+        "svg.hashsalt": "flatshift",
+        "text.parse_math": False,
+        "font.size": 12,
+        "font.family": "DejaVu Sans",
+        "axes.unicode_minus": True,
+        "path.simplify": True,
+        "text.color": colour("ink"),
+        "axes.labelcolor": colour("muted"),
+        "axes.edgecolor": colour("faint"),
+        "axes.linewidth": 1.0,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": colour("grid"),
+        "grid.linewidth": 1.0,
+        "xtick.color": colour("muted"),
+        "ytick.color": colour("muted"),
+        "xtick.labelsize": 11.5,
+        "ytick.labelsize": 11.5,
+        "axes.labelsize": 11.5,
+        "ytick.left": False,
+        "xtick.major.size": 4,
+        "xtick.minor.size": 0,
+        "ytick.minor.size": 0,
+        "axes.facecolor": "none",
+        "figure.facecolor": "none",
+        "lines.solid_capstyle": "round",
+        "lines.linewidth": 2.0,
+        "axes.formatter.limits": (-4, 6),
+    }
     with matplotlib.rc_context(settings):  # type: ignore[arg-type]
         yield
 
@@ -182,15 +211,21 @@ class Canvas:
         ax.tick_params(axis="y", pad=4)
         return ax
 
-    def text(self, x: float, y: float, text: str, *, colour: str = "ink", ha: str = "left", size: float = 11.5, **kw: Any) -> None:
+    def text(
+        self, x: float, y: float, text: str, *, colour: str = "ink", ha: str = "left", size: float = 11.5, **kw: Any
+    ) -> None:
         """Text at a pixel position from the lower left of the figure."""
-        self.figure.text(x / self.width, y / self.height, text, color=PALETTE[colour][0], ha=ha, va="center", fontsize=size, **kw)  # fmt: skip
+        self.figure.text(
+            x / self.width, y / self.height, text, color=PALETTE[colour][0], ha=ha, va="center", fontsize=size, **kw
+        )
 
-    def chart(self, name: str, *, title: str, caption: str, wide: bool = False) -> Chart:
+    def chart(self, name: str, *, title: str, caption: str) -> Chart:
         """Write the figure out."""
         buffer = io.StringIO()
-        self.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
-        return Chart(name, title, caption, self.width, buffer.getvalue(), wide)
+        self.figure.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None}
+        )
+        return Chart(name, title, caption, self.width, buffer.getvalue())
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
@@ -224,8 +259,18 @@ def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, heigh
     per_px = (high - low) / height
     rows = spread([y for _, y, _, _ in ends], 15 * per_px)
     for (x, _, text, token), y in zip(ends, rows, strict=True):
-        ax.annotate(text, (x, y), xytext=(7, 0), textcoords="offset points", color=colour(token), fontsize=size,
-                    fontweight="bold", va="center", ha="left", annotation_clip=False)  # fmt: skip
+        ax.annotate(
+            text,
+            (x, y),
+            xytext=(7, 0),
+            textcoords="offset points",
+            color=colour(token),
+            fontsize=size,
+            fontweight="bold",
+            va="center",
+            ha="left",
+            annotation_clip=False,
+        )
 
 
 def dots(ax: Axes, x: Sequence[float], y: Sequence[float], *, token: str, size: float, alpha: float, gid: str) -> None:
@@ -239,5 +284,15 @@ def dots(ax: Axes, x: Sequence[float], y: Sequence[float], *, token: str, size: 
     codes = [Path.MOVETO, Path.LINETO] * len(x)
     path = Path(vertices, codes)
     path.should_simplify = False
-    ax.add_patch(PathPatch(path, facecolor="none", edgecolor=colour(token), linewidth=size, alpha=alpha,
-                           capstyle="round", joinstyle="round", gid=gid))  # fmt: skip
+    ax.add_patch(
+        PathPatch(
+            path,
+            facecolor="none",
+            edgecolor=colour(token),
+            linewidth=size,
+            alpha=alpha,
+            capstyle="round",
+            joinstyle="round",
+            gid=gid,
+        )
+    )

@@ -33,8 +33,11 @@ def with_interval(value: float, low: float | None, high: float | None, *, plus: 
 def study_question(study: Study) -> tuple[tuple[str, str], tuple[str, str]] | None:
     """The pair a study's headline is about: GOT-D against the random control, else against the cold start."""
     names = {(c["warmup"], c["regularizer"]) for c in study.cells}
-    pairs = [(("gotd", "plain"), ("random", "plain")), (("gotd", "plain"), ("cold", "plain")),
-             (("cold", "ggpo"), ("cold", "plain"))]  # fmt: skip
+    pairs = [
+        (("gotd", "plain"), ("random", "plain")),
+        (("gotd", "plain"), ("cold", "plain")),
+        (("cold", "ggpo"), ("cold", "plain")),
+    ]
     return next(((a, b) for a, b in pairs if a in names and b in names), None)
 
 
@@ -44,8 +47,9 @@ def study_differences(study: Study) -> list[tuple[str, Interval]]:
     if question is None:
         return []
     ours, base = question
-    pairs = [(m, paired_difference(study.values(*ours, m), study.values(*base, m)))
-             for m in headline_metrics(study.metrics)]  # fmt: skip
+    pairs = [
+        (m, paired_difference(study.values(*ours, m), study.values(*base, m))) for m in headline_metrics(study.metrics)
+    ]
     return [(m, d) for m, d in pairs if d is not None]
 
 
@@ -113,7 +117,8 @@ def selection_finding(selection: Selection) -> str:
     if len(counts) > 1:
         name, (pool, chosen) = max(counts.items(), key=lambda item: (item[1][1], item[0]))
         lift = (chosen / taken) / (pool / total)
-        sentence += f"; {formats.percent(chosen / taken)} of them are “{name}”, {formats.number(lift, 2)} times its share of the pool"
+        share, times = formats.percent(chosen / taken), formats.number(lift, 2)
+        sentence += f"; {share} of them are “{name}”, {times} times its share of the pool"
     return sentence + "."
 
 
@@ -134,15 +139,19 @@ def sweep_finding(data: SweepData) -> str:
     where, best = lowest
     split, _, metric = test.partition(".")
     at = ", ".join(f"{k} = {v}" for k, v in where.items())
-    sentence = f"Mean {split} {formats.metric_name(metric)} is lowest at {at}: {with_interval(best.value, best.low, best.high)}"
+    mean = with_interval(best.value, best.low, best.high)
+    sentence = f"Mean {split} {formats.metric_name(metric)} is lowest at {at}: {mean}"
     curve = data.curve(test, axis, {})
     if len(data.axes) == 1 and len(curve) > 2:
         found = [v for i, (v, p) in enumerate(curve) if _above(p, curve[:i]) and _above(p, curve[i + 1 :])]
         if found:
-            sentence += f"; the interval at {axis} = {found[0]} lies above one on either side: a candidate, not a tested peak"
+            sentence += (
+                f"; the interval at {axis} = {found[0]} lies above one on either side: a candidate, not a tested peak"
+            )
         else:
             sentence += "; no interior point stands above both its sides with intervals apart"
-    return sentence + "; there is no formal peak test in this version."
+        sentence += ". There is no formal peak test in this version"
+    return sentence + "."
 
 
 def _above(point: Interval, others: list[tuple[Any, Interval]]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
@@ -25,7 +27,7 @@ def number(value: float | int | None, digits: int = 3) -> str:
     exponent = math.floor(math.log10(abs(value)))
     if exponent < -3 or exponent >= 9:
         mantissa, power = f"{value:.{max(digits - 2, 0)}e}".split("e")
-        return f"{mantissa} × 10{str(int(power)).translate(_SUPERSCRIPT)}".replace("-", "−")
+        return f"{mantissa}\u202f×\u202f10{str(int(power)).translate(SUPERSCRIPT)}".replace("-", "−")
     return f"{value:,.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
 
 
@@ -62,7 +64,9 @@ def estimate(
 
 def common_decimals(intervals: Sequence[tuple[float, float | None, float | None]]) -> int:
     """One number of decimals for many (value, low, high): what their median half width asks for."""
-    widths = sorted((high - low) / 2 for _, low, high in intervals if low is not None and high is not None and high > low)
+    widths = sorted(
+        (high - low) / 2 for _, low, high in intervals if low is not None and high is not None and high > low
+    )
     largest = max((abs(value) for value, _, _ in intervals), default=0.0)
     return decimals_for(widths[len(widths) // 2] if widths else None, largest)
 
@@ -72,7 +76,7 @@ def percent(share: float | None) -> str:
     if share is None:
         return "–"
     places = 0 if abs(share) >= 0.1 or share == 0 else 1 if abs(share) >= 0.01 else 2
-    return f"{100 * share:.{places}f} %".replace("-", "−")
+    return f"{100 * share:.{places}f}\u00a0%".replace("-", "−")
 
 
 def seconds(value: float | None) -> str:
@@ -80,14 +84,14 @@ def seconds(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     if value < 10:
-        return f"{value:.1f} s"
+        return f"{value:.1f}\u00a0s"
     if value < 60:
-        return f"{value:.0f} s"
+        return f"{value:.0f}\u00a0s"
     minutes, rest = divmod(round(value), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes}\u00a0min {rest:02d}\u00a0s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    return f"{hours}\u00a0h {minutes:02d}\u00a0min"
 
 
 def size(value: float) -> str:
@@ -97,6 +101,18 @@ def size(value: float) -> str:
             return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def plain(value: Any) -> str:
+    """Any JSON value, on one line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, dict | list):
+        text = json.dumps(value, ensure_ascii=False)
+        return text if len(text) <= 120 else text[:119] + "…"
+    return str(value)
 
 
 METRICS = {

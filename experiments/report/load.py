@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from experiments.report.sweepdata import SweepData, read_sweep
 from finetune.errors import UserError
@@ -30,8 +30,14 @@ class Metrics:
 
     def series(self, stage: str, split: str, key: str) -> list[tuple[int, float]]:
         """(step, value) in step order, numbers only (they may be NaN or infinite)."""
-        found = [(ln["step"], ln[key]) for ln in self.lines if ln["stage"] == stage and ln["split"] == split
-                 and isinstance(ln.get(key), int | float) and not isinstance(ln.get(key), bool)]  # fmt: skip
+        found = [
+            (ln["step"], ln[key])
+            for ln in self.lines
+            if ln["stage"] == stage
+            and ln["split"] == split
+            and isinstance(ln.get(key), int | float)
+            and not isinstance(ln.get(key), bool)
+        ]
         return sorted(found, key=lambda point: point[0])
 
 
@@ -95,8 +101,11 @@ class Study:
 
     def values(self, warmup: str, regularizer: str, metric: str) -> dict[int, float]:
         """Seed: value of one cell, finite values only."""
-        return {c["seed"]: float(c["metrics"][metric]) for c in self.cells if c["warmup"] == warmup
-                and c["regularizer"] == regularizer and _finite(c["metrics"].get(metric))}  # fmt: skip
+        return {
+            c["seed"]: float(c["metrics"][metric])
+            for c in self.cells
+            if c["warmup"] == warmup and c["regularizer"] == regularizer and _finite(c["metrics"].get(metric))
+        }
 
 
 @dataclass(frozen=True)
@@ -182,7 +191,7 @@ class Run:
         return sum(self.stage_seconds.values()) or None
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -349,8 +358,10 @@ def _nearest(path: Path) -> str:
 
 def read_run(path: Path) -> Run:
     """One run directory."""
-    texts = {name: (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
-             for name in ("command.txt", "recipe.resolved.yaml")}  # fmt: skip
+    texts = {
+        name: (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
+        for name in ("command.txt", "recipe.resolved.yaml")
+    }
     return Run(
         path=path,
         # While a run is written whole, it lies in a hidden temporary (`.NAME.*.tmp`).

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,11 @@ def write_plots(run: str | Path) -> list[Path]:
     """
     written = []
     for found in discover([Path(run)]):
+        seen: dict[str, int] = {}
         for chart in charts_of(chapter(found)):
-            path = found.path / "plots" / f"{chart.name}.svg"
+            seen[chart.name] = seen.get(chart.name, 0) + 1
+            name = chart.name if seen[chart.name] == 1 else f"{chart.name}-{seen[chart.name]}"
+            path = found.path / "plots" / f"{name}.svg"
             write_text(path, chart.standalone)
             written.append(path)
     return written
@@ -70,14 +74,26 @@ def render(chapters: Sequence[Chapter]) -> str:
     title = first.name if one else ", ".join(c.name for c in chapters[:4]) + (", …" if len(chapters) > 4 else "")
     page = _Page(title, first.finding or first.name, _kicker(first) if one else f"{len(chapters)} runs")
 
-    def svg(chart: Chart, slug: str) -> Markup:
-        # Safe: serialised from an XML tree, which escapes every text.
-        return Markup(chart.inline(slug))
+    numbers = count(1)
 
-    return _environment().get_template("report.html.j2").render(
-        page=page, chapters=chapters, first=first, one=one, svg=svg, digest=digest,
-        style=Markup(_style()), script=Markup(script),
-    )  # fmt: skip
+    def svg(chart: Chart) -> Markup:
+        # Safe: serialised from an XML tree, which escapes every text.
+        return Markup(chart.inline(f"c{next(numbers)}"))
+
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            page=page,
+            chapters=chapters,
+            first=first,
+            one=one,
+            svg=svg,
+            digest=digest,
+            style=Markup(_style()),
+            script=Markup(script),
+        )
+    )
 
 
 def _kicker(made: Chapter) -> str:
@@ -102,9 +118,11 @@ def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["width"] = lambda share: f"{100 * max(min(float(share), 1.0), 0.0):.1f}%"
     return environment
-
-

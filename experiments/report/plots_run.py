@@ -18,8 +18,9 @@ _KNOWN = {"stage", "attempt", "step", "split", "loss", "tokens", "lr", "time_s",
 def _running_mean(values: list[float], width: int) -> list[float]:
     """Centred mean over at most `width` values, shorter at the ends."""
     half = width // 2
-    return [math.fsum(part) / len(part)
-            for i in range(len(values)) if (part := values[max(0, i - half) : i + half + 1])]  # fmt: skip
+    return [
+        math.fsum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - half) : i + half + 1])
+    ]
 
 
 def training(metrics: Metrics) -> list[Chart]:
@@ -53,8 +54,16 @@ def training(metrics: Metrics) -> list[Chart]:
                 elif split == "train":
                     ax.plot(steps, values, color=colour(token))
                 else:
-                    ax.plot(steps, values, color=colour(token), linewidth=2, marker="o", markersize=5.5,
-                            markeredgecolor=colour("surface"), clip_on=False)  # fmt: skip
+                    ax.plot(
+                        steps,
+                        values,
+                        color=colour(token),
+                        linewidth=2,
+                        marker="o",
+                        markersize=5.5,
+                        markeredgecolor=colour("surface"),
+                        clip_on=False,
+                    )
                 ends.append((max(steps), last, f"{split} {formats.number(last)}", token))
             ax.margins(x=0.01, y=0.08)
             label_ends(ax, ends, height=226)
@@ -80,8 +89,12 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
             name = "learning rate" if key == "lr" else key.replace("_", " ").replace("/", ": ")
             with Canvas(260, 150) as canvas:
                 ax = canvas.axes(left=40, right=10, top=22, bottom=26)
-                ax.plot([t for t, _ in curve], [v for _, v in curve],
-                        color=colour("purple" if key == "lr" else "amber"), linewidth=1.7)  # fmt: skip
+                ax.plot(
+                    [t for t, _ in curve],
+                    [v for _, v in curve],
+                    color=colour("purple" if key == "lr" else "amber"),
+                    linewidth=1.7,
+                )
                 ax.margins(x=0.01, y=0.1)
                 if min(v for _, v in curve) >= 0:
                     ax.set_ylim(bottom=0)
@@ -90,8 +103,8 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
                 ax.yaxis.get_offset_text().set_visible(False)
                 power = _power(max(abs(v) for _, v in curve))
                 if power:
-                    ax.yaxis.set_major_formatter(lambda v, _: f"{v / 10**power:g}")
-                    canvas.text(4, 141, f"×10{str(power).translate(formats._SUPERSCRIPT)}", colour="muted")
+                    ax.yaxis.set_major_formatter(lambda v, _, unit=10**power: f"{v / unit:g}")
+                    canvas.text(4, 141, f"×10{str(power).translate(formats.SUPERSCRIPT)}", colour="muted")
                 title = f"{_upper(name)} · {stage}"
                 last = formats.number(curve[-1][1])
                 charts.append(canvas.chart(f"{_slug(key)}-{_slug(stage)}", title=title, caption=f"Ends at {last}."))
@@ -108,22 +121,28 @@ def _slug(text: str) -> str:
 
 
 def evaluation(tree: dict[str, dict[str, dict[str, Any]]]) -> list[Chart]:
-    """Dots with intervals: shares (accuracy, F1 …) on one axis with the majority floor, every other metric on its own."""
+    """Dots with intervals: shares (accuracy, F1 …) on one axis with the majority floor, others on their own."""
     metrics = list(dict.fromkeys(m for split in tree.values() for m in split if m in formats.METRICS))
     shares = [m for m in formats.SHARES if m in metrics]
     groups = [("shares", shares)] if shares else []
     groups += [(m, [m]) for m in metrics if m not in shares]
     floors = {s: t["majority_floor"]["value"] for s, t in tree.items() if "majority_floor" in t}
     # Charts beside each other have one height: that of the one with most rows.
-    longest = max((sum(m in t for m in members for t in tree.values()) + len(members) for _, members in groups), default=0)
+    longest = max(
+        (sum(m in t for m in members for t in tree.values()) + len(members) for _, members in groups), default=0
+    )
     charts = []
     for name, members in groups:
-        rows = [(m, split, t[m]) for m in members for split, t in tree.items() if m in t and math.isfinite(t[m]["value"])]
+        rows = [
+            (m, split, t[m]) for m in members for split, t in tree.items() if m in t and math.isfinite(t[m]["value"])
+        ]
         if not rows:
             continue
         height = 76 + max(22 * longest, 66)
         with Canvas(540, height) as canvas:
-            ax = canvas.axes(left=110, right=66, top=30, bottom=40, x="share" if name == "shares" else formats.metric_unit(name))
+            ax = canvas.axes(
+                left=110, right=66, top=30, bottom=40, x="share" if name == "shares" else formats.metric_unit(name)
+            )
             ax.grid(axis="x")
             ax.grid(visible=False, axis="y")
             ticks, y = [], -1.0
@@ -132,11 +151,19 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]]) -> list[Chart]:
                 token = SPLIT_COLOUR.get(split, "purple")
                 _interval(ax, cell["value"], cell.get("low"), cell.get("high"), y, token)
                 if metric == "accuracy" and split in floors:
-                    ax.plot([floors[split]] * 2, [y - 0.42, y + 0.42], color=colour("ink"), linewidth=1.8)
+                    ax.plot([floors[split]] * 2, [y - 0.5, y + 0.5], color=colour("ink"), linewidth=1.8)
                 ticks.append((y, metric))
                 shown = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))[0]
-                ax.annotate(shown, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), va="center",
-                            textcoords="offset points", fontweight="bold", color=colour(token))  # fmt: skip
+                ax.annotate(
+                    shown,
+                    (1, y),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(8, 0),
+                    va="center",
+                    textcoords="offset points",
+                    fontweight="bold",
+                    color=colour(token),
+                )
             ax.set_ylim(y + 0.7, -0.7)
             middles = [[at for at, m in ticks if m == metric] for metric in dict.fromkeys(m for _, m in ticks)]
             names = [formats.metric_name(m) for m in dict.fromkeys(m for _, m in ticks)]
@@ -155,7 +182,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]]) -> list[Chart]:
             caption = f"Dot: value; bar: bootstrap interval over up to {n:,} items." if n else "Dot: value."
             if floors and "accuracy" in members:
                 caption += " Upright mark: the majority floor, which is always answering the commonest class."
-            title = "Shares" if name == "shares" else _upper(formats.metric_name(name))
+            title = _upper(", ".join(names))
             charts.append(canvas.chart(f"eval-{_slug(name)}", title=f"{title} by split", caption=caption))
     return charts
 
@@ -164,7 +191,9 @@ def _upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _interval(ax: Any, value: float, low: float | None, high: float | None, y: float, token: str, hollow: bool = False) -> None:
+def _interval(
+    ax: Any, value: float, low: float | None, high: float | None, y: float, token: str, hollow: bool = False
+) -> None:
     """A dot at `value` on row `y` with its interval as a bar."""
     if low is not None and high is not None and math.isfinite(low) and math.isfinite(high):
         ax.plot([low, high], [y, y], color=colour(token), linewidth=3, alpha=0.45, solid_capstyle="round")
@@ -195,7 +224,9 @@ def histogram(selection: Selection) -> Chart | None:
     taken, _ = np.histogram(np.clip(score[chosen], low, high), edges)
     method = selection.about.get("method", "")
     method = method.get("kind", "") if isinstance(method, dict) else str(method)
-    helps = " Below zero, more mass on a record lowers the transport cost." if method == "gotd" and low < 0 < high else ""
+    helps = (
+        " Below zero, more mass on a record lowers the transport cost." if method == "gotd" and low < 0 < high else ""
+    )
     with Canvas(540, 300) as canvas:
         ax = canvas.axes(y="records", x="score (smaller is better)", left=52)
         width = edges[1] - edges[0]
@@ -207,9 +238,17 @@ def histogram(selection: Selection) -> Chart | None:
             ax.axvline(threshold, color=colour("ink"), linewidth=1.4, linestyle=(0, (3, 2)))
             ax.set_ylim(top=1.12 * ax.get_ylim()[1])
             side = -1 if (threshold - low) / (high - low) > 0.22 else 1
-            ax.annotate(f"{int(chosen.sum()):,} chosen", (threshold, 1.0), xycoords=("data", "axes fraction"), va="top",
-                        xytext=(8 * side, -2), textcoords="offset points", fontweight="bold", color=colour("blue"),
-                        ha="left" if side > 0 else "right")  # fmt: skip
+            ax.annotate(
+                f"{int(chosen.sum()):,} chosen",
+                (threshold, 1.0),
+                xycoords=("data", "axes fraction"),
+                va="top",
+                xytext=(8 * side, -2),
+                textcoords="offset points",
+                fontweight="bold",
+                color=colour("blue"),
+                ha="left" if side > 0 else "right",
+            )
         tail = f" {beyond:,} scores beyond the edges stand in the outer bars." if beyond else ""
         caption = f"{len(score):,} records of the pool in grey, the chosen ones in blue.{helps}{tail}"
         return canvas.chart("selection-scores", title="Scores and the budget", caption=caption)
@@ -235,8 +274,15 @@ def domain_mix(selection: Selection) -> Chart | None:
             ax.plot([before], [y], "o", markersize=7, color=colour("faint"))
             ax.plot([after], [y], "o", markersize=8, color=colour("blue"))
             lift = f"× {formats.number(after / before, 2)}" if before else "–"
-            ax.annotate(lift, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
-                        va="center", color=colour("ink" if after > before else "muted"))  # fmt: skip
+            ax.annotate(
+                lift,
+                (1, y),
+                xycoords=("axes fraction", "data"),
+                xytext=(8, 0),
+                textcoords="offset points",
+                va="center",
+                color=colour("ink" if after > before else "muted"),
+            )
         _rows(ax, [name if len(name) <= 20 else name[:19] + "…" for name, _, _ in rows])
         ax.set_xlim(left=-0.01)
         ax.xaxis.set_major_formatter(lambda v, _: f"{100 * v:g} %")
@@ -244,7 +290,9 @@ def domain_mix(selection: Selection) -> Chart | None:
         canvas.text(150, height - 14, "● pool", colour="faint", weight="bold")
         canvas.text(206, height - 14, "● selection", colour="blue", weight="bold")
         canvas.text(540 - 56, height - 14, "lift", colour="muted")
-        hidden = " The tags were hidden from the selector and are used only to judge it." if selection.judged_only else ""
+        hidden = (
+            " The tags were hidden from the selector and are used only to judge it." if selection.judged_only else ""
+        )
         caption = f"Each domain’s share of the pool and of the selection; lift is their ratio.{hidden}"
         return canvas.chart("selection-domains", title="What the selection is made of", caption=caption)
 
@@ -259,9 +307,21 @@ def projection_map(selection: Selection) -> Chart | None:
         ax = canvas.axes(left=6, right=6, top=36, bottom=34)
         ax.grid(visible=False)
         ax.spines["bottom"].set_visible(False)
-        for kind, token, size, alpha in (("pool", "faint", 4.0, 0.55), ("selection", "blue", 5.4, 0.75), ("target", "orange", 5.4, 0.75)):  # fmt: skip
+        for kind, token, size, alpha in (
+            ("pool", "faint", 4.0, 0.55),
+            ("selection", "blue", 5.4, 0.75),
+            ("target", "orange", 5.4, 0.75),
+        ):
             rows = groups[kind]
-            dots(ax, [points["x"][i] for i in rows], [points["y"][i] for i in rows], token=token, size=size, alpha=alpha, gid=kind)  # fmt: skip
+            dots(
+                ax,
+                [points["x"][i] for i in rows],
+                [points["y"][i] for i in rows],
+                token=token,
+                size=size,
+                alpha=alpha,
+                gid=kind,
+            )
         ax.autoscale_view()
         ax.margins(0.03)
         ax.set_xticks([])
@@ -276,6 +336,8 @@ def projection_map(selection: Selection) -> Chart | None:
                 label = f"● {kind} {len(groups[kind]):,}"
                 canvas.text(x, 504, label, colour=token, weight="bold")
                 x += 22 + 7 * len(label)
-        caption = ("Features projected on the first two principal axes, fitted with equal weight on target and pool; "
-                   "a seeded sample of points. Two axes show little of the space: near here need not mean near there.")  # fmt: skip
-        return canvas.chart("selection-map", title="Where the selection lies", caption=caption, wide=True)
+        caption = (
+            "Features projected on the first two principal axes, fitted with equal weight on target and pool; "
+            "a seeded sample of points. Two axes show little of the space: near here need not mean near there."
+        )
+        return canvas.chart("selection-map", title="Where the selection lies", caption=caption)

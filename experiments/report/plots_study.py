@@ -28,8 +28,10 @@ def arms(study: Study) -> list[tuple[str, str]]:
     """(warm-up, regularizer) pairs in the order cold, random, gotd × plain, ggpo; others after."""
     found = dict.fromkeys((c["warmup"], c["regularizer"]) for c in study.cells)
     order, regs = list(WARMUPS), list(REGULARIZERS)
-    return sorted(found, key=lambda a: (order.index(a[0]) if a[0] in order else 9, a[0],
-                                        regs.index(a[1]) if a[1] in regs else 9, a[1]))  # fmt: skip
+    return sorted(
+        found,
+        key=lambda a: (order.index(a[0]) if a[0] in order else 9, a[0], regs.index(a[1]) if a[1] in regs else 9, a[1]),
+    )
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,16 @@ def study_means(study: Study, metric: str, height: int) -> Chart | None:
             _interval(ax, mean.value, mean.low, mean.high, y, token, hollow=arm[1] == "ggpo")
             ax.plot(list(values.values()), [y + 0.3] * len(values), "o", markersize=3, color=colour(token), alpha=0.7)
             shown = f"{mean.value:,.{places}f}"
-            ax.annotate(shown, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), va="center",
-                        textcoords="offset points", fontweight="bold", color=colour(token))  # fmt: skip
+            ax.annotate(
+                shown,
+                (1, y),
+                xycoords=("axes fraction", "data"),
+                xytext=(8, 0),
+                va="center",
+                textcoords="offset points",
+                fontweight="bold",
+                color=colour(token),
+            )
         _rows(ax, [arm_name(*arm) for arm, _ in rows])
         ax.margins(x=0.06)
         ax.locator_params(axis="x", nbins=6)
@@ -100,7 +110,9 @@ def study_means(study: Study, metric: str, height: int) -> Chart | None:
         better = "lower is better" if metric in formats.LOWER_IS_BETTER else "higher is better"
         seeds = sorted({len(v) for _, v in rows})
         count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-        caption = f"Mean over {count} with its 95 % t-interval; small dots are the seeds; hollow marks are GGPO; {better}."
+        caption = (
+            f"Mean over {count} with its 95 % t-interval; small dots are the seeds; hollow marks are GGPO; {better}."
+        )
         title = f"{formats.metric_name(metric)[:1].upper()}{formats.metric_name(metric)[1:]} of every arm"
         return canvas.chart(f"study-{_slug(metric)}", title=title, caption=caption)
 
@@ -131,9 +143,16 @@ def forest(study: Study, metric: str, height: int) -> Chart | None:
             good = (i.value < 0) == lower
             token = "muted" if not i.excludes_zero else "green" if good else "orange"
             _interval(ax, i.value, i.low, i.high, y, token)
-            ax.annotate(formats.estimate(i.value, i.low, i.high, plus=True, places=places)[0], (1, y), va="center",
-                        xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
-                        color=colour(token), fontweight="bold")  # fmt: skip
+            ax.annotate(
+                formats.estimate(i.value, i.low, i.high, plus=True, places=places)[0],
+                (1, y),
+                va="center",
+                xycoords=("axes fraction", "data"),
+                xytext=(8, 0),
+                textcoords="offset points",
+                color=colour(token),
+                fontweight="bold",
+            )
             labels.append(row.name)
         _rows(ax, labels)
         for position in heads:
@@ -143,8 +162,10 @@ def forest(study: Study, metric: str, height: int) -> Chart | None:
         canvas.text(206, height - 9, "← better" if lower else "better →", colour="green", weight="bold")
         n = {r.interval.n for r in rows}
         seeds = f"{min(n)}" if len(n) == 1 else f"{min(n)} to {max(n)}"
-        caption = (f"Mean difference over {seeds} paired seeds with its 95 % t-interval. Green: better, orange: worse, "
-                   "grey: the interval holds zero. Each interval stands alone; nothing is corrected for their number.")  # fmt: skip
+        caption = (
+            f"Mean difference over {seeds} paired seeds with its 95 % t-interval. Green: better, orange: worse, "
+            "grey: the interval holds zero. Each interval stands alone; nothing is corrected for their number."
+        )
         title = f"Paired differences in {formats.metric_name(metric)}"
         return canvas.chart(f"study-{_slug(metric)}-differences", title=title, caption=caption)
 
@@ -205,8 +226,16 @@ def sweep_curves(data: SweepData) -> list[Chart]:
             threshold = data.threshold(axis, where)
             if threshold is not None:
                 ax.axvline(at[threshold], color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)))
-                ax.annotate(f"train error ≤ {INTERPOLATION:g}", (at[threshold], 1.0), xycoords=("data", "axes fraction"), xytext=(-5, -2),
-                            textcoords="offset points", color=colour("muted"), va="top", ha="right")  # fmt: skip
+                ax.annotate(
+                    f"train error ≤ {INTERPOLATION:g}",
+                    (at[threshold], 1.0),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(-5, -2),
+                    textcoords="offset points",
+                    color=colour("muted"),
+                    va="top",
+                    ha="right",
+                )
             ends = []
             for column, token in ((train, "blue"), (test, "orange")):
                 curve = data.curve(column, axis, where)
@@ -220,7 +249,11 @@ def sweep_curves(data: SweepData) -> list[Chart]:
                 split = column.split(".")[0]
                 for row in data.done:
                     value = row.get(column)
-                    if isinstance(value, int | float) and math.isfinite(value) and all(row.get(k) == v for k, v in where.items()):
+                    if (
+                        isinstance(value, int | float)
+                        and math.isfinite(value)
+                        and all(row.get(k) == v for k, v in where.items())
+                    ):
                         ax.plot([at[row[axis]]], [value], "o", markersize=2.6, color=colour(token), alpha=0.55)
                 ends.append((xs[-1], ys[-1], f"{split} {formats.number(ys[-1], 2)}", token))
             ax.set_xticks(where_x, [f"{v:g}" if isinstance(v, float) else str(v) for v in values])
@@ -261,17 +294,37 @@ def heat_map(data: SweepData) -> Chart | None:
         for (c, r), value in cells.items():
             i, j = columns.index(c), rows.index(r)
             share = (value - low) / (high - low) if high > low else 0.0
-            ax.add_patch(Rectangle((i + 0.02, j + 0.03), 0.96, 0.94, facecolor=colour("orange"), alpha=0.06 + 0.64 * share, linewidth=0))
+            ax.add_patch(
+                Rectangle(
+                    (i + 0.02, j + 0.03), 0.96, 0.94, facecolor=colour("orange"), alpha=0.06 + 0.64 * share, linewidth=0
+                )
+            )
             best = value == low
-            ax.annotate(formats.number(value, 3), (i + 0.5, j + 0.5), ha="center", va="center",
-                        fontweight="bold" if best else "normal", color=colour("ink"))  # fmt: skip
+            ax.annotate(
+                formats.number(value, 3),
+                (i + 0.5, j + 0.5),
+                ha="center",
+                va="center",
+                fontweight="bold" if best else "normal",
+                color=colour("ink"),
+            )
             if best:
-                ax.add_patch(Rectangle((i + 0.02, j + 0.03), 0.96, 0.94, facecolor="none", edgecolor=colour("ink"), linewidth=1.6))
+                ax.add_patch(
+                    Rectangle(
+                        (i + 0.02, j + 0.03), 0.96, 0.94, facecolor="none", edgecolor=colour("ink"), linewidth=1.6
+                    )
+                )
         ax.set_xlim(0, len(columns))
         ax.set_ylim(len(rows), 0)
         ax.set_xticks([i + 0.5 for i in range(len(columns))], [str(v) for v in columns])
         ax.set_yticks([j + 0.5 for j in range(len(rows))], [str(v) for v in rows], color=colour("ink"))
         ax.tick_params(bottom=False)
         split, _, metric = test.partition(".")
-        caption = f"Mean {split} {formats.metric_name(metric)} over seeds; darker is worse; the frame marks the lowest mean."
-        return canvas.chart("sweep-map", title=f"{split.capitalize()} {formats.metric_name(metric)} over {x} and {second}", caption=caption, wide=width == WIDE)
+        caption = (
+            f"Mean {split} {formats.metric_name(metric)} over seeds; darker is worse; the frame marks the lowest mean."
+        )
+        return canvas.chart(
+            "sweep-map",
+            title=f"{split.capitalize()} {formats.metric_name(metric)} over {x} and {second}",
+            caption=caption,
+        )

@@ -17,8 +17,19 @@ INTERPOLATION = 0.1
 """ε of the effective model complexity: training data counts as fitted at a mean train error of at most this."""
 
 _SPLITS = ("train", "dev", "test")
-_METRICS = frozenset({"loss", "error", "accuracy", "perplexity", "bits_per_byte", "f1_macro", "matthews", "exact_match",
-                      "majority_floor"})  # fmt: skip
+_METRICS = frozenset(
+    {
+        "loss",
+        "error",
+        "accuracy",
+        "perplexity",
+        "bits_per_byte",
+        "f1_macro",
+        "matthews",
+        "exact_match",
+        "majority_floor",
+    }
+)
 _OWN = frozenset({"cell", "seed", "status"})
 
 

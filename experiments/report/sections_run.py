@@ -1,0 +1,231 @@
+"""Sections and key figures of a training run and of a selection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.report import findings, formats, plots_run
+from experiments.report.blocks import Block, Card, Cards, Figures, Notes, Pairs, Section, Table, Tile
+from experiments.report.load import Run, Selection
+
+
+def training_tiles(run: Run) -> list[Tile]:
+    tiles = []
+    split = findings.best_split(run.eval)
+    if split is not None:
+        cells = run.eval[split]
+        floor = cells.get("majority_floor", {}).get("value")
+        shown = [
+            m for m in ("accuracy", "exact_match", "perplexity", "f1_macro", "bits_per_byte", "loss") if m in cells
+        ]
+        for metric in shown[:2]:
+            value, interval = formats.estimate(
+                cells[metric]["value"], cells[metric].get("low"), cells[metric].get("high")
+            )
+            note = f"{cells[metric]['n']:,} items" if cells[metric].get("n") else ""
+            if metric == "accuracy" and floor is not None:
+                note = ", ".join(filter(None, [f"majority floor {formats.number(floor)}", note]))
+            tiles.append(Tile(f"{split} {formats.metric_name(metric)}", value, interval, note))
+    before, after = run.shift
+    split = findings.best_split(before)
+    if split and split in after and "perplexity" in before[split] and "perplexity" in after[split]:
+        cell = after[split]["perplexity"]
+        value, interval = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))
+        cold = before[split]["perplexity"]
+        shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
+        tiles.append(Tile("target perplexity after warm-up", value, interval, f"cold backbone {shown_cold}"))
+    for stage, done in run.stages.items():
+        if done.get("steps") and stage != "warm-up":
+            note = "stopped early" if done.get("stopped_early") else ""
+            if done.get("best_dev_loss") is not None:
+                note = f"best dev loss {formats.number(float(done['best_dev_loss']))} after {done.get('best_step')}" + (
+                    f", {note}" if note else ""
+                )
+            tiles.append(Tile(f"{stage} updates", formats.number(int(done["steps"])), "", note))
+    return tiles
+
+
+def evaluation_sections(run: Run) -> list[Section]:
+    found = []
+    if run.eval:
+        found.append(Section("Evaluation", [Figures(plots_run.evaluation(run.eval)), _metric_table(run.eval)]))
+    before, after = run.shift
+    if before and after:
+        rows = []
+        for split in before:
+            for metric in ("perplexity", "bits_per_byte"):
+                if metric in before[split] and metric in after.get(split, {}):
+                    pair = [before[split][metric], after[split][metric]]
+                    cells = [findings.with_interval(c["value"], c.get("low"), c.get("high")) for c in pair]
+                    change = pair[1]["value"] / pair[0]["value"] - 1
+                    rows.append(
+                        [
+                            split,
+                            formats.metric_name(metric),
+                            *cells,
+                            ("+" if change > 0 else "") + formats.percent(change),
+                        ]
+                    )
+        lead = "How far the warm-up moved the backbone towards the target's own texts, labels unseen."
+        table = Table(
+            ["split", "metric", "cold backbone", "after warm-up", "change"],
+            rows,
+            "Both are judged on the same rows; intervals are bootstrap intervals of each, not of the difference.",
+            frozenset({2, 3, 4}),
+        )
+        if rows:
+            found.append(Section("The warm-up's shift", [table], lead))
+    return found
+
+
+def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
+    rows = []
+    for split, cells in tree.items():
+        floor = cells.get("majority_floor", {}).get("value")
+        for metric, cell in cells.items():
+            if metric == "majority_floor":
+                continue
+            value, interval = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))
+            beside = formats.number(floor) if metric == "accuracy" and floor is not None else ""
+            n = formats.number(int(cell["n"])) if cell.get("n") else ""
+            rows.append([split, formats.metric_name(metric), value, interval, beside, n])
+    columns = ["split", "metric", "value", "interval", "majority floor", "items"]
+    if not any(row[4] for row in rows):
+        columns.pop(4)
+        rows = [row[:4] + row[5:] for row in rows]
+    return Table(
+        columns,
+        rows,
+        "Bootstrap intervals over items; they say nothing about other seeds.",
+        frozenset(range(2, len(columns))),
+    )
+
+
+def training_sections(run: Run) -> list[Section]:
+    curves, small = plots_run.training(run.metrics), plots_run.small_multiples(run.metrics)
+    if not curves:
+        return []
+    notes = []
+    if run.metrics.unreadable:
+        notes.append(f"{run.metrics.unreadable} torn lines of metrics.jsonl were left out (a writer was killed there).")
+    attempts = {ln.get("attempt") for ln in run.metrics.lines if ln.get("attempt") is not None}
+    if len(attempts) > 1:
+        notes.append(f"The run was resumed: {len(attempts)} attempts; where steps overlap, the last one is shown.")
+    blocks: list[Block] = [Figures(curves)]
+    if small:
+        blocks.append(Figures(small, small=True))
+    if notes:
+        blocks.append(Notes(notes))
+    return [Section("Training", blocks)]
+
+
+_DIAGNOSTICS = {
+    "method": "method",
+    "embedder": "embedder",
+    "budget": "budget",
+    "pool": "pool records",
+    "target": "target records",
+    "helpful": "records with a negative score",
+    "epsilon": "ε, relative to the mean cost",
+    "epsilon_relative": "ε, relative to the mean cost",
+    "epsilon_absolute": "ε, absolute",
+    "mean_cost": "mean cost",
+    "marginal_error": "marginal L1 error",
+    "dual_value": "dual value",
+    "iterations": "iterations",
+    "tolerance": "tolerance asked for",
+}
+
+
+def selection_tiles(selection: Selection) -> list[Tile]:
+    about = selection.about
+    tiles = []
+    if selection.table is not None and selection.table.num_rows:
+        total, taken = selection.table.num_rows, sum(selection.table.column("selected").to_pylist())
+        tiles.append(
+            Tile("chosen", formats.number(int(taken)), "", f"of {total:,} records, {formats.percent(taken / total)}")
+        )
+    error = about.get("marginal_error")
+    if isinstance(error, int | float):
+        tiles.append(
+            Tile("marginal L1 error", formats.number(float(error)), "", "how far the transport plan is from converged")
+        )
+    return tiles
+
+
+def selection_sections(run: Run, selection: Selection) -> list[Section]:
+    blocks: list[Block] = []
+    charts = []
+    if selection.table is not None and selection.table.num_rows:
+        charts = [c for c in (plots_run.histogram(selection), plots_run.domain_mix(selection)) if c]
+    mapped = plots_run.projection_map(selection)
+    if mapped:
+        charts.append(mapped)
+    if charts:
+        blocks.append(Figures(charts))
+    notes = _selection_notes(selection)
+    if notes:
+        blocks.append(Notes(notes))
+    facts = [
+        (_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(v))
+        for k, v in selection.about.items()
+        if k not in ("seconds", "skipped")
+    ]
+    if facts:
+        blocks.append(Pairs(facts))
+    sections = [Section("Selection", blocks)] if blocks else []
+    cards = _cards(run, selection)
+    if cards:
+        lead = f"The {len(cards)} records with the smallest scores, as the selector saw them."
+        sections.append(Section("First choices", [Cards(cards)], lead))
+    return sections
+
+
+def _selection_notes(selection: Selection) -> list[str]:
+    about, notes = selection.about, []
+    helpful, budget = about.get("helpful"), about.get("budget")
+    gotd = about.get("method") == "gotd"
+    if gotd and isinstance(helpful, int) and isinstance(budget, int) and helpful < budget:
+        notes.append(
+            f"Only {helpful:,} records have a negative score; a budget of {budget:,} adds some that do not help."
+        )
+    skipped = about.get("skipped")
+    if isinstance(skipped, dict):
+        notes += [
+            f"{len(v):,} bad record{'s' * (len(v) > 1)} of the {k} left out, the first at {str(v[0])[:160]}"
+            for k, v in skipped.items()
+            if isinstance(v, list) and v
+        ]
+    return notes
+
+
+def _cards(run: Run, selection: Selection) -> list[Card]:
+    column = "text"
+    select = run.recipe.get("select")
+    if isinstance(select, dict) and isinstance(select.get("columns"), dict):
+        column = str(select["columns"].get("text") or "text")
+    nearest: dict[int, str] = {}
+    if selection.table is not None and "nearest_target" in selection.table.column_names:
+        import pyarrow.compute as pc
+
+        top = selection.table.filter(pc.less_equal(selection.table.column("rank"), 12))
+        nearest = dict(zip(top.column("rank").to_pylist(), top.column("nearest_target").to_pylist(), strict=True))
+    cards = []
+    for position, record in enumerate(selection.top[:9], 1):
+        source = record.get("source")
+        text = record.get(column) or (source.get(column) if isinstance(source, dict) else None)
+        if not isinstance(text, str):
+            text = next((v for k, v in record.items() if isinstance(v, str) and k != "id"), "")
+        text = " ".join(text.split())
+        id_ = str(record.get("id", ""))
+        rank = record.get("rank", position)
+        score = record.get("score")
+        facts = [
+            ("score", formats.number(float(score)) if isinstance(score, int | float) else ""),
+            ("domain", str(record.get("domain") or selection.judged.get(id_, ""))),
+            ("id", id_),
+            ("nearest target", str(nearest.get(rank) or "")),
+        ]
+        clipped = text if len(text) <= 360 else text[:360].rsplit(" ", 1)[0] + " …"
+        cards.append(Card(str(rank), clipped, [(k, v) for k, v in facts if v]))
+    return cards

@@ -1,0 +1,223 @@
+"""What the charts are computed from: sweeps, studies, the map, formats and the figure helper."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from experiments.report import formats
+from experiments.report.figure import PALETTE, Canvas, colour, spread
+from experiments.report.findings import study_finding, sweep_finding
+from experiments.report.load import read_run
+from experiments.report.plots_study import contrasts, sweep_axes, sweep_curves
+from experiments.report.projection import project
+from tests import report_runs
+
+
+def cells(folder, rows, grid):
+    folder.mkdir(parents=True)
+    names = list(dict.fromkeys(k for row in rows for k in row))
+    pq.write_table(pa.table({k: [row.get(k) for row in rows] for k in names}), folder / "cells.parquet")
+    if grid is not None:
+        (folder / "sweep.json").write_text(json.dumps({"recipe": "r", "grid": grid}))
+    return read_run(folder).sweep
+
+
+def rows(curve, seeds=4, axis="adapter.rank", spread=0.001, split="test"):
+    return [
+        {"cell": f"{x}-{s}", axis: x, "seed": s, "status": "done", f"{split}.error": y + spread * (s - 1.5)}
+        for x, y in curve.items()
+        for s in range(seeds)
+    ]
+
+
+def test_sweep_means_threshold_and_failures(tmp_path):
+    table = rows({1: 0.5, 4: 0.3, 16: 0.4})
+    for row in table:
+        row["train.error"] = {1: 0.3, 4: 0.1, 16: 0.0}[row["adapter.rank"]]
+        row["train.steps"] = 60
+    table.append({"cell": "x", "adapter.rank": 4, "seed": 9, "status": "failed", "test.error": None, "train.steps": 60})
+    data = cells(tmp_path / "s", table, {"adapter.rank": [1, 4, 16], "train.steps": [60]})
+    assert data.axes == ("adapter.rank",) and data.fixed == {"train.steps": 60}
+    assert data.at("test.error", {"adapter.rank": 4}).n == 4
+    assert data.threshold("adapter.rank", {}) == 4
+    assert len(data.failed) == 1 and data.error_columns() == ("test.error", "train.error")
+    where, best = data.best("test.error")
+    assert where == {"adapter.rank": 4} and best.value == pytest.approx(0.3)
+
+
+def test_axes_without_a_plan_are_the_columns_that_are_no_metrics(tmp_path):
+    table = [
+        {**row, "train.steps": 10 * row["adapter.rank"], "train.loss": 1.0 * row["seed"]}
+        for row in rows({1: 0.5, 2: 0.4})
+    ]
+    data = cells(tmp_path / "s", table, None)
+    assert data.axes == ("adapter.rank", "train.steps")
+
+
+def test_results_stand_in_for_a_table_that_is_not_there_yet(tmp_path):
+    for i, rank in enumerate((1, 2)):
+        folder = tmp_path / "s" / "cells" / f"c{i}"
+        folder.mkdir(parents=True)
+        result = {
+            "cell": f"c{i}",
+            "point": {"adapter.rank": rank},
+            "seed": 0,
+            "status": "done",
+            "reason": None,
+            "seconds": 1.0,
+            "metrics": {"test": {"accuracy": {"value": 0.75, "low": 0.7, "high": 0.8, "n": 4}}},
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+    data = read_run(tmp_path / "s").sweep
+    assert data.axes == ("adapter.rank",)
+    assert data.at("test.error", {"adapter.rank": 2}).value == 0.25  # 1 − accuracy
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        ({1: 0.5, 2: 0.4, 4: 0.3}, "no interior point"),
+        ({1: 0.3, 2: 0.5, 4: 0.2}, "adapter.rank = 2 lies above one on either side"),
+        ({1: 0.5, 2: 0.3, 4: 0.5}, "lowest at adapter.rank = 2"),
+        ({1: 0.3, 2: 0.3005, 4: 0.3}, "no interior point"),
+    ],
+)
+def test_sweep_finding_claims_no_more_than_its_intervals(tmp_path, curve, said):
+    sentence = sweep_finding(cells(tmp_path / "s", rows(curve), {"adapter.rank": list(curve)}))
+    assert said in sentence and "no formal peak test" in sentence
+
+
+def test_axis_of_the_curve_is_the_rank_where_it_varies(tmp_path):
+    table = [
+        {**row, "data.train.limit": lim, "regularizer.kind": kind}
+        for row in rows({1: 0.5, 2: 0.4})
+        for lim in (5, 6, 7)
+        for kind in ("plain", "ggpo")
+    ]
+    data = cells(tmp_path / "s", table, {"regularizer.kind": [], "data.train.limit": [], "adapter.rank": []})
+    assert sweep_axes(data) == ("adapter.rank", "data.train.limit", ("regularizer.kind",))
+    assert len(sweep_curves(data)) == 6
+
+
+def test_words_as_axis_and_one_seed(tmp_path):
+    table = rows({"plain": 0.5, "ggpo": 0.4}, seeds=1, axis="regularizer.kind")
+    (chart,) = sweep_curves(cells(tmp_path / "s", table, {"regularizer.kind": ["plain", "ggpo"]}))
+    assert "One seed" in chart.caption and ">plain<" in chart.raw
+
+
+def test_contrasts_pair_by_seed_and_leave_out_the_same_run(tmp_path):
+    report_runs.study(tmp_path / "s", seeds=5)
+    study = read_run(tmp_path / "s").study
+    found = {c.name: c.interval for c in contrasts(study, "perplexity")}
+    assert "GGPO − plain, cold" not in found  # the cold backbone is the same for both: nothing to compare
+    ours, base = study.values("gotd", "plain", "perplexity"), study.values("random", "plain", "perplexity")
+    expected = np.mean([ours[s] - base[s] for s in range(5)])
+    assert found["GOT-D − random, plain"].value == pytest.approx(expected) and expected < 0
+    assert "lowers perplexity" in study_finding(study)
+
+
+def test_a_worse_selection_is_called_worse(tmp_path):
+    report_runs.study(tmp_path / "s", effect=-1.0)
+    sentence = study_finding(read_run(tmp_path / "s").study)
+    assert "raises perplexity" in sentence and "lowers accuracy" in sentence
+
+
+def test_project_is_the_balanced_principal_plane():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(500, 6)) * np.array([1, 1, 1, 1, 1, 0.1])
+    Y = rng.normal(size=(40, 6)) * 0.1 + np.array([9, 0, 0, 0, 0, 0])
+    table = project(X, Y, [3, 5, 7], seed=0, max_points=200)
+    kinds = np.array(table.column("kind").to_pylist())
+    assert [int((kinds == k).sum()) for k in ("pool", "selection", "target")] == [157, 3, 40]
+    xy = np.column_stack([table.column("x").to_numpy(), table.column("y").to_numpy()])
+    # The plane's first axis separates the target, however few its rows are.
+    assert xy[kinds == "target", 0].min() > xy[kinds == "pool", 0].max()
+    centre = (X.mean(0) + Y.mean(0)) / 2
+    cov = ((X - centre).T @ (X - centre) / 500 + (Y - centre).T @ (Y - centre) / 40) / 2
+    values = np.linalg.eigvalsh(cov)[::-1]
+    explained = json.loads(table.schema.metadata[b"flatshift.explained"])
+    np.testing.assert_allclose(explained, values[:2] / values.sum(), atol=1e-6)
+    shown = np.linalg.norm(xy[kinds == "selection"], axis=1)
+    assert (shown <= np.linalg.norm(X[[3, 5, 7]] - centre, axis=1) + 1e-5).all()
+
+
+def test_project_masks_seeds_and_narrow_features():
+    rng = np.random.default_rng(1)
+    X, Y = rng.normal(size=(300, 3)), rng.normal(size=(20, 3))
+    mask = np.zeros(300, dtype=bool)
+    mask[[1, 2, 9]] = True
+    first = project(X, Y, mask, seed=4, max_points=100)
+    assert first.equals(project(X, Y, [9, 1, 2], seed=4, max_points=100))
+    assert not first.equals(project(X, Y, mask, seed=5, max_points=100))
+    assert first.num_rows == 100
+    assert project(X[:, :1], Y[:, :1], [0], seed=0).num_rows == 320
+    assert project(X, Y[:0], [0], seed=0).num_rows == 300
+    with pytest.raises(ValueError, match="one d"):
+        project(X, Y[:, :2], [0], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.0, "0"),
+        (1234.5, "1,234"),
+        (0.04567, "0.0457"),
+        (-2.5, "−2.50"),
+        (3.1e-10, "3.1\u202f×\u202f10⁻¹⁰"),
+        (2e12, "2.0\u202f×\u202f10¹²"),
+        (math.nan, "NaN"),
+        (-math.inf, "−∞"),
+        (None, "–"),
+        (20000, "20,000"),
+    ],
+)
+def test_number(value, shown):
+    assert formats.number(value) == shown
+
+
+def test_estimates_line_up():
+    assert formats.estimate(54.321, 53.1, 55.6) == ("54.3", "53.1 to 55.6")
+    assert formats.estimate(-0.0312, -0.05, -0.012, plus=True) == ("−0.031", "−0.050 to −0.012")
+    assert formats.estimate(0.5, 0.5, 0.5)[1] == ""
+    assert formats.estimate(88.2)[1] == "" and formats.estimate(math.nan, 0, 1) == ("NaN", "")
+    assert formats.seconds(3725) == "1\u00a0h 02\u00a0min" and formats.percent(0.0667) == "6.7\u00a0%"
+
+
+def test_spread_keeps_order_and_gap():
+    placed = spread([1.0, 1.1, 0.9, 5.0], 1.0)
+    order = np.argsort([1.0, 1.1, 0.9, 5.0])
+    assert (np.diff(np.array(placed)[order]) >= 1.0 - 1e-6).all()
+    assert spread([0.0, 10.0], 1.0) == [0.0, 10.0]
+
+
+def test_every_light_colour_stands_for_one_token():
+    assert len({light for light, _ in PALETTE.values()}) == len(PALETTE)
+
+
+def luminance(text):
+    channels = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+@pytest.mark.parametrize("token", ["ink", "muted", "blue", "orange", "green", "purple", "amber"])
+def test_text_colours_have_contrast(theme, token):
+    pair = sorted((luminance(PALETTE[token][theme]), luminance(PALETTE["surface"][theme])))
+    ratio = (pair[1] + 0.05) / (pair[0] + 0.05)
+    assert ratio >= 4.5, ratio  # WCAG AA for text
+
+
+def test_texts_that_look_like_colours_or_mathematics_stay_texts():
+    with Canvas(300, 200) as canvas:
+        ax = canvas.axes(y=f"{colour('blue')} $x_", x="a < b & c")
+        ax.plot([0, 1], [0, 1], color=colour("blue"))
+        chart = canvas.chart("c", title="<t>", caption="d")
+    inline = chart.inline("p")
+    assert f"{colour('blue')} $x_" in inline and "stroke: var(--blue)" in inline
+    assert "a &lt; b &amp; c" in inline and "&lt;t&gt;" in inline
+    assert "<style" not in inline and "font-family" not in inline
