@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from experiments.report import formats
@@ -103,12 +104,17 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
                 ax.yaxis.get_offset_text().set_visible(False)
                 power = _power(max(abs(v) for _, v in curve))
                 if power:
-                    ax.yaxis.set_major_formatter(lambda v, _, unit=10**power: f"{v / unit:g}")
+                    ax.yaxis.set_major_formatter(_in_units(10.0**power))
                     canvas.text(4, 141, f"×10{str(power).translate(formats.SUPERSCRIPT)}", colour="muted")
                 title = f"{_upper(name)} · {stage}"
                 last = formats.number(curve[-1][1])
                 charts.append(canvas.chart(f"{_slug(key)}-{_slug(stage)}", title=title, caption=f"Ends at {last}."))
     return charts[:12]
+
+
+def _in_units(unit: float) -> Callable[[float, int], str]:
+    """A tick formatter that shows multiples of `unit`."""
+    return lambda value, _position: f"{value / unit:g}"
 
 
 def _power(top: float) -> int:

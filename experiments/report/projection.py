@@ -23,7 +23,8 @@ def project(
 
     X: (N, d) pool features, may be a memmap (only sampled rows are read). Y: (M, d) target features. `selected`: row
     numbers of X, or a mask of length N. The axes are fitted on target and pool with half the weight each, so that a
-    small target shapes them as much as a large pool. At most a quarter of `max_points` is target, a quarter selection, the rest unchosen pool.
+    small target shapes them as much as a large pool. At most a quarter of `max_points` is target, a quarter selection,
+    the rest unchosen pool.
     Returns a table with x, y (float32) and kind (pool, target, selection); the schema metadata
     `flatshift.explained` holds the shares of the weighted variance on the two axes. Deterministic in `seed`.
     Raises ValueError if the widths differ.
