@@ -27,7 +27,7 @@ COMPRESSIONS = (".gz", ".xz", ".zst")
 SUPPORTED = "JSONL (.jsonl .ndjson .json), .csv, .tsv (each also .gz .xz .zst) and .parquet"
 HUB = "hub:"
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 
 
 class Record(NamedTuple):
@@ -106,7 +106,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Decompressed bytes of `path`, about a MiB at a time."""
+    """Decompressed bytes of `path`, a quarter of a MiB at a time."""
     _, compression = split_suffix(path)
     if compression == ".zst":
         yield from _zstd_chunks(path)
@@ -170,7 +170,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
         problem = None
         value: Any = None
         try:
-            value = json.loads(line.decode("utf-8"))
+            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
         except UnicodeDecodeError as error:
             problem = f"not valid UTF-8 (byte {error.start + 1} of the line)"
         except json.JSONDecodeError as error:

@@ -67,12 +67,13 @@ def fit_completion(
 
 
 def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
-    """Lengths ≤ a, ≤ b with a sum ≤ room, taken from the longer until they are equal (ties: the second keeps less)."""
+    """Lengths ≤ a, ≤ b with a sum ≤ room: the longer loses until both are equal, then both lose (tokenizers' rule).
+
+    An odd token goes to the longer text, to the second if both are as long.
+    """
     if a + b <= room:
         return a, b
     half = room // 2
-    if a <= half:
-        return a, room - a
-    if b <= half:
-        return room - b, b
-    return room - half, half
+    if a <= b:
+        return (a, room - a) if a <= half else (half, room - half)
+    return (room - b, b) if b <= half else (room - half, half)

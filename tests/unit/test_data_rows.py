@@ -1,0 +1,280 @@
+"""Files in, rows out: formats, names, bad records, and what the messages say."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from finetune.config import Columns
+from finetune.data import canonical_label, describe, expand, limit_rows, read_rows, require_rows
+from finetune.errors import UserError
+from tests.data_models import write_jsonl
+
+RECORDS = [{"text": f"größe {i}", "label": i % 3, "extra": [i]} for i in range(50)]
+
+
+def texts(*files: Path | str, **options) -> list[str]:
+    return [row.values["text"] for row in read_rows([str(file) for file in files], **options)]
+
+
+def refused(*files: Path | str, **options) -> str:
+    with pytest.raises(UserError) as error:
+        list(read_rows([str(file) for file in files], **options))
+    return str(error.value)
+
+
+def compressed(path: Path, suffix: str) -> Path:
+    data = path.read_bytes()
+    out = path.with_name(path.name + suffix)
+    if suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        # Two frames, as parallel compressors write.
+        half = len(data) // 2
+        data = b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:]))
+    else:
+        data = {".gz": gzip.compress, ".xz": lzma.compress}[suffix](data)
+    out.write_bytes(data)
+    return out
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz", ".zst"])
+def test_jsonl_in_every_compression(tmp_path, suffix):
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    if suffix:
+        path = compressed(path, suffix)
+    rows = list(read_rows([str(path)], required=("text", "label")))
+    assert [row.values["text"] for row in rows] == [record["text"] for record in RECORDS]
+    assert [row.values["label"] for row in rows] == [str(i % 3) for i in range(50)]
+    assert rows[3].values["extra"] == [3] and rows[3].record == RECORDS[3]
+    assert (rows[3].id, rows[3].where, rows[3].index) == ("0-3", f"{path}:4", 3)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_truncated_and_corrupt_archives_are_named(tmp_path, suffix):
+    path = compressed(write_jsonl(tmp_path / "a.jsonl", RECORDS * 200), suffix)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-12])
+    assert f"{path}: corrupt or truncated" in refused(path)
+    path.write_bytes(b"this is not an archive at all")
+    assert f"{path}: corrupt or truncated" in refused(path)
+
+
+def test_zstd_without_its_package_says_how_to_get_it(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert "pip install 'flatshift[zstd]'" in refused(path)
+
+
+def test_datasets_without_its_package_says_how_to_get_it(tmp_path, monkeypatch):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_info.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'flatshift[hf]'" in refused(tmp_path / "saved")
+    assert "pip install 'flatshift[hf]'" in refused("hub:owner/name:train")
+
+
+def test_blank_lines_count_as_lines_and_a_bom_is_no_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b"}')
+    rows = list(read_rows([str(path)]))
+    assert [(row.values["text"], row.id, row.where, row.index) for row in rows] == [
+        ("a", "0-0", f"{path}:1", 0),
+        ("b", "0-3", f"{path}:4", 1),
+    ]
+    assert describe([str(path)])[0]["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a"', "not valid JSON (Expecting ',' delimiter at column 13)"),
+        (b"text", "not valid JSON (Expecting value at column 1)"),
+        (b'["text"]', "a JSON array, not an object"),
+        (b"null", "a JSON null, not an object"),
+        (b'{"text": null}', "column 'text' is null"),
+        (b'{"text": 3}', "column 'text' is a int, not text"),
+        (b'{"txt": "a"}', "no column 'text'; did you mean 'txt'? (set data.columns.text)"),
+        (b'{"body": "a", "id": 1}', "no column 'text'; there are 'body', 'id'"),
+        (b'{"text": "\xff"}', "not valid UTF-8"),
+        (b'{"text": "\\ud800"}', "surrogate"),
+        (b'{"text": ' + b"[" * 100_000, "not valid JSON"),
+        (b'{"text": "a", "id": [1]}', "column 'id' is a list"),
+    ],
+)
+def test_bad_rows_are_refused_by_line_or_skipped(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "three"}\n')
+    message = refused(path)
+    assert message.startswith(f"{path}:2: ") and reason in message
+    skipped: list[str] = []
+    rows = list(read_rows([str(path)], bad_rows="skip", skipped=skipped))
+    # A skipped row still counts for names and for the index of own features.
+    assert [(row.id, row.index) for row in rows] == [("0-0", 0), ("0-2", 2)]
+    assert skipped == [message]
+
+
+def test_required_label_must_be_a_name_or_a_number(tmp_path):
+    for value, reason in ((None, "is null"), ("", "is empty"), ([1], "is a list"), (float("nan"), "is nan")):
+        path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": value}])
+        assert f"column 'label' {reason}" in refused(path, required=("text", "label"))
+        assert "label" not in next(read_rows([str(path)])).values
+
+
+def test_canonical_labels():
+    assert [canonical_label(value) for value in (1, "1", 1.0, 2.5, True, "a b")] == [
+        "1",
+        "1",
+        "1",
+        "2.5",
+        "True",
+        "a b",
+    ]
+
+
+def test_columns_are_mapped_and_may_swap(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "second", "text2": "first", "y": 1, "name": "n"}])
+    columns = Columns(text="text2", text2="text", label="y", id="name")
+    (row,) = read_rows([str(path)], columns=columns, required=("text", "text2", "label", "y"))
+    assert row.values == {"text": "first", "text2": "second", "label": "1", "id": "n", "y": 1, "name": "n"}
+    assert row.id == "n"
+    assert row.record == {"text": "second", "text2": "first", "y": 1, "name": "n"}
+
+
+def test_given_ids_must_be_unique_over_all_files(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "id": 7}, {"text": "b", "id": None}])
+    b = write_jsonl(tmp_path / "b.jsonl", [{"text": "c", "id": "x"}, {"text": "d", "id": "7"}])
+    assert [row.id for row in read_rows([str(a)])] == ["7", "0-1"]
+    assert refused(a, b) == f"{b}:2: id '7' was already given at {a}:1; ids must be unique"
+
+
+def test_csv_with_quoted_newlines_knows_its_lines(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes('\ufefftext,label\r\n"one\nstill one",1\r\n\r\n"tw""o",2\r\nthree\r\nfour,4\r\n'.encode())
+    skipped: list[str] = []
+    rows = list(read_rows([str(path)], required=("text", "label"), bad_rows="skip", skipped=skipped))
+    assert [(row.values["text"], row.values["label"], row.id, row.where) for row in rows] == [
+        ("one\nstill one", "1", "0-0", f"{path}:2"),
+        ('tw"o', "2", "0-1", f"{path}:5"),
+        ("four", "4", "0-3", f"{path}:7"),
+    ]
+    assert skipped == [f"{path}:6: 1 fields where the header has 2"]
+    assert describe([str(path)])[0]["rows"] == 4
+
+
+def test_csv_problems(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('text,label\n"never closed,1\nb,2\n')
+    assert f"{path}:2: not valid CSV" in refused(path)
+    path.write_text("text,text\na,b\n")
+    assert f"{path}:1: the header has the column 'text' twice" in refused(path)
+    path.write_bytes(b"text,label\n\xff,1\nb,2\n")
+    assert f"{path}:2: not valid UTF-8" in refused(path)
+    path.write_text("txet,label\na,1\n")
+    assert "did you mean 'txet'" in refused(path)
+    path.write_text("text\n" + "long " * 100_000 + "\n")  # beyond the csv module's default field size
+    assert len(texts(path)[0]) == 500_000
+
+
+def test_tsv(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text("text\tlabel\na, b\t1\n")
+    assert texts(path) == ["a, b"]
+
+
+def test_parquet(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(RECORDS), path, row_group_size=7)
+    rows = list(read_rows([str(path)], required=("text", "label")))
+    assert [row.values["text"] for row in rows] == [record["text"] for record in RECORDS]
+    assert (rows[9].id, rows[9].where, rows[9].values["extra"]) == ("0-9", f"{path}:10", [9])
+    assert describe([str(path)])[0]["rows"] == 50
+    path.write_bytes(path.read_bytes()[:-20])
+    assert f"{path}: " in refused(path) and "Parquet" in refused(path)
+
+
+def test_expand_sorts_globs_and_names_the_nearest(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "c.csv"):
+        (tmp_path / name).write_text("")
+    assert [path.name for path in expand([f"{tmp_path}/*.jsonl", f"{tmp_path}/c.csv"])] == [
+        "a.jsonl",
+        "b.jsonl",
+        "c.csv",
+    ]
+    with pytest.raises(UserError, match=r"no file matches"):
+        expand([f"{tmp_path}/*.parquet"])
+    with pytest.raises(UserError, match=r"no such file; did you mean .*a\.jsonl"):
+        expand([f"{tmp_path}/aa.jsonl"])
+    with pytest.raises(UserError, match="there is no directory"):
+        expand([f"{tmp_path}/nowhere/a.jsonl"])
+    with pytest.raises(UserError, match="named twice"):
+        expand([f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl"])
+
+
+def test_formats_that_are_not_rows(tmp_path):
+    assert "is a directory; name its files" in refused(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    assert "unknown format '.txt'; known are JSONL" in refused(tmp_path / "a.txt")
+    (tmp_path / "a.json").write_text('[\n{"text": "a"}\n]')
+    assert "a JSON array; one object a line" in refused(tmp_path / "a.json")
+    (tmp_path / "b.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16"))
+    assert "is UTF-16; save it as UTF-8" in refused(tmp_path / "b.jsonl")
+
+
+def test_no_rows_says_why(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(UserError, match=r"no train rows: .*a\.jsonl is empty"):
+        require_rows(read_rows([str(path)]), files=[str(path)], what="train")
+    path.write_text('{"tex": "a"}\n')
+    skipped: list[str] = []
+    rows = read_rows([str(path)], bad_rows="skip", skipped=skipped)
+    with pytest.raises(UserError, match=r"all 1 of .* were skipped, the first for .*a\.jsonl:1: no column 'text'"):
+        require_rows(rows, files=[str(path)], what="train", skipped=skipped)
+    with pytest.raises(UserError, match="no file is named"):
+        require_rows([], files=[], what="dev")
+
+
+def test_describe_digests_the_bytes_on_disk(tmp_path):
+    path = compressed(write_jsonl(tmp_path / "a.jsonl", RECORDS), ".gz")
+    assert describe([str(path)]) == [
+        {
+            "path": str(path),
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "bytes": path.stat().st_size,
+            "rows": 50,
+        }
+    ]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    peaks = []
+    for count in (3_000, 30_000):
+        path = tmp_path / f"{count}.jsonl"
+        path.write_text((json.dumps({"text": "a" * 400}) + "\n") * count)
+        tracemalloc.start()
+        assert sum(1 for _ in read_rows([str(path)])) == count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+def test_limits_are_nested_and_keep_the_order():
+    rows = list(range(1000))
+    small, large = limit_rows(rows, 30, seed=1), limit_rows(rows, 300, seed=1)
+    assert set(small) < set(large) and len(small) == 30 and small == sorted(small)
+    assert limit_rows(rows, 30, seed=2) != small
+    assert limit_rows(rows, None, seed=1) == rows == limit_rows(rows, 1000, seed=1)
+    for limit in (0, -1, 1001):
+        with pytest.raises(UserError, match="limit"):
+            limit_rows(rows, limit, seed=1)
