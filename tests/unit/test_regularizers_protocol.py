@@ -86,7 +86,7 @@ def test_a_model_with_lora_on_embeddings_only_is_refused_and_mixed_is_reported(c
         assert list(regularizer.perturbations()) == [
             f"base_model.model.model.layers.{i}.self_attn.q_proj" for i in range(2)
         ]
-    assert regularizer.metrics()["layers"] == 2 and regularizer.metrics()["layers_left_alone"] == 1
+    assert regularizer.metrics()["perturbed_layers"] == 2 and regularizer.metrics()["layers_left_alone"] == 1
 
 
 def test_a_weight_that_is_no_float_matrix_is_refused() -> None:
