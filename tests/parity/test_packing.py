@@ -1,0 +1,92 @@
+"""Packed rows against the same samples one by one: loss, gradients, logits, and what happens when a model leaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from finetune.config import Completion, LanguageModel
+from finetune.data import Batches, encode, refuse_leaks
+from finetune.errors import UserError
+from finetune.loss import loss_sum
+from tests.data_models import byte_tokenizer, text_rows, tiny_model
+
+TOKENIZER = byte_tokenizer()
+KINDS = [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("gpt2", "eager"), ("mistral", "sdpa")]
+
+
+def packed_step(task):
+    examples = encode(text_rows(40), task=task, tokenizer=TOKENIZER, max_length=64).examples
+    batches = Batches(examples, task=task, batch_size=3, accumulate=2, seed=0, max_length=64, pad_id=0)
+    micros = batches.at(0)
+    assert max(len(row) for micro in micros for row in micro.rows) >= 3
+    return examples, micros, batches.supervised(0)
+
+
+def gradients(model, total: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    total.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("task", [LanguageModel(), Completion()], ids=lambda task: task.kind)
+@pytest.mark.parametrize(("kind", "attention"), KINDS)
+def test_packed_loss_and_gradients_are_the_unpacked_ones(kind, attention, task):
+    model = tiny_model(kind, len(TOKENIZER), attention=attention)
+    examples, micros, supervised = packed_step(task)
+    packed = sum(loss_sum(model(**m.inputs, use_cache=False).logits, m.labels, task=task) for m in micros) / supervised
+    one_by_one = (
+        sum(
+            loss_sum(model(input_ids=torch.tensor([e.input_ids])).logits, torch.tensor([e.labels]), task=task)
+            for m in micros
+            for row in m.rows
+            for e in [examples[i] for i in row]
+        )
+        / supervised
+    )
+    torch.testing.assert_close(packed, one_by_one, rtol=1e-5, atol=0)
+    ours, theirs = gradients(model, packed), gradients(model, one_by_one)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "attention"), KINDS)
+def test_a_neighbour_changes_no_bit_of_a_sample(kind, attention):
+    model = tiny_model(kind, len(TOKENIZER), attention=attention)
+    _, micros, _ = packed_step(LanguageModel())
+    micro = next(m for m in micros if len(m.rows[0]) > 1)
+    second = int((micro.inputs["position_ids"][0] == 0).nonzero()[1])
+    with torch.no_grad():
+        before = model(**micro.inputs, use_cache=False).logits[0, second:]
+        other = dict(micro.inputs, input_ids=micro.inputs["input_ids"].clone())
+        other["input_ids"][0, :second] = 7
+        after = model(**other, use_cache=False).logits[0, second:]
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_models_that_keep_samples_apart_pass_the_check(kind):
+    model = tiny_model(kind, len(TOKENIZER)).train()
+    refuse_leaks(model)
+    assert model.training
+
+
+def test_models_that_would_leak_are_refused():
+    with pytest.raises(UserError, match=r"set task\.pack: false"):
+        refuse_leaks(tiny_model("bloom", len(TOKENIZER)))
+
+    class Deaf(torch.nn.Module):
+        """A Llama behind a wrapper that loses the positions."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_model("llama", len(TOKENIZER))
+
+        def get_input_embeddings(self):
+            return self.inner.get_input_embeddings()
+
+        def forward(self, input_ids, position_ids, use_cache):
+            return self.inner(input_ids=input_ids, use_cache=use_cache)
+
+    with pytest.raises(UserError, match="lets packed samples see each other"):
+        refuse_leaks(Deaf())
