@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regularizers.branch import NoiseBranch
 from regularizers.config import GGPO
-from regularizers.guidance import debiased, power_shares
+from regularizers.guidance import debiased, layer_means, power_shares
 from regularizers.signs import Side, counters, sign_words, stream_id, stream_keys, unpack
 
 
@@ -35,6 +35,8 @@ class Bank:
         self._unit = torch.tensor(
             [(w * b.rank) ** -0.5 for w, b in zip(self._widths, branches, strict=True)], **per_layer
         )
+        self._sizes = torch.tensor(self.sizes, device=device)
+        self._row_widths = torch.tensor(self._widths, device=device)[self._owner]
         self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **per_layer)
         self._rank = max(branch.rank for branch in branches)
 
@@ -115,21 +117,20 @@ class Bank:
             branch.probe.grad = None
 
     def figures(self) -> dict[str, float]:
-        """Sums from which the regularizer makes its metrics, of the last perturbed step."""
-        counts = {"sketches": float(self.updates.max()), "skipped": float(self.skipped.max())}
-        if self._shares is None or self._sigma is None:
-            return {"power": 0.0, "gradient_power": 0.0, "sigma_sum": 0.0, "moved_sum": 0.0} | counts
-        total, gradient = self._shares
-        power = self._sigma.square() * torch.tensor(self._widths, device=total.device)[self._owner]
-        moved = 0.0
-        for guided, plain in zip(total.split(self.sizes), self.norms.split(self.sizes), strict=True):
-            moved += 0.5 * float((guided / guided.sum() - plain / plain.sum()).abs().sum())
-        return {
-            "power": float(power.sum()),
-            "gradient_power": float((power * gradient / total.clamp_min(torch.finfo(total.dtype).tiny)).sum()),
-            "sigma_sum": float(self._sigma.sum()),
-            "moved_sum": moved,
-        } | counts
+        """Sums from which the regularizer makes its metrics, of the last perturbed step; one wait for the device."""
+        zero = torch.zeros((), device=self.ema.device, dtype=self.ema.dtype)
+        power = gradient_power = sigma_sum = moved = zero
+        if self._shares is not None and self._sigma is not None:
+            (total, gradient), sizes, owner = self._shares, self._sizes, self._owner
+            row_power = self._sigma.square() * self._row_widths
+            power, sigma_sum = row_power.sum(), self._sigma.sum()
+            gradient_power = (row_power * gradient / total.clamp_min(torch.finfo(total.dtype).tiny)).sum()
+            # Total variation between the guided sharing of each layer's power and that by weights alone.
+            guided, plain = (part / (layer_means(part, self.sizes) * sizes)[owner] for part in (total, self.norms))
+            moved = 0.5 * (guided - plain).abs().sum()
+        counts = (self.updates.max(), self.skipped.max())
+        values = torch.stack([power, gradient_power, sigma_sum, moved, *(count.to(zero) for count in counts)]).tolist()
+        return dict(zip(("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped"), values, strict=True))
 
     def state(self) -> dict[str, Tensor]:
         """Copies per layer, so that the state does not depend on how layers are banked."""

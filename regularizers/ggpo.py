@@ -172,7 +172,7 @@ class GGPORegularizer(Regularizer):
             "sigma": scheduled_sigma(self.config.sigma, self.config.schedule, self._step, self._total_steps),
             "row_sigma_mean": sum(part["sigma_sum"] for part in figures) / rows if rows else 0.0,
             "gradient_share": sum(part["gradient_power"] for part in figures) / power if power else 0.0,
-            "guidance": sum(part["moved_sum"] for part in figures) / layers if layers else 0.0,
+            "guidance": sum(part["moved"] for part in figures) / layers if layers else 0.0,
             "perturbed_layers": float(layers),
             "layers_left_alone": float(len(self._left_alone)),
             "sketches": max((part["sketches"] for part in figures), default=0.0),
