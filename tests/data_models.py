@@ -82,7 +82,9 @@ def tiny_model(kind: str, vocabulary: int, *, attention: str = "sdpa", **overrid
     config._attn_implementation = "eager" if kind == "bloom" else attention  # bloom has no other
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        return model_class(config).eval()
+        model = model_class(config).eval()
+    model.config.use_cache = False  # as load_backbone does
+    return model
 
 
 def row(number: int = 0, /, **values: Any) -> Row:

@@ -28,7 +28,7 @@ class MicroBatch:
 
     inputs: dict[str, Tensor]
     """Model keyword arguments, (B, T) int64: `input_ids`, and `attention_mask` (right padding) or, in packed rows,
-    `position_ids` instead. Call the model with `use_cache=False`: packing relies on it."""
+    `position_ids` instead. The model must use no cache (`config.use_cache` false): packing relies on it."""
     labels: Tensor
     """(B, T) int64 aligned with `input_ids`, −100 where unsupervised (always at the first token of a sample); or the
     classes, (B,)."""

@@ -34,7 +34,7 @@ def gradients(model, total: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_packed_loss_and_gradients_are_the_unpacked_ones(kind, attention, task):
     model = tiny_model(kind, len(TOKENIZER), attention=attention)
     examples, micros, supervised = packed_step(task)
-    packed = sum(loss_sum(model(**m.inputs, use_cache=False).logits, m.labels, task=task) for m in micros) / supervised
+    packed = sum(loss_sum(model(**m.inputs).logits, m.labels, task=task) for m in micros) / supervised
     one_by_one = (
         sum(
             loss_sum(model(input_ids=torch.tensor([e.input_ids])).logits, torch.tensor([e.labels]), task=task)
@@ -57,10 +57,10 @@ def test_a_neighbour_changes_no_bit_of_a_sample(kind, attention):
     micro = next(m for m in micros if len(m.rows[0]) > 1)
     second = int((micro.inputs["position_ids"][0] == 0).nonzero()[1])
     with torch.no_grad():
-        before = model(**micro.inputs, use_cache=False).logits[0, second:]
+        before = model(**micro.inputs).logits[0, second:]
         other = dict(micro.inputs, input_ids=micro.inputs["input_ids"].clone())
         other["input_ids"][0, :second] = 7
-        after = model(**other, use_cache=False).logits[0, second:]
+        after = model(**other).logits[0, second:]
     assert torch.equal(before, after)
 
 
@@ -85,8 +85,13 @@ def test_models_that_would_leak_are_refused():
         def get_input_embeddings(self):
             return self.inner.get_input_embeddings()
 
-        def forward(self, input_ids, position_ids, use_cache):
-            return self.inner(input_ids=input_ids, use_cache=use_cache)
+        def forward(self, input_ids, position_ids):
+            return self.inner(input_ids=input_ids)
 
     with pytest.raises(UserError, match="lets packed samples see each other"):
         refuse_leaks(Deaf())
+
+    caching = tiny_model("llama", len(TOKENIZER))
+    caching.config.use_cache = True
+    with pytest.raises(UserError, match="lets packed samples see each other"):
+        refuse_leaks(caching)
