@@ -76,6 +76,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     versions = run.environment.get("versions")
     version = versions.get("flatshift") if isinstance(versions, dict) else None
     regularizer = run.recipe.get("regularizer")
+    trained = bool(run.metrics.lines or run.eval or run.sweep)
     facts = [
         (
             "made",
@@ -85,8 +86,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
             .replace("Z", " UTC"),
         ),
         ("recipe", _recipe_name(run)),
-        ("backbone", str(run.recipe.get("backbone") or "")),
-        ("regularizer", str(regularizer.get("kind") or "") if isinstance(regularizer, dict) else ""),
+        ("backbone", str(run.recipe.get("backbone") or "") if trained else ""),
+        ("regularizer", str(regularizer.get("kind") or "") if trained and isinstance(regularizer, dict) else ""),
         ("flatshift", str(version or "")),
         ("elapsed", formats.seconds(run.elapsed) if run.elapsed else ""),
     ]

@@ -115,10 +115,13 @@ def selection_finding(selection: Selection) -> str:
     sentence = f"{method} chose {taken:,} of {total:,} records ({formats.percent(taken / total)})"
     counts = selection.domains
     if len(counts) > 1:
-        name, (pool, chosen) = max(counts.items(), key=lambda item: (item[1][1], item[0]))
-        lift = (chosen / taken) / (pool / total)
-        share, times = formats.percent(chosen / taken), formats.number(lift, 2)
-        sentence += f"; {share} of them are “{name}”, {times} times its share of the pool"
+        # Of the domains that make up at least a twentieth of the selection, the one that gained most.
+        shares = {name: (pool / total, chosen / taken) for name, (pool, chosen) in counts.items()}
+        large = [name for name, (_, after) in shares.items() if after >= 0.05]
+        name = max(large, key=lambda n: (shares[n][1] / shares[n][0], n)) if large else None
+        if name is not None and shares[name][1] > shares[name][0]:
+            before, after = map(formats.percent, shares[name])
+            sentence += f"; “{name}” grows from {before} of the pool to {after} of the selection"
     return sentence + "."
 
 

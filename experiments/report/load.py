@@ -129,6 +129,14 @@ class Run:
             return {}
         return tree if isinstance(tree, dict) else {}
 
+    def loss_unit(self, stage: str) -> str:
+        """What a loss of `stage` is counted in, as far as the recipe says."""
+        task = self.recipe.get("task")
+        kind = task.get("kind") if isinstance(task, dict) else None
+        if kind == "classify" and stage != "warm-up":  # a warm-up is language modelling, whatever follows
+            return "nats per example"
+        return "nats per supervised token" if kind else "nats"
+
     @cached_property
     def metrics(self) -> Metrics:
         return read_metrics(self.path / "metrics.jsonl")

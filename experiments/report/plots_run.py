@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from experiments.report import formats
@@ -24,7 +25,7 @@ def _running_mean(values: list[float], width: int) -> list[float]:
     ]
 
 
-def training(metrics: Metrics) -> list[Chart]:
+def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart]:
     """One loss chart per stage: train as drawn, its running mean, dev and test points."""
     charts = []
     shown = [s for s in metrics.stages if any(metrics.series(s, split, "loss") for split in SPLIT_COLOUR)]
@@ -37,7 +38,7 @@ def training(metrics: Metrics) -> list[Chart]:
             continue
         said = []
         with Canvas(width, 320 if width == WIDE else 300) as canvas:
-            ax = canvas.axes(y="loss (nats)", x="optimizer updates of the stage", right=96)
+            ax = canvas.axes(y=f"loss ({loss_unit(stage)})", x="optimizer updates of the stage", right=96)
             ends: list[tuple[float, float, str, str]] = []
             for split, curve in curves.items():
                 if not curve:
@@ -85,7 +86,7 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
         names = dict.fromkeys(k for ln in metrics.lines if ln["stage"] == stage and ln["split"] == "train" for k in ln)
         for key in ["lr", *sorted(k for k in names if k not in _KNOWN)]:
             curve = [(t, v) for t, v in metrics.series(stage, "train", key) if math.isfinite(v)]
-            if len(curve) < 2 or (key != "lr" and len({v for _, v in curve}) == 1):
+            if len(curve) < 2 or (key != "lr" and _is_dull([v for _, v in curve])):
                 continue
             name = "learning rate" if key == "lr" else key.replace("_", " ").replace("/", ": ")
             with Canvas(260, 150) as canvas:
@@ -112,7 +113,13 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
     return charts[:12]
 
 
-def _in_units(unit: float) -> Callable[[float, int], str]:
+def _is_dull(values: list[float]) -> bool:
+    """A constant or a counter, which say nothing when drawn."""
+    steps = {b - a for a, b in pairwise(values)}
+    return steps == {0} or (len(steps) == 1 and all(v == int(v) for v in values))
+
+
+def _in_units(unit: float) -> Callable[[float, float], str]:
     """A tick formatter that shows multiples of `unit`."""
     return lambda value, _position: f"{value / unit:g}"
 
@@ -126,7 +133,7 @@ def _slug(text: str) -> str:
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text.lower()).strip("-") or "x"
 
 
-def evaluation(tree: dict[str, dict[str, dict[str, Any]]]) -> list[Chart]:
+def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) -> list[Chart]:
     """Dots with intervals: shares (accuracy, F1 …) on one axis with the majority floor, others on their own."""
     metrics = list(dict.fromkeys(m for split in tree.values() for m in split if m in formats.METRICS))
     shares = [m for m in formats.SHARES if m in metrics]
@@ -147,7 +154,11 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]]) -> list[Chart]:
         height = 76 + max(22 * longest, 66)
         with Canvas(540, height) as canvas:
             ax = canvas.axes(
-                left=110, right=66, top=30, bottom=40, x="share" if name == "shares" else formats.metric_unit(name)
+                left=110,
+                right=66,
+                top=30,
+                bottom=40,
+                x="share" if name == "shares" else loss_unit if name == "loss" else formats.metric_unit(name),
             )
             ax.grid(axis="x")
             ax.grid(visible=False, axis="y")

@@ -321,7 +321,8 @@ def heat_map(data: SweepData) -> Chart | None:
         ax.tick_params(bottom=False)
         split, _, metric = test.partition(".")
         caption = (
-            f"Mean {split} {formats.metric_name(metric)} over seeds; darker is worse; the frame marks the lowest mean."
+            f"Mean {split} {formats.metric_name(metric)} over seeds; "
+            "stronger colour is worse; the frame marks the lowest mean."
         )
         return canvas.chart(
             "sweep-map",

@@ -48,7 +48,15 @@ def training_tiles(run: Run) -> list[Tile]:
 def evaluation_sections(run: Run) -> list[Section]:
     found = []
     if run.eval:
-        found.append(Section("Evaluation", [Figures(plots_run.evaluation(run.eval)), _metric_table(run.eval)]))
+        found.append(
+            Section(
+                "Evaluation",
+                [
+                    Figures(plots_run.evaluation(run.eval, loss_unit=run.loss_unit("fine-tune"))),
+                    _metric_table(run.eval),
+                ],
+            )
+        )
     before, after = run.shift
     if before and after:
         rows = []
@@ -79,30 +87,23 @@ def evaluation_sections(run: Run) -> list[Section]:
 
 
 def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
+    """Metrics down, splits across; the majority floor below the accuracy it belongs to."""
     rows = []
-    for split, cells in tree.items():
-        floor = cells.get("majority_floor", {}).get("value")
-        for metric, cell in cells.items():
-            if metric == "majority_floor":
-                continue
-            value, interval = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))
-            beside = formats.number(floor) if metric == "accuracy" and floor is not None else ""
-            n = formats.number(int(cell["n"])) if cell.get("n") else ""
-            rows.append([split, formats.metric_name(metric), value, interval, beside, n])
-    columns = ["split", "metric", "value", "interval", "majority floor", "items"]
-    if not any(row[4] for row in rows):
-        columns.pop(4)
-        rows = [row[:4] + row[5:] for row in rows]
-    return Table(
-        columns,
-        rows,
-        "Bootstrap intervals over items; they say nothing about other seeds.",
-        frozenset(range(2, len(columns))),
-    )
+    for metric in dict.fromkeys(m for cells in tree.values() for m in cells if m != "majority_floor"):
+        cells = [tree[split].get(metric) for split in tree]
+        shown = [findings.with_interval(c["value"], c.get("low"), c.get("high")) if c else "–" for c in cells]
+        rows.append([formats.metric_name(metric), *shown])
+        floors = [tree[split].get("majority_floor") for split in tree]
+        if metric == "accuracy" and any(floors):
+            rows.append(["majority floor", *(formats.number(float(f["value"])) if f else "–" for f in floors)])
+    counts = [max((int(c.get("n") or 0) for c in cells.values()), default=0) for cells in tree.values()]
+    rows.append(["items", *(formats.number(n) if n else "–" for n in counts)])
+    note = "Bootstrap intervals over items; they say nothing about other seeds."
+    return Table(["metric", *tree], rows, note, frozenset(range(1, len(tree) + 1)))
 
 
 def training_sections(run: Run) -> list[Section]:
-    curves, small = plots_run.training(run.metrics), plots_run.small_multiples(run.metrics)
+    curves, small = plots_run.training(run.metrics, loss_unit=run.loss_unit), plots_run.small_multiples(run.metrics)
     if not curves:
         return []
     notes = []
@@ -126,14 +127,13 @@ _DIAGNOSTICS = {
     "pool": "pool records",
     "target": "target records",
     "helpful": "records with a negative score",
-    "epsilon": "ε, relative to the mean cost",
-    "epsilon_relative": "ε, relative to the mean cost",
-    "epsilon_absolute": "ε, absolute",
+    "epsilon": "ε, in units of the cost",
     "mean_cost": "mean cost",
-    "marginal_error": "marginal L1 error",
-    "dual_value": "dual value",
+    "marginal_error": "marginal L1 error reached",
+    "tolerance": "marginal L1 error asked for",
+    "converged": "converged",
     "iterations": "iterations",
-    "tolerance": "tolerance asked for",
+    "dual_value": "dual value",
 }
 
 
@@ -166,11 +166,9 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     notes = _selection_notes(selection)
     if notes:
         blocks.append(Notes(notes))
-    facts = [
-        (_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(v))
-        for k, v in selection.about.items()
-        if k not in ("seconds", "skipped")
-    ]
+    about = {k: v for k, v in selection.about.items() if k not in ("seconds", "skipped")}
+    order = [k for k in _DIAGNOSTICS if k in about] + [k for k in about if k not in _DIAGNOSTICS]
+    facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(about[k])) for k in order]
     if facts:
         blocks.append(Pairs(facts))
     sections = [Section("Selection", blocks)] if blocks else []
