@@ -196,8 +196,7 @@ class _Run:
         dtype = self._precision()
         rows = StreamedRows(problem, dtype)
         cached = n * m * dtype.itemsize <= self.memory_bytes if chosen == "large" else chosen == "cached"
-        size = min(n, max(10 * m, 10_000), max(m, self.memory_bytes // (2 * m * dtype.itemsize)))
-        sample = Kernel(rows.gather(_stratified(problem.a, size, self.seed)), self.epsilon)
+        sample = Kernel(rows.gather(_stratified(problem.a, self._sample_size(dtype, cached), self.seed)), self.epsilon)
         start, iterations, _ = self._descend(sample, max(0.1 * self.tolerance, 1e-4))
 
         stage = [0]
@@ -210,23 +209,58 @@ class _Run:
         full = (Kernel if cached else Streamed)(rows, self.epsilon, chunk=self.chunk, on_rows=on_rows)
         g = start.g
         best: Evaluation | None = None
+        ahead: Tensor | None = None  # where the correction of the best point leads
+        tried: list[tuple[Tensor, Tensor]] = []
+        length = 1.0
         for _ in range(self.max_passes):
             stage[0] += 1
             at = full.evaluate(g)
-            if best is None or at.value >= best.value - 1e-7 * abs(best.value) or at.error < 0.5 * best.error:
-                best = at
+            slack = 1e-7 * abs(best.value) if best else 0.0
+            if best is None or at.value >= best.value - slack or at.error < 0.5 * best.error:
+                corrected = best is not None
+                best, length = at, 1.0
                 if at.error <= self.tolerance:
                     break
-                step = self._correct(sample, at)
-                iterations += step[1]
-                g = step[0]
+                if corrected and isinstance(full, Kernel):
+                    # Every row is at hand: iterating on all of them is now cheaper than correcting the subsample again.
+                    solved = solve_dense(
+                        full,
+                        at.g,
+                        marginal=rows.b,
+                        tolerance=self.tolerance,
+                        max_iterations=self.max_iterations - iterations,
+                    )
+                    best, iterations = solved.at, iterations + solved.iterations
+                    break
+                ahead, used = self._correct(sample, at)
+                iterations += used
+                tried.append((at.g, ahead))
+                g = _mixed(tried[-6:], rows.b)
             else:
-                # The correction overshot. A Sinkhorn step from the best point so far always raises the dual.
-                g = best.g + self.epsilon * (rows.b.log() - best.column.clamp_min(1e-300).log())
-                g = g - rows.b @ g
+                # Overshot: the correction is an ascent direction, so a shorter step from the best point climbs.
+                assert ahead is not None
+                length *= 0.3
+                del tried[:-1]
+                g = best.g + length * (ahead - best.g)
+            g = best.g + (g - best.g).clamp(-2 * self.epsilon, 2 * self.epsilon)
+            g = g - rows.b @ g
         assert best is not None
         found = full.nearest(best.g) if nearest else None
         return self._finish(best, found, iterations, full.passes, "cached" if cached else "streamed", dtype)
+
+    def _sample_size(self, dtype: torch.dtype, cached: bool) -> int:
+        """Rows of the subsample, within memory.
+
+        When a pass costs a GEMM over the pool: a tenth of it, at least ten rows per target, more for small ε. When the
+        kernel of the pool is held, the subsample only has to find a start.
+        """
+        n, m = self.problem.shape
+        if cached:
+            wanted = float(max(5 * m, 5_000))
+        else:
+            wanted = max(n // 10, 10 * m, 10_000) * min(max(0.01 / self.relative, 1.0), 4.0)
+        # Its affinities and its kernel are both held.
+        return min(n, max(int(min(wanted, self.memory_bytes / (2 * m * dtype.itemsize))), 1))
 
     def _correct(self, sample: Kernel, at: Evaluation) -> tuple[Tensor, int]:
         """The g at which the subsample's column sums change by the factor b/col that the full pass asks for."""
@@ -237,9 +271,7 @@ class _Run:
         marginal = marginal / marginal.sum()
         goal = max(0.02 * at.error, 0.1 * self.tolerance)
         moved = solve_dense(sample, at.g, marginal=marginal, tolerance=goal, max_iterations=200)
-        step = (moved.at.g - at.g).clamp(-2 * self.epsilon, 2 * self.epsilon)
-        g = at.g + step
-        return g - b @ g, moved.iterations
+        return moved.at.g - b @ moved.at.g, moved.iterations
 
     def _precision(self) -> torch.dtype:
         """float32 tiles where their rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance."""
@@ -288,6 +320,22 @@ def _flip(rows: DenseRows, problem: Problem) -> DenseRows:
     y_squared = torch.from_numpy((problem.y**2).sum(1))
     affinity = rows.affinity[index].T + y_squared.unsqueeze(1) - rows.squared[index]
     return DenseRows(affinity.contiguous(), rows.b, rows.a[index], y_squared)
+
+
+def _mixed(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:
+    """Anderson's combination of the images G(g_k): weights that sum to 1 and make Σ α_k (G(g_k) − g_k) smallest.
+
+    The subsample errs in the same few slow modes at every correction; the combination learns them.
+    """
+    images = torch.stack([image for _, image in tried])
+    residuals = (images - torch.stack([point for point, _ in tried])) * b.sqrt()
+    if len(tried) == 1:
+        return images[0]
+    steps = residuals[:-1] - residuals[-1]
+    gram = steps @ steps.T
+    gram += 1e-10 * gram.trace() * torch.eye(len(gram), dtype=gram.dtype) + 1e-300
+    weights = torch.linalg.solve(gram, -(steps @ residuals[-1]))
+    return images[-1] + weights @ (images[:-1] - images[-1])
 
 
 def _stratified(a: np.ndarray, size: int, seed: int) -> np.ndarray:

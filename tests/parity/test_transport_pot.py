@@ -16,7 +16,7 @@ def problem(n, m, d, seed, weighted):
 
 
 def pot(x, y, a, b, epsilon, method="sinkhorn_log"):
-    """POT's potentials in our convention: its plan is exp((f + g − C)/ε) without weights, so ε log a is inside its f."""
+    """POT's potentials in our convention: its plan is exp((f + g − C)/ε) without weights, so its f holds ε log a."""
     cost = ot.dist(x, y)
     log = ot.sinkhorn(a, b, cost, epsilon, method=method, numItermax=200_000, stopThr=1e-14, log=True)[1]
     u, v = (log["log_u"], log["log_v"]) if "log_u" in log else (np.log(log["u"]), np.log(log["v"]))

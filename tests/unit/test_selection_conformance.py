@@ -64,7 +64,7 @@ def test_scores_and_shapes(selector, pool, target):
     assert np.isfinite(selector.scores_).all()
     if selector.nearest_target_ is not None:
         assert selector.nearest_target_.shape == (N,) and selector.nearest_target_.dtype == np.int64
-        assert 0 <= selector.nearest_target_.min() and selector.nearest_target_.max() < M
+        assert selector.nearest_target_.min() >= 0 and selector.nearest_target_.max() < M
     assert isinstance(selector.diagnostics_, dict)
 
 
@@ -159,7 +159,7 @@ def test_a_missing_part_is_named(selector, target):
     if isinstance(selector, RandomSelector):
         assert len(selector.fit(bare, target).scores_) == 2
     else:
-        with pytest.raises(SelectionError, match="texts|features"):
+        with pytest.raises(SelectionError, match=r"texts|features"):
             selector.fit(bare, target)
 
 
