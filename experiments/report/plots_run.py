@@ -55,6 +55,7 @@ def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart
                     said.append(f"Thin line: loss of each update; bold line: its centred mean over {span} updates.")
                 elif split == "train":
                     ax.plot(steps, values, color=colour(token))
+                    said.append("Train loss of each update.")
                 else:
                     ax.plot(
                         steps,
