@@ -19,6 +19,7 @@ from experiments.shift import text_perplexity
 from experiments.sweep import Cell, cell_of, run_cells
 from finetune.atomic import write_json
 from finetune.errors import UserError
+from finetune.rundir import write_provenance
 
 WarmUp = Literal["cold", "random", "gotd"]
 _TUNING_SEED = 1_000_003
@@ -107,7 +108,17 @@ def study(
                 "cell": cell.key,
             }
         )
-    document = {"target": name, "recipe": recipe, "seeds": list(seeds), "floor": floor, "tuned": tuned, "cells": rows}
+    describe = {"perplexity": "of the target's test texts after the warm-up, before any label was seen."}
+    document = {
+        "describe": describe,
+        "target": name,
+        "recipe": recipe,
+        "seeds": list(seeds),
+        "floor": floor,
+        "tuned": tuned,
+        "cells": rows,
+    }
+    write_provenance(out)
     write_json(out / "study.json", document)
     return document
 

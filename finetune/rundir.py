@@ -125,7 +125,9 @@ def refuse_nonempty(path: str | Path) -> None:
 def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
     """Write command.txt, environment.json and, if given, recipe.resolved.yaml into `directory`."""
     directory = Path(directory)
-    write_text(directory / COMMAND, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\n")
+    name = Path(sys.argv[0]).name
+    called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` is the command too
+    write_text(directory / COMMAND, shlex.join([called, *sys.argv[1:]]) + "\n")
     write_json(directory / ENVIRONMENT, environment())
     if recipe_yaml is not None:
         write_text(directory / RECIPE, recipe_yaml)
