@@ -216,9 +216,15 @@ def _stage(
     )
     if batches.packed:
         refuse_leaks(model)
+    if prepared.truncated:
+        console.say(f"truncated {prepared.truncated:,} samples to train.max_length = {train.max_length} tokens")
+    if prepared.skipped:
+        console.say(f"skipped {len(prepared.skipped):,} bad rows, first {prepared.skipped[0]}")
+    if prepared.flipped:
+        console.say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     for line in plan_lines(model, train=train, optimizer=optimizer):
         console.say(line)
-    console.say(first_batch_panel(batches.at(0)[0], tokenizer, task))
+    console.say(first_batch_panel(batches.at(0)[0], tokenizer, task, label_names=prepared.label_names))
     with console.task(name, train.steps, "steps") as bar:
         train_stage(
             model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -93,7 +94,10 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         f"pool {len(pool.rows):,} records, target {len(target.rows):,}, budget {spec.budget:,}, {spec.method.kind}"
     )
 
-    x, y = _features(recipe, spec, pool, target, console)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        x, y = _features(recipe, spec, pool, target, console)
+    _say(caught, console)
     embedded = time.monotonic()
     pool_set = Pool(
         ids=[row.id for row in pool.rows],
@@ -105,7 +109,10 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         ids=[row.id for row in target.rows], texts=[row.values["text"] for row in target.rows], features=y
     )
     selector = build_selector(spec.method, seed=derive(seed, "select"))
-    selector.fit(pool_set, target_set)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        selector.fit(pool_set, target_set)
+    _say(caught, console)
     order = np.asarray(selector.select(len(pool.rows)))
     solved = time.monotonic()
 
@@ -144,6 +151,12 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     write_json(directory / "manifest.json", manifest)
     console.say(f"selected {spec.budget:,} of {len(pool.rows):,} in {time.monotonic() - started:.1f} s")
     return manifest
+
+
+def _say(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
+    """What a selector warned of, in the run's own voice and log."""
+    for message in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, UserWarning)):
+        console.say(f"warning: {message}")
 
 
 def _read(files: Files, spec: Select, seed: int, name: str) -> Records:

@@ -1,0 +1,191 @@
+"""`flatshift select` to the letter of its contract: files, columns, order, own features, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from flatshift.cli import run
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A pool of 40 records of two domains and a target of 6 that looks like the second."""
+    rng = np.random.default_rng(0)
+    pool = [
+        {
+            "text": " ".join(rng.choice(WORDS[:5] if i % 2 else WORDS[5:], 8)),
+            "domain": "ab"[i % 2],
+            "score": i,
+            "rank": "x",
+        }
+        for i in range(40)
+    ]
+    target = [{"text": " ".join(rng.choice(WORDS[:5], 8))} for _ in range(6)]
+    return write_rows(tmp_path / "pool.jsonl", pool), write_rows(tmp_path / "target.jsonl", target)
+
+
+def select(files: tuple[Path, Path], out: Path, *more: str, budget: int = 10) -> int:
+    pool, target = files
+    words = ["select", "--pool", str(pool), "--target", str(target), "--budget", str(budget), "--out", str(out), *more]
+    return run(words)
+
+
+@pytest.mark.parametrize("method", ["gotd", "knn", "dsir", "random"])
+def test_outputs_follow_the_contract(files, tmp_path: Path, method: str) -> None:
+    out = tmp_path / "out"
+    assert select(files, out, "--method", method) == 0
+    table = pq.read_table(out / "scores.parquet")
+    assert [(f.name, str(f.type)) for f in table.schema] == [
+        ("id", "string"),
+        ("score", "double"),
+        ("rank", "int64"),
+        ("selected", "bool"),
+        ("nearest_target", "string"),
+        ("domain", "string"),
+    ]
+    columns = table.to_pydict()
+    assert columns["id"] == [f"0-{i}" for i in range(40)], "one row per record, in file order"
+    assert sorted(columns["rank"]) == list(range(1, 41))
+    assert columns["selected"] == [rank <= 10 for rank in columns["rank"]]
+    by_rank = np.argsort(columns["rank"])
+    assert (np.diff(np.array(columns["score"])[by_rank]) >= 0).all(), "smaller is better for every method"
+    assert columns["domain"] == ["ab"[i % 2] for i in range(40)]
+    chosen = [json.loads(line) for line in (out / "selected.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [record["rank"] for record in chosen] == list(range(1, 11))
+    for record in chosen:
+        row = columns["id"].index(record["id"])
+        assert record["score"] == columns["score"][row]
+        assert record["source"] == {"score": row, "rank": "x"}, "colliding input keys move under `source`"
+        assert record["domain"] == columns["domain"][row]
+    manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    assert [entry["rows"] for entry in manifest["inputs"]] == [40, 6]
+    assert manifest["selection"]["method"] == method
+    for name in ("report.html", "command.txt", "environment.json", "recipe.resolved.yaml", "log.txt"):
+        assert (out / name).stat().st_size > 0
+    if method == "gotd":
+        assert manifest["selection"]["marginal_error"] <= 1e-9
+        assert set(columns["nearest_target"]) <= {f"0-{j}" for j in range(6)}
+        assert sum(columns["domain"][i] == "b" for i in by_rank[:10]) >= 9, "the target looks like domain b"
+
+
+def test_same_seed_same_bytes(files, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert select(files, tmp_path / name) == 0
+    for name in ("scores.parquet", "selected.jsonl"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_ties_keep_file_order(tmp_path: Path) -> None:
+    pool = write_rows(tmp_path / "p.jsonl", [{"text": "the same words"}] * 8)
+    target = write_rows(tmp_path / "t.jsonl", [{"text": "the same words"}, {"text": "other words"}])
+    np.save(tmp_path / "x.npy", np.ones((8, 3)))
+    np.save(tmp_path / "y.npy", np.eye(3)[:2])
+    own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
+    assert select((pool, target), tmp_path / "out", *own, "--method", "knn", budget=3) == 0
+    assert pq.read_table(tmp_path / "out" / "scores.parquet")["rank"].to_pylist() == list(range(1, 9))
+
+
+def test_own_features_are_scored_as_given_against_pot(files, tmp_path: Path) -> None:
+    ot = pytest.importorskip("ot")
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(40, 5)) * 3, rng.normal(size=(6, 5)) + 1
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", y)
+    own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
+    assert select(files, tmp_path / "out", *own, "--epsilon", "0.1") == 0
+    cost = ((x[:, None] - y[None]) ** 2).sum(-1)
+    a, b = np.full(40, 1 / 40), np.full(6, 1 / 6)
+    epsilon = 0.1 * cost.mean()
+    _, log = ot.sinkhorn(a, b, cost, epsilon, method="sinkhorn_log", numItermax=200_000, stopThr=1e-13, log=True)
+    f = epsilon * log["log_u"]
+    scores = pq.read_table(tmp_path / "out" / "scores.parquet")["score"].to_numpy()
+    np.testing.assert_allclose(scores, f - f.mean(), atol=1e-7 * cost.mean())
+
+
+def test_a_skipped_record_drops_its_feature_row(tmp_path: Path) -> None:
+    good = [{"text": f"word {i}", "id": f"r{i}"} for i in range(6)]
+    pool = write_rows(tmp_path / "p.jsonl", good)
+    lines = pool.read_text(encoding="utf-8").splitlines()
+    lines[2] = "{not json"
+    pool.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    target = write_rows(tmp_path / "t.jsonl", [{"text": "a"}])
+    np.save(tmp_path / "x.npy", np.arange(6.0)[:, None])
+    np.save(tmp_path / "y.npy", np.array([[5.0]]))
+    own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
+    assert select((pool, target), tmp_path / "refused", *own, budget=2) == 2
+    assert not (tmp_path / "refused").exists()
+    assert select((pool, target), tmp_path / "out", *own, "--bad-rows", "skip", "--method", "knn", budget=2) == 0
+    table = pq.read_table(tmp_path / "out" / "scores.parquet").to_pydict()
+    assert table["id"] == ["r0", "r1", "r3", "r4", "r5"]
+    assert table["score"] == [25.0, 16.0, 4.0, 1.0, 0.0]
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert f"{pool}:3" in manifest["selection"]["skipped"]["pool"][0]
+
+
+@pytest.mark.parametrize(
+    ("pool_text", "more", "words"),
+    [
+        (None, (), "no such file"),
+        ("", (), "empty"),
+        ('{"text": "a"}\n{"text": \n', (), "p.jsonl:2"),
+        ('{"text": "a"}\n{"txet": "b"}\n', (), "p.jsonl:2"),
+        ('{"text": "a"}\n{"text": 5}\n', (), "p.jsonl:2"),
+        ('{"text": "a"}\n{"text": "b"}\n', ("--budget", "3"), "2 records"),
+        ('{"text": "a"}\n{"text": "b"}\n', ("--method", "gtod"), "'gotd'"),
+        ('{"text": "a"}\n{"text": "b"}\n', ("--epsilon", "-1"), "epsilon"),
+        ('{"text": "a"}\n{"text": "b"}\n', ("--pool-features", "x.npy"), "--target-features"),
+        ('{"text": "a"}\n{"text": "b"}\n', ("--pool-features", "x.npy", "--target-features", "y.npy"), "x.npy"),
+        ('{"text": "a", "id": 1}\n{"text": "b", "id": 1}\n', (), "'1'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, monkeypatch, capsys, pool_text: str | None, more: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if pool_text is not None:
+        (tmp_path / "p.jsonl").write_text(pool_text, encoding="utf-8")
+    write_rows(tmp_path / "t.jsonl", [{"text": "a"}])
+    before = set(tmp_path.iterdir())
+    budget = () if "--budget" in more else ("--budget", "1")
+    code = run(["select", "--pool", "p.jsonl", "--target", "t.jsonl", *budget, "--out", "out", *more])
+    message = capsys.readouterr().err
+    assert code == 2, message
+    assert words in message and "Traceback" not in message
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_feature_count_mismatch_and_nonempty_out(files, tmp_path: Path, capsys) -> None:
+    np.save(tmp_path / "x.npy", np.ones((39, 2)))
+    np.save(tmp_path / "y.npy", np.ones((6, 2)))
+    own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
+    assert select(files, tmp_path / "out", *own) == 2
+    assert "39 rows for 40 records" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine", encoding="utf-8")
+    assert select(files, tmp_path / "full") == 2
+    assert "not empty" in capsys.readouterr().err
+    assert (tmp_path / "full" / "mine.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_columns_by_flag_and_json(tmp_path: Path, capsys) -> None:
+    pool = write_rows(tmp_path / "p.jsonl", [{"body": f"word {i}", "key": f"k{i}", "kind": "z"} for i in range(5)])
+    target = write_rows(tmp_path / "t.jsonl", [{"body": "word 1", "key": "t"}])
+    names = ["--text-column", "body", "--id-column", "key", "--domain-column", "kind", "--json"]
+    assert select((pool, target), tmp_path / "out", *names, "--method", "knn", budget=1) == 0
+    assert json.loads(capsys.readouterr().out)["selection"]["budget"] == 1
+    table = pq.read_table(tmp_path / "out" / "scores.parquet").to_pydict()
+    assert table["id"] == [f"k{i}" for i in range(5)] and table["domain"] == ["z"] * 5
+    (chosen,) = (tmp_path / "out" / "selected.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(chosen)["body"] == "word 1", "records come out whole, under their own column names"

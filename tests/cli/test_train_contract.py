@@ -1,0 +1,265 @@
+"""`train`, `eval`, `report`, `--resume` and `sweep` to the letter of their contract, on real rows and real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file
+
+from flatshift.cli import run
+
+SMALL = {
+    "train.steps": 6,
+    "train.batch_size": 4,
+    "train.max_length": 32,
+    "train.eval_every": 3,
+    "train.save_every": 2,
+    "train.threads": 1,
+    "data.train.limit": 40,
+    "data.dev.limit": 20,
+    "data.test.limit": 30,
+    "eval.bootstrap": 50,
+}
+WARM = SMALL | {
+    "warmup.steps": 4,
+    "warmup.batch_size": 2,
+    "select.budget": 40,
+    "select.pool.limit": 800,
+    "select.embedder.dim": 16,
+}
+
+
+def flags(settings: dict) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run with both stages, made through the public command."""
+    out = tmp_path_factory.mktemp("runs") / "both"
+    assert run(["train", "warmup", "--out", str(out), *flags(WARM)]) == 0
+    return out
+
+
+def test_run_directory_is_complete(finished: Path) -> None:
+    for name in (
+        "recipe.resolved.yaml",
+        "command.txt",
+        "environment.json",
+        "manifest.json",
+        "metrics.jsonl",
+        "eval.json",
+        "adapter/adapter_model.safetensors",
+        "report.html",
+        "log.txt",
+        "selection/scores.parquet",
+        "stages/warm-up/adapter/adapter_config.json",
+        "stages/warm-up/metrics.jsonl",
+        "stages/fine-tune/adapter/adapter_config.json",
+        "stages/fine-tune/metrics.jsonl",
+        "state/step-6/state.safetensors",
+        "state/step-6/state.json",
+    ):
+        assert (finished / name).stat().st_size > 0, name
+    assert list((finished / "plots").glob("*.svg"))
+    manifest = json.loads((finished / "manifest.json").read_text(encoding="utf-8"))
+    assert all(len(entry["sha256"]) == 64 and entry["rows"] > 0 for entry in manifest["inputs"])
+    assert not [p for p in finished.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".pkl")]
+
+
+def test_metrics_lines(finished: Path) -> None:
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        assert {"stage", "attempt", "step", "split", "loss", "tokens", "time_s"} <= line.keys()
+    train = [line for line in lines if line["stage"] == "fine-tune" and line["split"] == "train"]
+    assert [line["step"] for line in train] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens"] for line in train] == [4, 8, 12, 16, 20, 24], "examples count as tokens for classification"
+    assert [line["step"] for line in lines if line["split"] == "dev"] == [3, 6]
+    assert [line["step"] for line in lines if line["stage"] == "warm-up"] == [1, 2, 3, 4]
+
+
+def test_eval_json_and_eval_command_agree(finished: Path, capsys) -> None:
+    stored = json.loads((finished / "eval.json").read_text(encoding="utf-8"))
+    for metrics in stored.values():
+        for figure in metrics.values():
+            assert set(figure) == {"value", "low", "high", "n"}
+            assert figure["low"] <= figure["value"] <= figure["high"]
+    assert run(["eval", str(finished), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["test"] == stored["test"] and again["dev"] == stored["dev"]
+
+
+def test_adapter_loads_in_plain_peft(finished: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    from finetune.assets import backbone
+
+    base = AutoModelForSequenceClassification.from_pretrained(backbone("flatshift-5m"), num_labels=3)
+    model = PeftModel.from_pretrained(base, finished / "adapter")
+    saved = load_file(finished / "adapter" / "adapter_model.safetensors")
+    live = {name.replace(".default", ""): value for name, value in model.state_dict().items()}
+    assert any("lora_B" in name and tensor.abs().sum() > 0 for name, tensor in saved.items())
+    for name, tensor in saved.items():
+        found = live.get(name, live.get(name.replace("score.", "score.modules_to_save.")))
+        assert found is not None and torch.equal(found.float(), tensor.float()), name
+
+
+def test_resuming_a_finished_run_changes_nothing(finished: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file() and p.name != "log.txt"}
+    assert run(["train", "--resume", str(finished)]) == 0
+    assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file() and p.name != "log.txt"}
+
+
+def test_resume_refuses_another_setting(finished: Path, capsys) -> None:
+    assert run(["train", "--resume", str(finished), "--optimizer.lr", "1"]) == 2
+    assert "--optimizer.lr" in capsys.readouterr().err
+
+
+def test_eval_on_other_rows(finished: Path, tmp_path: Path, capsys) -> None:
+    rows = tmp_path / "more.jsonl"
+    rows.write_text('{"text": "We used the method of Smith [1].", "label": "method"}\n' * 3, encoding="utf-8")
+    assert run(["eval", str(finished), "--data", str(rows), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["data"]["accuracy"]["n"] == 3
+    rows.write_text('{"text": "x", "label": "metod"}\n', encoding="utf-8")
+    assert run(["eval", str(finished), "--data", str(rows)]) == 2
+    message = capsys.readouterr().err
+    assert f"{rows}:1" in message and "'method'" in message
+
+
+def start(*words: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "flatshift", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        metrics = out / "metrics.jsonl"
+        if metrics.is_file() and len(metrics.read_bytes().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the run ended early: {process.stderr.read() if process.stderr else ''}")
+
+
+def adapter_bytes(out: Path) -> bytes:
+    return (out / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+LONG = SMALL | {"train.steps": 40, "train.eval_every": 0, "train.save_every": 7, "regularizer.kind": "ggpo"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, number: signal.Signals) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    words = ["train", "classify", *flags(LONG)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "flatshift", *words, "--out", str(whole)],
+        check=True,
+        capture_output=True,
+        env=environment,
+    )
+    process = start(*words, "--out", str(cut))
+    wait_for_step(process, cut, 10)
+    process.send_signal(number)
+    code = process.wait(timeout=120)
+    assert code == (3 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert not (cut / "eval.json").exists()
+    assert run(["train", "--resume", str(cut)]) == 0
+    assert adapter_bytes(cut) == adapter_bytes(whole)
+    assert json.loads((cut / "eval.json").read_text()) == json.loads((whole / "eval.json").read_text())
+
+
+def test_resume_refuses_a_changed_input(tmp_path: Path, capsys) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "word {i} here", "label": "{i % 2}"}}\n' for i in range(20)), encoding="utf-8")
+    settings = {**SMALL, "data.train.files": rows, "data.train.limit": "null", "data.holdout": 0.2}
+    settings |= {"data.dev.files": "[]", "data.test.files": "[]", "data.dev.limit": "null", "data.test.limit": "null"}
+    out = tmp_path / "out"
+    assert run(["train", "classify", "--out", str(out), *flags(settings)]) == 0
+    (out / "report.html").unlink()
+    assert run(["train", "--resume", str(out)]) == 0, "only the missing part is made again"
+    assert (out / "report.html").is_file()
+    (out / "report.html").unlink()
+    rows.write_text(rows.read_text(encoding="utf-8") + '{"text": "new", "label": "1"}\n', encoding="utf-8")
+    capsys.readouterr()
+    assert run(["train", "--resume", str(out)]) == 2
+    assert "changed since" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data.train.files", "nowhere.jsonl"], "no such file"),
+        (["--data.columns.label", "labell"], "'label'"),
+        (["--task.labels", "[a, b]"], "not one of the 2 classes"),
+        (["--backbone", "flatshift-6m"], "'flatshift-5m'"),
+        (["--backbone", "EMPTY"], "config.json"),
+        (["--adapter.targets", "[q_prj]"], "'q_proj'"),
+        (["--data.train.limit", "99999"], "99999"),
+        (["--task.kind", "completion", "--task.prompt", "{txt}"], "'text'"),
+    ],
+)
+def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str], message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    settings = SMALL | {"train.steps": 1}
+    assert run(["train", "classify", "--out", "out", *flags(settings), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not (tmp_path / "out").exists() or "q_prj" in words[1], "found before the directory is made"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"task.kind": "language-model", "train.max_length": 48},
+        {"task.kind": "completion", "task.score": "rank"},
+        {"task.kind": "completion", "task.score": "generate", "task.max_new_tokens": 4, "data.test.limit": 8},
+        {"adapter.dora": "true", "adapter.dropout": 0.1, "regularizer.kind": "ggpo"},
+        {"data.label_noise": 0.2, "train.precision": "bf16", "train.accumulate": 2},
+        {
+            "data.train.files": "sample:snli/train",
+            "data.dev.files": "sample:snli/dev",
+            "data.test.files": "sample:snli/test",
+        },
+    ],
+    ids=["language-model", "rank", "generate", "dora-dropout-ggpo", "noise-bf16-accumulate", "pairs"],
+)
+def test_every_objective_runs(tmp_path: Path, settings: dict) -> None:
+    out = tmp_path / "out"
+    short = SMALL | {"train.steps": 3, "train.precision": "fp32"} | settings
+    assert run(["train", "classify", "--out", str(out), *flags(short)]) == 0
+    test = json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]
+    wanted = {"rank": "matthews", "generate": "exact_match"}.get(settings.get("task.score", ""), "loss")
+    assert wanted in test
+
+
+def test_sweep_is_idempotent_and_keeps_failures(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    words = ["sweep", "double-descent", "--out", str(out), "--seeds", "2", *flags(SMALL | {"train.steps": 2})]
+    words = [w for w in words if w not in ("--data.dev.limit", "20")]
+    assert run([*words, "--grid", "adapter.rank=1,2", "--jobs", "2"]) == 0
+    table = pq.read_table(out / "cells.parquet").to_pydict()
+    assert table["adapter.rank"] == [1, 1, 2, 2] and table["seed"] == [0, 1, 0, 1]
+    assert table["status"] == ["done"] * 4 and all(0 <= e <= 1 for e in table["test.error"])
+    stamps = {p: p.stat().st_mtime_ns for p in out.glob("cells/*/result.json")}
+    assert len(stamps) == 4
+    assert run([*words, "--grid", "adapter.rank=1,2,4"]) == 0
+    after = {p: p.stat().st_mtime_ns for p in out.glob("cells/*/result.json")}
+    assert len(after) == 6 and all(after[p] == stamp for p, stamp in stamps.items()), "done cells are never run again"
+    assert run([*words, "--grid", "data.train.limit=10,99999"]) == 1
+    table = pq.read_table(out / "cells.parquet").to_pydict()
+    assert sorted(set(table["status"])) == ["done", "failed"]
+    assert any("99999" in (reason or "") for reason in table["reason"])
