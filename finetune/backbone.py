@@ -319,6 +319,19 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def position_limit(model: torch.nn.Module) -> int | None:
+    """Longest row, tokens, that a table of learned positions allows; None where positions are computed (rotary, …)."""
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+        and name.rsplit(".", 1)[-1] in {"wpe", "position_embeddings", "embed_positions", "position_embedding"}
+    ]
+    # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
+    used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
+    return min((t.num_embeddings - u for t, u in zip(tables, used, strict=True)), default=None)
+
+
 # --------------------------------------------------------------------------------------------- as a feature extractor
 
 

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from .adapter import copy_tensors, load_adapter, save_adapter, trainable
 from .atomic import write_json
+from .backbone import position_limit
 from .checkpoint import Checkpoint, clone, drop_checkpoints, latest_checkpoint, pack, save_checkpoint, unpack
 from .config import Classify, Evaluate, Optimizer, Task, Train
 from .errors import Interrupted, UserError
 from .loss import batch_loss, find_head, loss_sum
-from .numerics import adamw, autocast, seeded, uses_dropout, without_input_casts
+from .numerics import adamw, autocast, cpu_threads, seeded, uses_dropout, without_input_casts
 from .rundir import METRICS, RunDirectory, disk_full_interrupts, last_attempt, read_metrics
 from .schedule import learning_rate
 from .seeds import derive
@@ -111,24 +112,34 @@ def train_stage(
     Raises:
         Interrupted: `stop` said so, Ctrl-C, or a full disk; running it again continues.
         Diverged: loss or gradient is NaN or infinite; nothing of that update is saved.
+        UserError: rows longer than the backbone's positions, samples that cannot be packed for it, a checkpoint of
+            another adapter.
     """
+    _check_length(model, batches)
     done = _done(run, stage, train)
     if done is not None:
         load_adapter(model, run.stage(stage) / "adapter")
         return done
-    loop = _Loop(model, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed)
-    regularizer.attach(model, seed=derive(seed, "regularizer"), total_steps=train.steps)
-    try:
-        loop.restore()
-        with without_input_casts(model, train):
-            loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
-    except KeyboardInterrupt as error:
-        raise Interrupted(
-            f"{stage} stopped inside update {loop.progress.step + 1}; resuming continues from the newest checkpoint"
-        ) from error
-    finally:
-        regularizer.detach()
-    return loop.finish()
+    with cpu_threads(train.threads):
+        loop = _Loop(model, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed)
+        regularizer.attach(model, seed=derive(seed, "regularizer"), total_steps=train.steps)
+        try:
+            loop.restore()
+            with without_input_casts(model, train):
+                loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
+        except KeyboardInterrupt as error:
+            raise Interrupted(
+                f"{stage} stopped inside update {loop.progress.step + 1}; resuming continues from the newest checkpoint"
+            ) from error
+        finally:
+            regularizer.detach()
+        return loop.finish()
+
+
+def _check_length(model: PeftModel, batches: Batches) -> None:
+    limit = position_limit(model)
+    if limit is not None and batches.max_length > limit:
+        raise UserError(f"train.max_length: {batches.max_length} is above this backbone's {limit} positions")
 
 
 def _done(run: RunDirectory, stage: str, train: Train) -> StageResult | None:
@@ -202,6 +213,9 @@ class _Loop:
         self.regularizer.load_state_dict(
             {name: tensor.to(self.device) for name, tensor in unpack(found.tensors, "regularizer").items()}
         )
+        place, before = self._place(), found.meta["place"]
+        if place != before:
+            self.run.log(f"warning: {before} before, {place} now: the same curve to rounding, not the same bits")
         saved = found.meta["progress"]
         self.progress = _Progress(step=found.step, best=unpack(found.tensors, "best"), **saved)
         self.attempt = max(self.attempt, int(found.meta["attempt"]) + 1)
@@ -225,11 +239,16 @@ class _Loop:
             "progress": self.progress.meta(),
             "data": {"step": self.progress.step},
             "random": {"seed": self.seed},
+            "place": self._place(),
             "scheduler": {**asdict(self.settings), "steps": self.train.steps},
             "regularizer": type(self.regularizer).__name__,
         }
         save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self.train.keep)
         self.saved_step = self.progress.step
+
+    def _place(self) -> dict[str, Any]:
+        """What the last bits of a result depend on besides the state."""
+        return {"device": self.device.type, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
     # ------------------------------------------------------------------ training
 

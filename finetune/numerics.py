@@ -59,6 +59,19 @@ def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextMa
 
 
 @contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """`count` CPU threads inside, the former number afterwards; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draws inside come from `seed`; the global generators are put back afterwards as they were."""
     cuda = device.type == "cuda"

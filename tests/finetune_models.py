@@ -56,6 +56,7 @@ class RandomBatches:
     """`at(step)`: `accumulate` micro-batches of language-model rows with random masks, a pure function of the step."""
 
     packed = False
+    max_length = 0
 
     def __init__(self, *, rows: int = 3, length: int = 12, accumulate: int = 1, vocabulary: int = VOCABULARY) -> None:
         self.rows, self.length, self.accumulate, self.vocabulary = rows, length, accumulate, vocabulary
@@ -77,6 +78,7 @@ class ListBatches:
     """The same micro-batches at every step."""
 
     packed = False
+    max_length = 0
 
     def __init__(self, micros: Sequence[Micro]) -> None:
         self.micros = list(micros)

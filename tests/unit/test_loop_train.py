@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetune.adapter import attach_adapter, read_adapter, trainable
-from finetune.backbone import checksum, load_backbone
+from finetune.backbone import checksum, load_backbone, position_limit
 from finetune.checkpoint import steps as saved_steps
 from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Optimizer, Train
 from finetune.data import Batches, Example
@@ -259,6 +259,38 @@ def test_no_clipping_is_a_choice(sources, tmp_path):
         norms[clip] = moved * 1e3
     reported = read_metrics(tmp_path / "None" / "metrics.jsonl")[0]["grad_norm"]
     assert norms[None] == pytest.approx(reported, rel=1e-2) and norms[1e-3] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_rows_longer_than_the_learned_positions_are_refused(sources, tmp_path):
+    model = model_of(sources["gpt2-dropout"])
+    common = {"task": LM, "batch_size": 1, "seed": 0, "pad_id": 0}
+    for length, fits in ((64, True), (65, False)):
+        batches = Batches(examples(), max_length=length, **common)
+        run = RunDirectory.create(tmp_path / str(length))
+        if fits:
+            assert fit(model, run, steps=1, batches=batches).steps == 1
+        else:
+            with pytest.raises(UserError, match=r"train\.max_length: 65 .* 64 positions"):
+                fit(model, run, steps=1, batches=batches)
+    assert position_limit(model_of(sources["llama"])) is None
+    assert position_limit(model_of(sources["bert"], task=Classify())) == 64
+
+
+def test_threads_are_set_for_the_stage_and_a_change_is_written_down(sources, tmp_path):
+    outside = torch.get_num_threads()
+    run = RunDirectory.create(tmp_path / "run")
+    seen = []
+    with pytest.raises(Interrupted):
+        fit(
+            model_of(sources["llama"]),
+            run,
+            threads=2,
+            on_step=lambda line: seen.append(torch.get_num_threads()),
+            stop=lambda: True,
+        )
+    assert seen == [2] and torch.get_num_threads() == outside
+    fit(model_of(sources["llama"]), run, threads=1)
+    assert "not the same bits" in (run.path / "log.txt").read_text()
 
 
 def test_the_plan_counts_exactly_and_measures_activations(sources):

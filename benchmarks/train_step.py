@@ -1,0 +1,250 @@
+"""Our training loop beside the Hugging Face Trainer + PEFT: the same losses, and CPU-seconds per update.
+
+    python -m benchmarks.train_step
+
+Both train the shipped backbone with the same LoRA initialisation (ours, drawn by name) on the very same micro-batches
+in the same order, AdamW (fused), cosine, clipping at 1.0. The Trainer neither saves, evaluates nor reports, and logs
+once at the end; ours writes its metrics line for every update, and its checkpoint and adapter at the end, as always.
+Timed are the calls that train, with models and batches ready. GGPO may cost less than nothing: its layers run adapter
+and noise as one fused pair of products in place of PEFT's forward pass.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks._harness import Benchmark, cpu_seconds, interleave, limit_threads
+from finetune.config import Adapter, Classify, Completion, Evaluate, LanguageModel, Optimizer, Task, Train
+from regularizers.config import GGPO, Plain, RegularizerConfig
+
+BACKBONE, SEED = "flatshift-5m", 0
+OPTIMIZER = Optimizer(lr=1e-3, schedule="cosine", warmup=0.0, clip=1.0)
+PARITY_STEPS, SPEED_STEPS, ROUNDS = 50, 8, 3
+Precision = Literal["fp32", "bf16"]
+
+
+def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> Any:
+    """The shipped samples as the loop would see them: the pool for language modelling, SciCite for labels."""
+    from finetune.backbone import load_tokenizer
+    from finetune.data import Batches, encode, read_rows
+
+    labelled = not isinstance(task, LanguageModel)
+    source = "sample:scicite/train" if labelled else "sample:pool"
+    found = [row for row, _ in zip(read_rows([source]), range(2000), strict=False)]
+    tokenizer = load_tokenizer(BACKBONE)
+    examples = encode(found, task=task, tokenizer=tokenizer, max_length=length).examples
+    return Batches(
+        examples,
+        task=task,
+        batch_size=rows,
+        accumulate=accumulate,
+        seed=SEED,
+        max_length=length,
+        pad_id=tokenizer.pad_token_id,
+    )
+
+
+def model_of(task: Task, precision: Precision, device: str = "cpu") -> Any:
+    """The backbone with a fresh adapter, the same at every call."""
+    from finetune.adapter import attach_adapter
+    from finetune.backbone import load_backbone
+
+    labels = ("background", "method", "result") if isinstance(task, Classify) else None
+    backbone = load_backbone(BACKBONE, task=task, label_names=labels, precision=precision, device=device)
+    return attach_adapter(backbone, Adapter(rank=8), task=task, seed=SEED)
+
+
+def ours(
+    task: Task,
+    batches: Any,
+    *,
+    steps: int,
+    precision: Precision = "fp32",
+    device: str = "cpu",
+    regularizer: RegularizerConfig | None = None,
+    losses: list[float] | None = None,
+) -> Callable[[], Any]:
+    """A ready run of our loop; calling it trains."""
+    from finetune.backbone import load_tokenizer
+    from finetune.loop import train_stage
+    from finetune.rundir import RunDirectory
+    from regularizers import build
+
+    model, tokenizer = model_of(task, precision, device), load_tokenizer(BACKBONE)
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            train_stage(
+                model,
+                tokenizer,
+                stage="fine-tune",
+                task=task,
+                batches=batches,
+                dev=[],
+                optimizer=OPTIMIZER,
+                train=Train(steps=steps, precision=precision, accumulate=batches.accumulate),
+                evaluate=Evaluate(),
+                regularizer=build(regularizer or Plain()),
+                run=RunDirectory.create(Path(folder) / "run"),
+                seed=SEED,
+                on_step=None if losses is None else lambda line: losses.append(line["loss"]),
+            )
+
+    return run
+
+
+def trainer(
+    task: Task,
+    batches: Any,
+    *,
+    steps: int,
+    precision: Precision = "fp32",
+    device: str = "cpu",
+    losses: list[float] | None = None,
+) -> Callable[[], Any]:
+    """A ready run of the Trainer over the same micro-batches; calling it trains."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    model = model_of(task, precision, device)
+    micros = [micro for step in range(steps) for micro in batches.at(step)]
+    rows = [{**micro.inputs, "labels": micro.labels} for micro in micros]
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        max_steps=steps,
+        per_device_train_batch_size=1,  # an element of the data set is a whole micro-batch
+        gradient_accumulation_steps=batches.accumulate,
+        learning_rate=OPTIMIZER.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=0,
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        optim="adamw_torch_fused",
+        bf16=precision == "bf16",
+        use_cpu=device == "cpu",
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        dataloader_num_workers=0,
+        save_strategy="no",
+        logging_strategy="no" if losses is None else "steps",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        seed=SEED,
+    )
+    callbacks = [] if losses is None else [_recorder(losses)]
+    built = transformers.Trainer(
+        model=model, args=arguments, train_dataset=rows, data_collator=lambda batch: batch[0], callbacks=callbacks
+    )
+    built.remove_callback(transformers.PrinterCallback)
+    return built.train
+
+
+def _recorder(losses: list[float]) -> Any:
+    import transformers
+
+    class Recorder(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if logs and "loss" in logs:
+                losses.append(float(logs["loss"]))
+
+    return Recorder()
+
+
+def difference(task: Task, batches: Any, *, steps: int, precision: Precision = "fp32") -> float:
+    """Largest relative difference of the two loss curves."""
+    mine: list[float] = []
+    theirs: list[float] = []
+    ours(task, batches, steps=steps, precision=precision, losses=mine)()
+    trainer(task, batches, steps=steps, precision=precision, losses=theirs)()
+    if not len(mine) == len(theirs) == steps:
+        raise RuntimeError(f"{len(mine)} losses of ours, {len(theirs)} of the Trainer, {steps} asked for")
+    print(f"  loss {mine[0]:.4f} → {mine[-1]:.4f}, Trainer {theirs[0]:.4f} → {theirs[-1]:.4f}")
+    return max(abs(m / t - 1) for m, t in zip(mine, theirs, strict=True))
+
+
+def seconds(build: Callable[[], Callable[[], Any]]) -> float:
+    """CPU-seconds per update of a run; building it is not counted."""
+    return cpu_seconds(build()) / SPEED_STEPS
+
+
+def gpu_seconds(build: Callable[[], Callable[[], Any]]) -> float:
+    """Wall seconds per update of a run on the GPU, after a run to warm up."""
+    import torch
+
+    build()()
+    run = build()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / SPEED_STEPS
+
+
+def main() -> None:
+    """Measure and write benchmarks/results/train_step.json."""
+    import torch
+
+    limit_threads(1)
+    bench = Benchmark("train_step", packages=("torch", "transformers", "peft", "accelerate"))
+    packed, padded, classify = LanguageModel(), Completion(prompt="{text}\nintent:", pack=False), Classify()
+
+    parity: list[tuple[str, Task, int, int, int]] = [
+        ("packed language model", packed, 4, 128, 1),
+        ("completion-only, padded, accumulation of 4", padded, 2, 128, 4),
+        ("classification", classify, 8, 96, 1),
+    ]
+    for what, task, rows, length, accumulate in parity:
+        bench.row(
+            f"largest loss difference over {PARITY_STEPS} updates, {what}, fp32",
+            unit="relative",
+            ours=difference(
+                task, batches_of(task, rows=rows, length=length, accumulate=accumulate), steps=PARITY_STEPS
+            ),
+            bar_op="<=",
+            bar_value=1e-5,
+        )
+
+    long, answers = batches_of(packed, rows=8, length=256), batches_of(padded, rows=8, length=128)
+    speed: list[tuple[str, Task, Any, Precision]] = [
+        ("update, packed language model 8 × 256, fp32", packed, long, "fp32"),
+        ("update, packed language model 8 × 256, bf16", packed, long, "bf16"),
+        ("update, completion-only, padded 8 × ≤128, fp32", padded, answers, "fp32"),
+    ]
+    for what, task, batches, precision in speed:
+        common: dict[str, Any] = {"task": task, "batches": batches, "steps": SPEED_STEPS, "precision": precision}
+        mine, theirs = interleave(
+            lambda c=common: ours(**c), lambda c=common: trainer(**c), rounds=ROUNDS, measure=seconds
+        )
+        bench.row(what, unit="CPU-s", ours=mine, peer=theirs, peer_name="Trainer + PEFT", bar_op="<=", bar_value=1.0)
+
+    common = {"task": packed, "batches": long, "steps": SPEED_STEPS}
+    noisy, plain = interleave(
+        lambda: ours(**common, regularizer=GGPO()), lambda: ours(**common), rounds=ROUNDS, measure=seconds
+    )
+    bench.row(
+        "update with GGPO, packed language model 8 × 256, fp32",
+        unit="CPU-s",
+        ours=noisy,
+        peer=plain,
+        peer_name="our plain update",
+        bar_op="<=",
+        bar_value=1.10,
+    )
+    what = "update, packed language model 8 × 256, bf16, one GPU"
+    judged: dict[str, Any] = {"peer_name": "Trainer + PEFT", "bar_op": "<=", "bar_value": 1.0}
+    if torch.cuda.is_available():
+        common |= {"precision": "bf16", "device": "cuda"}
+        mine, theirs = interleave(lambda: ours(**common), lambda: trainer(**common), rounds=ROUNDS, measure=gpu_seconds)
+        bench.row(what, unit="s", ours=mine, peer=theirs, **judged)
+    else:
+        bench.row(what, unit="s", reason="no CUDA device on this machine", **judged)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
