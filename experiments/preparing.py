@@ -34,6 +34,8 @@ class Rows:
     """`file:line: reason` of each bad row, where those are skipped"""
     records: int
     """Records in the training files, bad rows and rows set apart included"""
+    label_names: tuple[str, ...] | None
+    """The classes in head order: of the task, or of all training rows before any was set apart or left out"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def read_splits(recipe: Recipe, task: Task | None = None) -> Rows:
     train = read(data.train, "train")
     records = len(train) + len(skipped)
     dev, test = read(data.dev, "dev"), read(data.test, "test")
+    names = class_names(train, task)
     train, dev, test = _set_apart(train, dev, test, data.holdout)
     seed = recipe.train.seed
 
@@ -87,6 +90,7 @@ def read_splits(recipe: Recipe, task: Task | None = None) -> Rows:
         limited(test, data.test, "test"),
         skipped,
         records,
+        names,
     )
 
 
@@ -116,7 +120,7 @@ def prepare(recipe: Recipe) -> Prepared:
     Raises UserError for missing files, columns or labels, empty splits, and labels that do not fit.
     """
     rows = read_splits(recipe)
-    labels = class_names(rows.train, recipe.task)
+    labels = rows.label_names
     train, flipped = rows.train, []
     if recipe.data.label_noise:
         if labels is None:

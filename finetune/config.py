@@ -59,7 +59,7 @@ class Classify:
 
     kind: Literal["classify"] = "classify"
     labels: tuple[str, ...] | None = None
-    """Class names in head order; by default the sorted labels of the training rows."""
+    """Class names in head order; by default the sorted labels of all training rows, those beyond `limit` too."""
 
 
 Task = LanguageModel | Completion | Classify

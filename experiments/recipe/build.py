@@ -113,6 +113,9 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         return {key: _value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
     if hint is tuple:
         return _plain(tuple[Any, ...], tree, path, origins)
+    if hint is str and tree.where.startswith("--") and tree.text:
+        origins[path] = tree.where  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
+        return tree.text
     if not isinstance(tree, Leaf):
         raise UserError(f"{tree.where}: {path} must be a single value, got {_shown(tree)}")
     origins[path] = tree.where
@@ -137,10 +140,7 @@ def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:
         return int(value)
     if hint is float and number and value == value:  # NaN is no setting
         return float(value)
-    if hint is str:
-        if isinstance(value, str):
-            return value
-        if leaf.where.startswith("--"):  # a flag cannot be quoted: `--data.columns.label 1` is the text "1"
-            return leaf.text
+    if hint is str and isinstance(value, str):
+        return value
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text (quote it)"}
     raise UserError(f"{leaf.where}: {path} must be {words.get(hint, hint)}, got {value!r}")

@@ -6,6 +6,7 @@ the core schema's, and mappings keep `file:line` so that an error can point at i
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,19 +30,21 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Items:
-    """A sequence."""
+    """A sequence; `text` is what was typed, where it came from a flag."""
 
     items: tuple[Tree, ...]
     where: str
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A mapping; `keys` has the place of each key."""
+    """A mapping; `keys` has the place of each key, `text` what was typed, where it came from a flag."""
 
     children: dict[str, Tree]
     where: str
     keys: dict[str, str] = field(default_factory=dict)
+    text: str = ""
 
 
 Tree = Leaf | Items | Branch
@@ -170,11 +173,22 @@ def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
     elif not isinstance(value, str):
         tree = Leaf(value, str(value), where)
     else:
-        tree = _relabel(parse(value, where), where) if value.strip() else Leaf(value, value, where)
+        tree = _from_flag(value, where)
     for part in reversed(dotted.replace("-", "_").split(".")):
         tree = Branch({part: tree}, where, {part: where})
     assert isinstance(tree, Branch)
     return tree
+
+
+def _from_flag(text: str, where: str) -> Tree:
+    """A typed value as YAML, if it is any, with the text itself kept: a setting that is text takes it as typed."""
+    try:
+        tree = _relabel(parse(text, where), where)
+    except UserError:
+        return Leaf(text, text, where)
+    if isinstance(tree, Leaf) or not text.strip():
+        return Leaf(tree.value if isinstance(tree, Leaf) else text, text, where)
+    return dataclasses.replace(tree, text=text)
 
 
 def _relabel(tree: Tree, where: str) -> Tree:

@@ -104,7 +104,9 @@ def test_adapter_loads_in_plain_peft(finished: Path) -> None:
 
     from finetune.assets import backbone
 
-    base = AutoModelForSequenceClassification.from_pretrained(backbone("flatshift-5m"), num_labels=3)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        backbone("flatshift-5m"), num_labels=3, dtype=torch.float32
+    )
     model = PeftModel.from_pretrained(base, finished / "adapter")
     saved = load_file(finished / "adapter" / "adapter_model.safetensors")
     live = {name.replace(".default", ""): value for name, value in model.state_dict().items()}
@@ -206,7 +208,7 @@ def test_resume_refuses_a_changed_input(tmp_path: Path, capsys) -> None:
         (["--task.labels", "[a, b]"], "not one of the 2 classes"),
         (["--backbone", "flatshift-6m"], "'flatshift-5m'"),
         (["--backbone", "EMPTY"], "config.json"),
-        (["--adapter.targets", "[q_prj]"], "'q_proj'"),
+        (["--adapter.targets", "[q_prj]"], "q_proj"),
         (["--data.train.limit", "99999"], "99999"),
         (["--task.kind", "completion", "--task.prompt", "{txt}"], "'text'"),
     ],

@@ -116,7 +116,8 @@ def test_dashes_and_underscores_are_equal_in_flags() -> None:
 
 
 def test_text_fields_take_flags_as_typed() -> None:
-    assert load_recipe(None, [from_override("data.columns.label", "1")]).recipe.data.columns.label == "1"
+    for typed in ("1", "no", "{text} =>", " {label}", "a: b", "[x", "'quoted'"):
+        assert load_recipe(None, [from_override("data.columns.label", typed)]).recipe.data.columns.label == typed
 
 
 def test_relative_inputs_become_absolute_and_samples_stay(tmp_path: Path, monkeypatch) -> None:
