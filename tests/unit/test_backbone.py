@@ -141,3 +141,19 @@ def test_hidden_states_match_the_model_and_the_mask_marks_padding():
     length = int(mask[1].sum())
     assert 0 < length < 6 and alone.shape[1] == length
     assert abs(states[1, :length] - alone[0]).max() < 1e-4
+
+
+def test_a_hub_name_in_the_cache_loads_without_a_network(llama, tmp_path, offline, monkeypatch):
+    import huggingface_hub.constants
+
+    commit = "0" * 40
+    repository = tmp_path / "models--somebody--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(llama, repository / "snapshots" / commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model = load_backbone("somebody/tiny", task=LanguageModel())
+    assert model.name_or_path == "somebody/tiny" and model.new_parameters == ()
+    (repository / "snapshots" / commit / "model.safetensors").rename(repository / "snapshots" / commit / "model.bin")
+    with pytest.raises(UserError, match="somebody/tiny"):
+        resolve_backbone("somebody/tiny")
