@@ -124,7 +124,8 @@ def pool_features(
                 f"not {hidden.shape} and {mask.shape}"
             )
         weight = mask.astype(np.float32)
-        mean = np.einsum("btd,bt->bd", hidden * (weight[:, :, None] > 0), weight)
+        # Padding is cut out, not multiplied by zero: some attention kernels leave NaN in rows that saw nothing.
+        mean = np.einsum("btd,bt->bd", np.where(weight[:, :, None] > 0, hidden, 0.0), weight)
         mean /= np.maximum(weight.sum(1), 1.0)[:, None]
         if not np.isfinite(mean).all():
             bad = int(rows[np.flatnonzero(~np.isfinite(mean).all(axis=1))[0]])
