@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -92,8 +93,7 @@ class NgramHasher:
     def _ngrams(self, words: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
         counts = np.array([len(w) for w in words], dtype=np.int64)
         total = int(counts.sum())
-        table = self._table
-        hashes = np.fromiter((table[word] for text in words for word in text), dtype=np.uint64, count=total)
+        hashes = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.uint64, count=total)
         # Unigrams first within each text, then its bigrams; a bigram never crosses the border of two texts.
         lengths = np.maximum(2 * counts - 1, 0)
         starts = np.cumsum(lengths) - lengths

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -190,6 +190,21 @@ class _Run:
     # ------------------------------------------------------------------------------------------ large
 
     def large(self, chosen: str, nearest: bool) -> Potentials:
+        """Solve for the smaller side, then one pass over the pool."""
+        problem = self.problem
+        n, m = problem.shape
+        if m <= n:
+            return self._large(chosen, nearest)
+        other = replace(self, problem=_exchanged(problem))._large(chosen, False)
+        # The other side's row potential is g; with the pool's marginal exact again the error only becomes smaller.
+        rows = StreamedRows(problem, torch.float32 if other.dtype == "float32" else torch.float64)
+        final = Streamed(rows, self.epsilon, chunk=self.chunk)
+        g = torch.from_numpy(other.f)
+        at = final.evaluate(g - rows.b @ g)
+        found = final.nearest(at.g) if nearest else None
+        return self._finish(at, found, other.iterations, other.passes + 1, other.method, rows.dtype)
+
+    def _large(self, chosen: str, nearest: bool) -> Potentials:
         """Subsample, full pass, correction, full pass, …: see the module's docstring."""
         problem = self.problem
         n, m = problem.shape
@@ -320,6 +335,15 @@ def _flip(rows: DenseRows, problem: Problem) -> DenseRows:
     y_squared = torch.from_numpy((problem.y**2).sum(1))
     affinity = rows.affinity[index].T + y_squared.unsqueeze(1) - rows.squared[index]
     return DenseRows(affinity.contiguous(), rows.b, rows.a[index], y_squared)
+
+
+def _exchanged(problem: Problem) -> Problem:
+    """The problem seen from the target: its rows are streamed, the pool's rows of positive weight are the columns."""
+    kept = np.flatnonzero(problem.a)
+    columns = np.asarray(problem.x, dtype=np.float64)[kept] - problem.centre
+    squared = (problem.y * problem.y).sum(1)
+    nothing = np.zeros_like(problem.centre)
+    return Problem(problem.y, columns, problem.b, problem.a[kept], nothing, squared, problem.mean_cost)
 
 
 def _mixed(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:

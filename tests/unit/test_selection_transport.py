@@ -56,6 +56,20 @@ def test_large_solvers_equal_the_exact_one(method, weighted):
     assert overlap >= 0.99
 
 
+@pytest.mark.parametrize("method", ["streamed", "cached"])
+def test_a_pool_smaller_than_the_target(method):
+    x, y = clouds(60, 9_000)
+    r = np.random.default_rng(1)
+    a, b = r.random(60) + 0.1, r.random(9_000) + 0.1
+    a[3] = 0
+    exact = sinkhorn_potentials(x, y, a=a, b=b)
+    tight = sinkhorn_potentials(x, y, a=a, b=b, method=method, tolerance=1e-9)
+    np.testing.assert_allclose(tight.scores, exact.scores, atol=1e-6)
+    rough = sinkhorn_potentials(x, y, a=a, b=b, method=method, tolerance=1e-3, nearest=True)
+    assert rough.converged and rough.nearest.shape == (60,)
+    assert naive_error(x, y, a / a.sum(), b / b.sum(), rough)[0] == pytest.approx(rough.marginal_error, rel=0.05)
+
+
 def test_large_is_chosen_by_size_and_reads_a_memory_map(tmp_path):
     x, y = clouds(101_000, 100, d=4)
     np.save(tmp_path / "x.npy", x.astype(np.float16))
