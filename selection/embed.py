@@ -32,13 +32,10 @@ class TfIdfEmbedder:
 
     def fit_transform(self, pool_texts: Sequence[str], target_texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Fit on pool and target together; returns float32 (N, dim_) and (M, dim_). Raises SelectionError."""
-        from scipy import sparse
-
         counts = self._count([*pool_texts, *target_texts])
         self._fit(counts)
         weighted = self._weigh(counts)
         del counts
-        assert sparse.issparse(weighted)
         n = len(pool_texts)
         return self._project(weighted[:n]), self._project(weighted[n:])
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from selection.errors import ConvergenceWarning, SelectionError
 from selection.transport.dense import solve_dense
-from selection.transport.kernel import Evaluation, Kernel, Streamed, tile_rows
+from selection.transport.kernel import Evaluation, Kernel, Streamed
 from selection.transport.problem import Problem, Progress, pose
 from selection.transport.rows import DenseRows, StreamedRows
 
@@ -391,4 +391,4 @@ def _coincident(problem: Problem, tolerance: float, nearest: bool) -> Potentials
     )
 
 
-__all__ = ["EXACT_PAIRS", "Potentials", "sinkhorn_potentials", "tile_rows"]
+__all__ = ["EXACT_PAIRS", "Potentials", "sinkhorn_potentials"]
