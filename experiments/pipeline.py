@@ -172,14 +172,17 @@ def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop, *,
             batch_size=warmup.batch_size,
             accumulate=warmup.accumulate,
             eval_every=0,
+            best="auto",
             patience=None,
         ),
         previous=None,
     )
-    for name, judged in (("before", None), ("eval", adapter)) if before else (("eval", adapter),):
+    # A sweep cell needs only its own figure; before is the same for all of them.
+    wanted = {"before": None, "eval": adapter} if before else {"eval": adapter}
+    for name, judged in wanted.items():
         path = run.path / "stages" / WARM_UP / f"{name}.json"
         if not path.is_file():
-            write_json(path, text_perplexity(recipe, judged))
+            write_json(path, text_perplexity(recipe, judged, only=("dev", "test") if before else ("test",)))
     return adapter
 
 

@@ -16,15 +16,17 @@ _ROWS = 500
 """Rows of each split that are read; enough for an interval of a few per cent."""
 
 
-def text_perplexity(recipe: Recipe, adapter: Path | None) -> dict[str, dict[str, Any]]:
+def text_perplexity(
+    recipe: Recipe, adapter: Path | None, *, only: tuple[str, ...] = ("dev", "test")
+) -> dict[str, dict[str, Any]]:
     """Perplexity and bits per byte of the dev and test texts as plain text, labels unseen.
 
-    adapter: a warm-up adapter's directory, or None for the cold backbone.
+    adapter: a warm-up adapter's directory, or None for the cold backbone. only: the splits to judge.
     Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
     """
     task = LanguageModel(pack=False)
     rows = read_splits(recipe)
-    splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split}
+    splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
     if not splits:
         return {}
     model, tokenizer = build_judged(recipe, task, None, adapter)

@@ -88,7 +88,7 @@ def study(
         for seed in seeds
     }
     run_cells(out, list(cells.values()), jobs, console, label=f"study {name}")
-    cold = text_perplexity(load_recipe(recipe, overrides).recipe, None)["test"]["perplexity"]["value"]
+    cold = text_perplexity(load_recipe(recipe, overrides).recipe, None, only=("test",))["test"]["perplexity"]["value"]
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():

@@ -127,8 +127,12 @@ class Train:
     """Compute precision; bf16 is autocast over a bf16 backbone with float32 adapters."""
     eval_every: int = 0
     """Updates between dev evaluations; 0: only at the end."""
+    best: Literal["auto", "loss", "accuracy"] = "auto"
+    """What makes one dev evaluation better than another: the lower loss, or the higher accuracy (ties: the lower
+    loss). `auto` is accuracy for classification, where few labels make the loss rise long before the accuracy falls,
+    and loss elsewhere."""
     patience: int | None = None
-    """Stop after this many dev evaluations without a better dev loss; null: never."""
+    """Stop after this many dev evaluations without a better one (`train.best`); null: never."""
     save_every: int = 100
     """Updates between checkpoints; 0: only at the end of a stage and when interrupted."""
     keep: int = 2

@@ -53,9 +53,9 @@ class StageResult:
     steps: int
     """Completed updates."""
     best_step: int | None
-    """Update after which the dev loss was lowest; None without dev rows."""
+    """Update after which dev was best (`train.best`); None without dev rows."""
     best_dev_loss: float | None
-    """Nats per supervised token (per example for classification)."""
+    """Dev loss there: nats per supervised token (per example for classification)."""
     tokens: int
     """Supervised tokens seen."""
     stopped_early: bool
@@ -71,6 +71,7 @@ class _Progress:
     seconds: float = 0.0
     best_step: int | None = None
     best_dev_loss: float | None = None
+    best_accuracy: float | None = None
     misses: int = 0
     stopped_early: bool = False
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -336,12 +337,23 @@ class _Loop:
         figures = self.dev_metrics()
         line = {"attempt": self.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
         self.run.log_metrics(self.stage, **line, time_s=round(time.monotonic() - started, 4))
-        if math.isfinite(figures["loss"]) and (state.best_dev_loss is None or figures["loss"] < state.best_dev_loss):
+        if math.isfinite(figures["loss"]) and self._better(figures):
             state.best_step, state.best_dev_loss, state.misses = state.step, figures["loss"], 0
+            state.best_accuracy = figures.get("accuracy")
             state.best = clone(self.parameters)
             return
         state.misses += 1
         state.stopped_early = self.train.patience is not None and state.misses >= self.train.patience
+
+    def _better(self, figures: dict[str, float]) -> bool:
+        """Whether these dev figures beat the best so far, by `train.best`."""
+        state = self.progress
+        if state.best_dev_loss is None:
+            return True
+        accuracy, before = figures.get("accuracy"), state.best_accuracy
+        if self.train.best != "loss" and accuracy is not None and before is not None and accuracy != before:
+            return accuracy > before
+        return figures["loss"] < state.best_dev_loss
 
     @torch.no_grad()
     def dev_metrics(self) -> dict[str, float]:
