@@ -16,8 +16,21 @@ from experiments.study import study
 from experiments.sweep import sweep
 from finetune.rundir import refuse_nonempty, write_provenance
 
-_RUN = {"train.steps": 60, "train.eval_every": 20, "warmup.steps": 40}
+_RUN = {
+    "train.steps": 40,
+    "train.batch_size": 8,
+    "train.eval_every": 20,
+    "warmup.steps": 30,
+    "warmup.batch_size": 4,
+    "select.budget": 600,
+    "data.dev.limit": 100,
+    "data.test.limit": 240,
+    "eval.train_limit": 100,
+    "eval.bootstrap": 300,
+}
 """Shorter than the shipped recipe: the demo shows the journeys, `benchmarks/first_study.py` measures them."""
+
+_SWEEP = {"train.steps": 40, "data.test.limit": 200, "eval.bootstrap": 100}
 
 
 def demo(out: Path) -> int:
@@ -39,9 +52,9 @@ def demo(out: Path) -> int:
     console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")
     sweep(
         "double-descent",
-        [from_override("train.steps", 60)],
+        [from_override(key, value) for key, value in _SWEEP.items()],
         out / "sweep",
-        grid=("adapter.rank=1,4,16,64",),
+        grid=("adapter.rank=1,8,64",),
         seeds=2,
         jobs=jobs,
     )
