@@ -129,8 +129,11 @@ def prepare(recipe: Recipe) -> Prepared:
             train, rate=recipe.data.label_noise, label_names=labels, seed=derive(recipe.train.seed, "label-noise")
         )
     parts = [_encoded(recipe, split, recipe.task, labels) for split in (train, rows.dev, rows.test)]
+    train_set, dev_set, test_set = (part.examples if part else [] for part in parts)
     return Prepared(
-        *(part.examples if part else [] for part in parts),
+        train_set,
+        dev_set,
+        test_set,
         label_names=labels,
         truncated=sum(part.truncated for part in parts if part),
         skipped=rows.skipped,

@@ -99,11 +99,11 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         x, y = _features(recipe, spec, pool, target, console)
     _say(caught, console)
     embedded = time.monotonic()
+    ids, target_ids = [row.id for row in pool.rows], [row.id for row in target.rows]
     pool_set = Pool(
-        ids=[row.id for row in pool.rows],
+        ids=ids,
         texts=[row.values["text"] for row in pool.rows],
         features=x,
-        domains=[_domain(row, spec) for row in pool.rows],
     )
     target_set = Pool(
         ids=[row.id for row in target.rows], texts=[row.values["text"] for row in target.rows], features=y
@@ -120,12 +120,20 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(1, len(order) + 1)
     nearest = selector.nearest_target_
-    _write_scores(directory, pool_set, scores, rank, spec.budget, nearest, target_set.ids)
+    table = {
+        "id": ids,
+        "score": scores,
+        "rank": rank,
+        "selected": rank <= spec.budget,
+        "nearest_target": [None] * len(ids) if nearest is None else [target_ids[j] for j in nearest],
+        "domain": [_domain(row, spec) for row in pool.rows],
+    }
+    _write_scores(directory, table)
     _write_selected(directory, [pool.rows[i] for i in order[: spec.budget]], scores[order])
     if x is not None and y is not None:
         _write_map(directory, x, y, rank <= spec.budget, seed)
     if spec.pool.files == (_SHIPPED_POOL,):
-        _write_judged_domains(directory, set(pool_set.ids))
+        _write_judged_domains(directory, set(ids))
     solver = _plain(selector.diagnostics_)
     manifest = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -209,7 +217,7 @@ def _features(
     matrices = []
     for label, some in zip(("embed pool", "embed target"), texts, strict=True):
         with console.task(label, len(some), "texts") as task:
-            matrices.append(pool_features(some, encode, batch_size=64, progress=task))
+            matrices.append(pool_features(some, encode, batch_size=64, progress=lambda _, done, _total: task(done)))
     return matrices[0], matrices[1]
 
 
@@ -226,30 +234,13 @@ def _own(path: str, records: Records, name: str) -> np.ndarray:
     return np.asarray(matrix[[row.index for row in records.rows]])
 
 
-def _write_scores(
-    directory: Path,
-    pool: Pool,
-    scores: np.ndarray,
-    rank: np.ndarray,
-    budget: int,
-    nearest: np.ndarray | None,
-    target_ids: Sequence[str],
-) -> None:
+def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    near = [None] * len(scores) if nearest is None else [target_ids[j] for j in nearest]
-    table = pa.table(
-        {
-            "id": pa.array(pool.ids, pa.string()),
-            "score": pa.array(scores, pa.float64()),
-            "rank": pa.array(rank, pa.int64()),
-            "selected": pa.array(rank <= budget, pa.bool_()),
-            "nearest_target": pa.array(near, pa.string()),
-            "domain": pa.array(pool.domains or [None] * len(scores), pa.string()),
-        }
-    )
-    pq.write_table(table, directory / "scores.parquet")
+    kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.string(), pa.string())
+    arrays = {name: pa.array(column, kind) for (name, column), kind in zip(columns.items(), kinds, strict=True)}
+    pq.write_table(pa.table(arrays), directory / "scores.parquet")
 
 
 def _write_selected(directory: Path, rows: Sequence[Row], scores: np.ndarray) -> None:

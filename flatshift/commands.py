@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
+from tyro.conf import Positional
 
 from experiments.config import Recipe
 from experiments.recipe import from_override, load_recipe, shipped_recipe, shipped_recipes
 from finetune.errors import UserError
 
-Positional = tyro.conf.Positional
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 
 

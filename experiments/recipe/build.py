@@ -62,7 +62,9 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             origins[path] = tree.where
             return None
         options.remove(type(None))
-    components = [option for option in options if dataclasses.is_dataclass(option)]
+    components: list[type] = [
+        option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type)
+    ]
     if components:
         return _component(components, tree, path, origins)
     if len(options) > 1:  # e.g. str | tuple[str, ...]: a list means the tuple
@@ -75,8 +77,7 @@ def _component(components: list[type], tree: Tree, path: str, origins: Origins) 
     """One dataclass, or the one of a union whose `kind` is named (by default the first)."""
     kinds = {}
     for component in components:
-        kind_field = component.__dataclass_fields__.get("kind")
-        kinds[kind_field.default if kind_field else ""] = component
+        kinds[getattr(component, "kind", "")] = component  # a field's default is its class attribute
     if "" in kinds:
         return build(kinds[""], tree, path=path, origins=origins)
     if isinstance(tree, Leaf) and isinstance(tree.value, str):

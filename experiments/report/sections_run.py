@@ -38,7 +38,9 @@ def training_tiles(run: Run) -> list[Tile]:
         if done.get("steps") and stage != "warm-up":
             note = "stopped early" if done.get("stopped_early") else ""
             if done.get("best_dev_loss") is not None:
-                best = f"best on dev after {done.get('best_step')} (loss {formats.number(float(done['best_dev_loss']))})"
+                best = (
+                    f"best on dev after {done.get('best_step')} (loss {formats.number(float(done['best_dev_loss']))})"
+                )
                 note = best + (f", {note}" if note else "")
             tiles.append(Tile(f"{stage} updates", formats.number(int(done["steps"])), "", note))
     return tiles

@@ -211,7 +211,9 @@ class _Run:
         dtype = self._precision()
         rows = StreamedRows(problem, dtype)
         cached = n * m * dtype.itemsize <= self.memory_bytes if chosen == "large" else chosen == "cached"
-        sample = Kernel(rows.gather(_stratified(problem.a, self._sample_size(dtype, cached), self.seed)), self.epsilon)
+        size = self._sample_size(dtype, cached)
+        chosen_rows = rows.dense() if size == n else rows.gather(_stratified(problem.a, size, self.seed))
+        sample = Kernel(chosen_rows, self.epsilon)
         start, iterations, _ = self._descend(sample, max(0.1 * self.tolerance, 1e-4))
 
         stage = [0]
@@ -253,9 +255,12 @@ class _Run:
                 g = _mixed(tried[-6:], rows.b)
             else:
                 # Overshot: the correction is an ascent direction, so a shorter step from the best point climbs.
+                # Where three of them do not, a plain Sinkhorn step does.
                 assert ahead is not None
                 length *= 0.3
                 del tried[:-1]
+                if length < 0.02:
+                    ahead, length = best.g + self.epsilon * (rows.b / best.column.clamp_min(1e-300)).log(), 1.0
                 g = best.g + length * (ahead - best.g)
             g = best.g + (g - best.g).clamp(-2 * self.epsilon, 2 * self.epsilon)
             g = g - rows.b @ g
@@ -357,13 +362,15 @@ def _mixed(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:
         return images[0]
     steps = residuals[:-1] - residuals[-1]
     gram = steps @ steps.T
-    gram += 1e-10 * gram.trace() * torch.eye(len(gram), dtype=gram.dtype) + 1e-300
+    if not float(gram.trace()) > 0.0:
+        return images[-1]  # the last correction changed nothing: there is nothing to learn from it
+    gram += 1e-10 * gram.trace() * torch.eye(len(gram), dtype=gram.dtype)
     weights = torch.linalg.solve(gram, -(steps @ residuals[-1]))
     return images[-1] + weights @ (images[:-1] - images[-1])
 
 
 def _stratified(a: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """`size` sorted row numbers, one from each of `size` equal slices of the pool's mass (all rows if size ≥ N)."""
+    """`size` sorted row numbers, one from each of `size` equal slices of the pool's mass; repeats are likely."""
     generator = np.random.Generator(np.random.PCG64([seed, 0x5AB5A3]))
     edges = np.cumsum(a)
     places = (np.arange(size) + generator.random(size)) / size * edges[-1]
