@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 from experiments.console import Console
-from experiments.pipeline import train
+from experiments.pipeline import resume, train
 from experiments.recipe import from_override, load_recipe
 from experiments.study import study
 from experiments.sweep import sweep
+from finetune.atomic import write_json
 from finetune.rundir import refuse_nonempty, write_provenance
 
 _RUN = {
@@ -36,17 +37,23 @@ _SWEEP = {"train.steps": 40, "data.test.limit": 200, "eval.bootstrap": 100}
 def demo(out: Path) -> int:
     """Run select → warm-up → fine-tune, the six-arm comparison and a rank sweep into `out`; prints the report's path.
 
-    Raises UserError for a non-empty `out`, Interrupted when stopped.
+    A demo that was stopped is continued, a finished one only reports again.
+    Raises UserError for a directory that holds something else, Interrupted when stopped.
     """
-    refuse_nonempty(out)
-    out.mkdir(parents=True, exist_ok=True)
+    marker = out / "demo.json"
+    if not marker.is_file():
+        refuse_nonempty(out)
+        write_json(marker, {"what": "flatshift demo"})
     started = time.monotonic()
     jobs = min(2, os.cpu_count() or 1)
     console = Console()
     overrides = [from_override(key, value) for key, value in _RUN.items()]
 
     console.say("1/3  Select and fine-tune: GOT-D warm-up data for 300 labelled sentences, then the classifier")
-    train(load_recipe("warmup", overrides), out / "warmup")
+    if (out / "warmup").is_dir():
+        resume(out / "warmup")
+    else:
+        train(load_recipe("warmup", overrides), out / "warmup")
     console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
     study("warmup", out / "study", name="scicite", seeds=(0, 1), overrides=overrides, jobs=jobs, console=console)
     console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.console import Console
-from experiments.judging import build_judged, judge, shown
+from experiments.judging import build_judged, judge, judge_splits, shown
 from experiments.preparing import prepare
 from experiments.recipe import resume_recipe
 from finetune.config import Data, Files
@@ -19,32 +19,25 @@ from finetune.errors import UserError
 
 
 def evaluate_run(path: Path, *, data: Sequence[str] = (), quiet: bool = False) -> dict[str, dict[str, Any]]:
-    """Evaluate the adapter of a run on its dev and test rows, or on other files as the split `data`.
+    """Evaluate the adapter of a run on its own splits, or on other files as the split `data`.
 
     Returns {split: {metric: {value, low, high, n}}}.
-    Raises UserError if `path` is no run directory, has no adapter yet, or has nothing to judge on.
+    Raises UserError if `path` is no run directory or has no adapter yet, or the rows do not fit.
     """
     recipe = resume_recipe(path).recipe
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
-    prepared = prepare(recipe)
-    splits = {"dev": prepared.dev, "test": prepared.test}
-    if data:
-        files = Files(files=tuple(data))
-        judged = dataclasses.replace(recipe, data=dataclasses.replace(_only_train(recipe.data), test=files))
-        splits = {"data": prepare(judged).test}
-    if not any(splits.values()):
-        raise UserError(f"{path} has neither dev nor test rows; name some with --data")
     console = Console(quiet=quiet)
+    if not data:
+        prepared = prepare(recipe)
+        model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, path / "adapter")
+        return judge_splits(recipe, model, tokenizer, prepared, lambda _: None)
+    files = Files(files=tuple(data))
+    prepared = prepare(dataclasses.replace(recipe, data=dataclasses.replace(_only_train(recipe.data), test=files)))
+    console.say(f"data: {len(prepared.test):,} examples")
     model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, path / "adapter")
-    result = {}
-    for split, examples in splits.items():
-        if examples:
-            console.say(f"{split}: {len(examples):,} examples")
-            result[split] = judge(
-                recipe, model, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names
-            )
-    return result
+    names = prepared.label_names
+    return {"data": judge(recipe, model, tokenizer, prepared.test, task=recipe.task, split="data", label_names=names)}
 
 
 def _only_train(data: Data) -> Data:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.config import Recipe
+from experiments.preparing import Prepared
 from finetune.adapter import attach_adapter, load_adapter
 from finetune.backbone import load_backbone, load_tokenizer, resolve_device
 from finetune.config import Task
@@ -59,6 +60,21 @@ def judge(
         device=next(model.parameters()).device,
         autocast_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,
     )
+
+
+def judge_splits(
+    recipe: Recipe, model: Any, tokenizer: Any, prepared: Prepared, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Every split of a run that has examples, `{split: {metric: {value, low, high, n}}}`: what eval.json holds."""
+    splits = {"train": prepared.train[: recipe.eval.train_limit], "dev": prepared.dev, "test": prepared.test}
+    result = {}
+    for split, examples in splits.items():
+        if examples:
+            result[split] = judge(
+                recipe, model, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names
+            )
+            say(f"{split}: {', '.join(shown(result[split]))}")
+    return result
 
 
 def shown(metrics: dict[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.interrupts import graceful_stop
-from experiments.judging import build_judged, build_model, judge, shown
+from experiments.judging import build_judged, build_model, judge_splits
 from experiments.preparing import Prepared, prepare, prepare_texts
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.tree import Branch
@@ -30,7 +30,7 @@ from experiments.shift import text_perplexity
 from finetune.adapter import load_adapter, save_adapter
 from finetune.atomic import replacing_directory, write_json, write_text
 from finetune.config import LanguageModel, Optimizer, Task, Train
-from finetune.data import Batches, Example, describe, first_batch_panel, refuse_leaks
+from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
 from finetune.errors import UserError
 from finetune.loop import train_stage
 from finetune.memory import plan_lines
@@ -255,19 +255,7 @@ def _evaluate(
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
     model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, adapter)
     save_adapter(model, run.path / "adapter")
-    result = {}
-    splits: dict[str, list[Example]] = {
-        "train": prepared.train[: recipe.eval.train_limit],
-        "dev": prepared.dev,
-        "test": prepared.test,
-    }
-    for split, examples in splits.items():
-        if not examples:
-            continue
-        result[split] = judge(
-            recipe, model, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names
-        )
-        console.say(f"{split}: {', '.join(shown(result[split]))}")
+    result = judge_splits(recipe, model, tokenizer, prepared, console.say)
     write_json(run.path / "eval.json", result)
     return result
 
