@@ -3,7 +3,7 @@
     python -m benchmarks.first_study            # about half an hour on two cores; resumable: cells are kept in .bench/
 
 Two targets (SciCite, bank requests), few labels, six arms (cold, random, GOT-D warm-up × plain, GGPO). Learning rates
-are tuned per arm with equally many runs, by dev loss, under a seed that is not used again; then eight seeds, each
+are tuned per arm with equally many runs, by dev loss, under a seed that is not used again; then five seeds, each
 fixing the labelled subset, the data order and the initialisation for all arms. Two primary endpoints, named
 beforehand: perplexity of the target's test texts after the warm-up, and test accuracy after fine-tuning; both as
 paired differences with 95 % t-intervals, not corrected for their number. The majority-class floor stands beside every
@@ -23,12 +23,12 @@ from experiments.stats import t_interval
 from experiments.study import Trials, study
 from finetune.atomic import write_json
 
-SEEDS = tuple(range(8))
+SEEDS = tuple(range(5))
 TRIALS = Trials(warmup_lr=(1e-3, 4e-3), lr=(1e-3, 3e-3), cold_lr=(5e-4, 1e-3, 3e-3, 6e-3))
 COMMON = {
     "train.steps": 80,
     "train.batch_size": 8,
-    "train.eval_every": 20,
+    "train.eval_every": 40,
     "warmup.steps": 60,
     "warmup.batch_size": 4,
     "data.dev.limit": 150,
@@ -36,7 +36,7 @@ COMMON = {
     "eval.bootstrap": 100,
 }
 TARGETS = {
-    "scicite": COMMON | {"data.train.limit": 300, "data.test.limit": 600},
+    "scicite": COMMON | {"data.train.limit": 300, "data.test.limit": 500},
     "banking": COMMON
     | {
         "data.train.files": ("sample:banking/train",),
