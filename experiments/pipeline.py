@@ -52,9 +52,8 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     out = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
     # Everything that can be wrong with the input is found before the directory exists.
     prepared = prepare(resolved.recipe)
-    run = RunDirectory.create(out)
-    write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
-    write_json(run.path / "manifest.json", {"inputs": describe(recipe_inputs(resolved.recipe))})
+    manifest = {"inputs": describe(recipe_inputs(resolved.recipe))}
+    run = RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest)
     console = Console(quiet=quiet, log=run.log)
     return execute(run, resolved.recipe, prepared, console)
 

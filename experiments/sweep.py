@@ -29,7 +29,7 @@ from experiments.console import Console
 from experiments.recipe import Resolved, from_override, load_recipe
 from experiments.recipe.resolve import get_dotted
 from experiments.recipe.tree import Branch
-from finetune.atomic import replacing, sweep_leftovers, write_json, write_text
+from finetune.atomic import replacing, sweep_leftovers, write_json
 from finetune.errors import Interrupted, UserError
 
 
@@ -236,8 +236,7 @@ def run_cell(directory: Path, cell: Cell, threads: int | None) -> None:
     outcome: dict[str, Any]
     try:
         prepared = prepare(recipe)
-        run = RunDirectory.create(directory)
-        write_text(run.path / "recipe.resolved.yaml", cell.resolved.to_yaml())
+        run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
         result = execute(run, recipe, prepared, Console(quiet=True, log=run.log), report=False)
         remove_weights(directory)
         outcome = {"status": "done", "reason": None, "metrics": result}

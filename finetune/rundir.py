@@ -23,13 +23,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .atomic import sweep_leftovers, write_json, write_text
+from .atomic import replacing_directory, sweep_leftovers, write_json, write_text
 from .errors import Interrupted, UserError
 
-ENVIRONMENT, COMMAND, RECIPE, METRICS, LOG = (
+ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, LOG = (
     "environment.json",
     "command.txt",
     "recipe.resolved.yaml",
+    "manifest.json",
     "metrics.jsonl",
     "log.txt",
 )
@@ -61,13 +62,20 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, path: str | Path) -> RunDirectory:
-        """A new run directory with command.txt and environment.json. Raises UserError for a non-empty `path`."""
+    def create(
+        cls, path: str | Path, *, recipe_yaml: str | None = None, manifest: dict[str, Any] | None = None
+    ) -> RunDirectory:
+        """A new run directory with command.txt, environment.json and, if given, recipe and manifest.
+
+        It appears whole or not at all: a run that is killed here can simply be started again.
+        Raises UserError for a non-empty `path`.
+        """
         path = Path(path)
         refuse_nonempty(path)
-        with disk_full_interrupts(f"creating {path}"):
-            path.mkdir(parents=True, exist_ok=True)
-            write_provenance(path)
+        with disk_full_interrupts(f"creating {path}"), replacing_directory(path) as temporary:
+            write_provenance(temporary, recipe_yaml=recipe_yaml)
+            if manifest is not None:
+                write_json(temporary / MANIFEST, manifest)
         return cls(path)
 
     @classmethod
