@@ -126,6 +126,8 @@ class _Search:
         """Safeguarded Newton steps from `at` until the tolerance, or until a step fails (Sinkhorn then goes on)."""
         ridge = min(1e-3, 0.1 * self.error(at))
         epsilon = self.kernel.epsilon
+        # Where clusters hardly exchange mass the dual is nearly linear: successful clamped steps earn longer ones.
+        radius = 2.0 * epsilon
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
             factor = _factor(self.kernel.curvature(at.g), at.column, self.marginal, ridge)
             self.newton_steps += 1
@@ -134,12 +136,16 @@ class _Search:
             for _ in range(12):
                 error = self.error(at)
                 direction = torch.cholesky_solve((self.marginal - at.column).unsqueeze(1), factor).squeeze(1)
-                direction = (epsilon * direction).clamp_(-2 * epsilon, 2 * epsilon)
-                trial = self.attempt(at, direction)
+                direction.mul_(epsilon)
+                cut = float(direction.abs().max()) > radius
+                trial = self.attempt(at, direction.clamp_(-radius, radius))
                 if trial is None:
+                    radius = max(radius / 4, 2.0 * epsilon)
                     break
                 moved = True
                 at = trial
+                if cut:
+                    radius *= 2
                 if self.error(at) <= self.tolerance or self.error(at) > 0.25 * error:
                     break  # a fresh factor is worth its price again
             if moved:
@@ -178,6 +184,7 @@ def _factor(curvature: Tensor, column: Tensor, marginal: Tensor, ridge: float) -
     """Cholesky factor of H + ridge·diag + b bᵀ: positive definite, although H has the constants in its kernel."""
     weight = torch.maximum(column, marginal)
     base = curvature + torch.outer(marginal, marginal)
+    assert bool(base.isfinite().all()), "curvature is not finite"
     while True:
         lower, info = torch.linalg.cholesky_ex(base + torch.diag((ridge + 1e-14) * weight + 1e-300))
         if int(info) == 0:

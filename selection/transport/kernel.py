@@ -192,6 +192,7 @@ class Kernel:
     def curvature(self, g: Tensor) -> Tensor:
         """H = diag(col) − Σ_i a_i r_i r_iᵀ (M, M) float64 with r_i = softmax(S_i): −ε ∇²F at g."""
         log_v = self.log_v(g)
+        log_v = log_v - (log_v.max() + log_v.min()) / 2
         log_z, column = self.scale(log_v)
         n, m = self.store.shape
         gram = torch.zeros(m, m, dtype=torch.float64)

@@ -227,3 +227,28 @@ def test_kernel_and_stream_agree_with_autograd():
         torch.testing.assert_close(rows.b - at.column, gradient)
         assert at.value == pytest.approx(float(dual(g.detach())), rel=1e-12)
     torch.testing.assert_close(-kernel.curvature(g.detach()) / epsilon, hessian)
+
+
+@pytest.mark.parametrize("method", [None, "streamed", "cached"])
+def test_hard_problems_all_converge(method):
+    """Far clusters that hardly exchange mass, heavy tails, duplicates, lattices, spiky weights, ε down to 2e-4."""
+    r = np.random.default_rng(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for trial in range(60):
+            n, m = int(r.choice([2, 5, 30, 200])), int(r.choice([2, 3, 20, 100]))
+            x, y = r.standard_normal((n, 3)), r.standard_normal((m, 3))
+            kind = trial % 5
+            if kind == 1:
+                x *= 1e4 * np.exp(2 * r.standard_normal((n, 1)))
+            elif kind == 2:
+                x, y = r.integers(0, 2, (n, 3)), r.integers(0, 2, (m, 3))
+                x[0], y[0] = 0, 1
+            elif kind == 3:
+                x, y = x + 20 * r.integers(0, 2, (n, 1)), y + 20 * r.integers(0, 2, (m, 1))
+            elif kind == 4:
+                y = x[r.integers(0, n, m)]
+            a, b = r.random(n) ** 3 + 1e-6, r.random(m) ** 3 + 1e-6
+            epsilon = float(r.choice([1, 0.1, 0.01, 0.001, 0.0002]))
+            p = sinkhorn_potentials(x, y, a=a, b=b, epsilon=epsilon, method=method, tolerance=1e-6 if method else None)
+            assert p.converged and np.isfinite(p.scores).all()
