@@ -296,7 +296,7 @@ class _Run:
     def _precision(self) -> torch.dtype:
         """float32 tiles where their rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance."""
         y_norm = math.sqrt(float((self.problem.y**2).sum(1).max()))
-        largest = 2.0 * math.sqrt(float(self.problem.x_squared.max())) * y_norm / self.epsilon
+        largest = y_norm * (2.0 * math.sqrt(float(self.problem.x_squared.max())) + y_norm) / self.epsilon
         return torch.float32 if largest * 2.0**-24 <= 0.1 * self.tolerance else torch.float64
 
     def _finish(
