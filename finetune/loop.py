@@ -117,6 +117,8 @@ def train_stage(
             another adapter.
     """
     _check_length(model, batches)
+    if train.best == "accuracy" and not isinstance(task, Classify):
+        raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
     done = _done(run, stage, train)
     if done is not None:
         load_adapter(model, run.stage(stage) / "adapter")

@@ -315,3 +315,34 @@ def test_the_plan_counts_exactly_and_measures_activations(sources):
     assert plan.activations == pytest.approx(sum(held.values()), rel=0.1) and output is not None
     text = "\n".join(plan_lines(model, train=train, optimizer=Optimizer()))
     assert all(cause in text for cause in ("backbone", "adapter", "gradients", "optimizer", "activations", "together"))
+
+
+@pytest.mark.parametrize("best", ["auto", "accuracy", "loss"])
+def test_classification_keeps_the_most_accurate_or_the_least_surprised(best, sources, tmp_path):
+    task = Classify()
+    rows = [Example([5, 9 + i % 2, 6 + i % 3, 7], i % 2, f"{i}", "f:1") for i in range(16)]
+    generator = torch.Generator().manual_seed(3)
+    dev = [  # half of the labels are noise: fitting the training rows raises the loss, not always the error
+        Example([5, 9 + i % 2, 6, 7], int(torch.randint(2, (1,), generator=generator)) if i % 2 else 0, f"d{i}", "f:1")
+        for i in range(24)
+    ]
+    batches = Batches(rows, task=task, batch_size=8, accumulate=1, seed=0, max_length=8, pad_id=0)
+    run = RunDirectory.create(tmp_path / "run")
+    result = fit(
+        model_of(sources["llama"], task=task),
+        run,
+        steps=30,
+        task=task,
+        batches=batches,
+        dev=dev,
+        eval_every=3,
+        best=best,
+    )
+    judged = [r for r in read_metrics(run.path / "metrics.jsonl") if r["split"] == "dev"]
+    key = (lambda r: (r["loss"],)) if best == "loss" else (lambda r: (-r["accuracy"], r["loss"]))
+    assert result.best_step == min(judged, key=key)["step"]
+
+
+def test_accuracy_cannot_choose_a_language_model(sources, tmp_path):
+    with pytest.raises(UserError, match="classification"):
+        fit(model_of(sources["llama"]), RunDirectory.create(tmp_path / "run"), dev=examples(), best="accuracy")
