@@ -10,7 +10,7 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -53,7 +53,7 @@ Tree = Leaf | Items | Branch
 class _CoreLoader(yaml.SafeLoader):
     """SafeLoader with the YAML 1.2 core schema's implicit types and nothing else."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - the base class declares it as an instance variable
 
 
 _CORE = [
