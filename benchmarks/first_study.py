@@ -60,9 +60,17 @@ def main() -> None:
     flags.add_argument("--out", type=Path, default=ROOT / ".bench" / "first_study")
     flags.add_argument("--jobs", type=int, default=2)
     flags.add_argument("--seeds", type=int, default=len(SEEDS))
+    flags.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     options = flags.parse_args()
     bench = Benchmark("first_study", packages=("torch", "transformers", "peft", "numpy", "scikit-learn"))
     for name, settings in TARGETS.items():
+        if name not in options.targets:
+            bench.row(
+                f"{name}: all comparisons",
+                unit="–",
+                reason=f"left out of this run: --targets {' '.join(options.targets)}",
+            )
+            continue
         overrides = [from_override(key, value) for key, value in settings.items()]
         document = study(
             "warmup",

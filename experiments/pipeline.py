@@ -34,7 +34,7 @@ from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
 from finetune.errors import UserError
 from finetune.loop import train_stage
 from finetune.memory import plan_lines
-from finetune.rundir import RunDirectory
+from finetune.rundir import METRICS, RunDirectory
 from finetune.seeds import derive
 from regularizers import build as build_regularizer
 
@@ -55,7 +55,12 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     manifest = {"inputs": describe(recipe_inputs(resolved.recipe))}
     run = RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest)
     console = Console(quiet=quiet, log=run.log)
-    return execute(run, resolved.recipe, prepared, console)
+    try:
+        return execute(run, resolved.recipe, prepared, console)
+    except ValueError:  # the user's mistakes are of this family; a directory that never trained is not worth keeping
+        if not (run.path / METRICS).exists():
+            shutil.rmtree(run.path)
+        raise
 
 
 def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
@@ -76,7 +81,8 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse what no run can do: a mesh of more than one device, a warm-up without data. Raises UserError."""
+    """Refuse what no run can do: a mesh of several devices, a warm-up without data, a regularizer's bad setting."""
+    build_regularizer(recipe.regularizer)
     for axis, size in dataclasses.asdict(recipe.mesh).items():
         if size != 1:
             raise UserError(f"--mesh.{axis}: {size} devices asked for, but this version trains on one; leave it at 1")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -244,6 +245,7 @@ def run_cell(directory: Path, cell: Cell, threads: int | None) -> None:
         raise
     except ValueError as error:
         outcome = {"status": "failed", "reason": str(error), "metrics": {}}
+    gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it
     directory.mkdir(parents=True, exist_ok=True)
     write_json(
         directory / "result.json",
