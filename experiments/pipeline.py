@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -83,6 +84,11 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what no run can do: a mesh of several devices, a warm-up without data, a regularizer's bad setting."""
     build_regularizer(recipe.regularizer)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"launched as {os.environ['WORLD_SIZE']} processes, but this version trains in one; "
+            "start it without a launcher, or with one process"
+        )
     for axis, size in dataclasses.asdict(recipe.mesh).items():
         if size != 1:
             raise UserError(f"--mesh.{axis}: {size} devices asked for, but this version trains on one; leave it at 1")

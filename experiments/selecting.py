@@ -57,8 +57,9 @@ def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, A
         write_provenance(directory, recipe_yaml=resolved.to_yaml())
         console.log = _appender(directory / "log.txt")
         manifest = select_into(recipe, directory, console)
-        from experiments.report import build_report
+        from experiments.report import build_report, write_plots
 
+        write_plots(directory)
         build_report([directory], out=directory / "report.html")
     console.log = None  # the log has moved with its directory
     console.say(f"report: {out / 'report.html'}")

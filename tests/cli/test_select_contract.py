@@ -74,6 +74,7 @@ def test_outputs_follow_the_contract(files, tmp_path: Path, method: str) -> None
     assert manifest["selection"]["method"] == method
     for name in ("report.html", "command.txt", "environment.json", "recipe.resolved.yaml", "log.txt"):
         assert (out / name).stat().st_size > 0
+    assert list((out / "plots").glob("*.svg"))
     if method == "gotd":
         assert manifest["selection"]["marginal_error"] <= 1e-9
         assert set(columns["nearest_target"]) <= {f"0-{j}" for j in range(6)}
