@@ -23,6 +23,8 @@ _COMMANDS = {
     "sweep": "a resumable grid over recipe keys and seeds",
     "eval": "judge a run directory on dev, test or your own rows",
     "report": "one offline HTML page from run directories",
+    "merge": "fold a run's adapter into its backbone",
+    "export": "a run's adapter as a hub-ready folder with a card",
     "recipes": "list, show or copy the shipped recipes",
     "doctor": "environment, versions, devices, shadowed names",
 }

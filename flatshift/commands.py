@@ -123,6 +123,28 @@ class ReportFlags:
 
 
 @dataclass(frozen=True)
+class MergeFlags:
+    """Fold a run's adapter into its backbone: a model folder that plain transformers loads."""
+
+    run: Positional[Path]
+    """Run directory."""
+    out: Path | None = None
+    """Folder to make; by default RUN_DIR/merged."""
+    json: bool = False
+    """Print dtype and logit difference as JSON."""
+
+
+@dataclass(frozen=True)
+class ExportFlags:
+    """Write a run's adapter as a hub-ready folder: PEFT files, tokenizer, and a model card made from the run."""
+
+    run: Positional[Path]
+    """Run directory."""
+    out: Path | None = None
+    """Folder to make; by default RUN_DIR/export."""
+
+
+@dataclass(frozen=True)
 class RecipesFlags:
     """List, show or copy the shipped recipes."""
 
@@ -271,6 +293,30 @@ def _report(argv: list[str]) -> int:
     return 0
 
 
+def _merge(argv: list[str]) -> int:
+    flags: MergeFlags = _parse(MergeFlags, "merge", argv)
+    out = flags.out or flags.run / "merged"
+    from experiments.exporting import merge
+
+    result = merge(flags.run, out)
+    if flags.json:
+        print(json.dumps({"out": str(out), **result}, indent=2))
+    else:
+        print(
+            f"{out}: {result['dtype']}; logits differ from backbone + adapter by at most "
+            f"{result['max_logit_difference']:.2g} (largest logit {result['largest_logit']:.3g}, {result['rows']} rows)"
+        )
+    return 0
+
+
+def _export(argv: list[str]) -> int:
+    flags: ExportFlags = _parse(ExportFlags, "export", argv)
+    from experiments.exporting import export
+
+    print(export(flags.run, flags.out or flags.run / "export"))
+    return 0
+
+
 def _recipes(argv: list[str]) -> int:
     flags: RecipesFlags = _parse(RecipesFlags, "recipes", argv)
     if flags.action == "list":
@@ -316,6 +362,8 @@ _RUN: dict[str, Callable[[list[str]], int]] = {
     "sweep": _sweep,
     "eval": _eval,
     "report": _report,
+    "merge": _merge,
+    "export": _export,
     "recipes": _recipes,
     "doctor": _doctor,
 }

@@ -137,6 +137,28 @@ def test_eval_on_other_rows(finished: Path, tmp_path: Path, capsys) -> None:
     assert f"{rows}:1" in message and "'method'" in message
 
 
+def test_merged_model_equals_backbone_plus_adapter(finished: Path, tmp_path: Path, capsys) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    assert run(["merge", str(finished), "--out", str(tmp_path / "merged"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["dtype"] == "bfloat16" and 0 < result["max_logit_difference"] < 0.05 * result["largest_logit"]
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert model.config.num_labels == 3 and AutoTokenizer.from_pretrained(tmp_path / "merged").vocab_size > 4000
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    assert run(["merge", str(finished), "--out", str(tmp_path / "merged")]) == 2
+
+
+def test_export_is_a_plain_adapter_folder_with_a_card(finished: Path, tmp_path: Path) -> None:
+    assert run(["export", str(finished), "--out", str(tmp_path / "hub")]) == 0
+    folder = tmp_path / "hub"
+    assert (folder / "adapter_model.safetensors").read_bytes() == adapter_bytes(finished)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    accuracy = json.loads((finished / "eval.json").read_text())["test"]["accuracy"]["value"]
+    assert f"| test | accuracy | {accuracy:.4g} |" in text and "scicite" in (finished / "manifest.json").read_text()
+    assert (folder / "tokenizer.json").is_file()
+
+
 def start(*words: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "flatshift", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
