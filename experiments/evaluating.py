@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.config import Recipe
 from experiments.console import Console
 from experiments.judging import build_judged, judge, judge_splits, shown
 from experiments.preparing import prepare
 from experiments.recipe import resume_recipe
 from finetune.config import Data, Files
 from finetune.errors import UserError
+from finetune.numerics import cpu_threads
 
 
 def evaluate_run(path: Path, *, data: Sequence[str] = (), quiet: bool = False) -> dict[str, dict[str, Any]]:
@@ -27,7 +29,11 @@ def evaluate_run(path: Path, *, data: Sequence[str] = (), quiet: bool = False) -
     recipe = resume_recipe(path).recipe
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
-    console = Console(quiet=quiet)
+    with cpu_threads(recipe.train.threads):  # the same bits as the run's own eval.json
+        return _evaluated(path, recipe, data, Console(quiet=quiet))
+
+
+def _evaluated(path: Path, recipe: Recipe, data: Sequence[str], console: Console) -> dict[str, dict[str, Any]]:
     if not data:
         prepared = prepare(recipe)
         model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, path / "adapter")

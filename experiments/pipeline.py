@@ -35,6 +35,7 @@ from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
 from finetune.errors import UserError
 from finetune.loop import train_stage
 from finetune.memory import plan_lines
+from finetune.numerics import cpu_threads
 from finetune.rundir import METRICS, RunDirectory
 from finetune.seeds import derive
 from regularizers import build as build_regularizer
@@ -125,7 +126,7 @@ def execute(
     run: RunDirectory, recipe: Recipe, prepared: Prepared, console: Console, *, report: bool = True
 ) -> dict[str, Any]:
     """Run every part that is not finished yet; returns eval.json."""
-    with graceful_stop(console.say) as stop:
+    with cpu_threads(recipe.train.threads), graceful_stop(console.say) as stop:
         started = time.monotonic()
         previous = None
         if recipe.warmup is not None:

@@ -190,7 +190,7 @@ def run_cells(out: Path, cells: Sequence[Cell], jobs: int, console: Console, *, 
         threads = max(1, (os.cpu_count() or 1) // jobs)
         workers = min(jobs, len(todo))
         context = get_context("spawn")
-        with ProcessPoolExecutor(workers, context, initializer=_follow_parent, initargs=(os.getpid(),)) as pool:
+        with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(), threads)) as pool:
             pending: dict[Future, Cell] = {
                 pool.submit(run_cell, out / "cells" / cell.key, cell, threads): cell for cell in todo
             }
@@ -207,8 +207,14 @@ def run_cells(out: Path, cells: Sequence[Cell], jobs: int, console: Console, *, 
                 raise
 
 
-def _follow_parent(parent: int) -> None:
-    """End a worker whose parent was killed, so that no orphan writes into a sweep that somebody restarted."""
+def _start_worker(parent: int, threads: int) -> None:
+    """Give a worker its share of the cores, and end it when its parent was killed.
+
+    The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait
+    for each other (evaluation was eight times slower). An orphan must not write into a sweep that somebody restarted.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
 
     def watch() -> None:
         while os.getppid() == parent:
