@@ -20,6 +20,7 @@ from finetune.rundir import refuse_nonempty, write_provenance
 _RUN = {
     "train.steps": 40,
     "train.batch_size": 8,
+    "optimizer.lr": 6e-3,
     "train.eval_every": 20,
     "warmup.steps": 30,
     "warmup.batch_size": 4,
@@ -31,7 +32,7 @@ _RUN = {
 }
 """Shorter than the shipped recipe: the demo shows the journeys, `benchmarks/first_study.py` measures them."""
 
-_SWEEP = {"train.steps": 40, "data.test.limit": 200, "eval.bootstrap": 100}
+_SWEEP = {"train.steps": 50, "data.test.limit": 200, "eval.bootstrap": 100}
 
 
 def demo(out: Path) -> int:

@@ -225,16 +225,17 @@ def sweep_curves(data: SweepData) -> list[Chart]:
             ax = canvas.axes(y=unit, x=axis + (" (log scale)" if log else ""), right=100)
             threshold = data.threshold(axis, where)
             if threshold is not None:
+                leftmost = at[threshold] == min(at.values())  # beside the axis there is no room for words
                 ax.axvline(at[threshold], color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)))
                 ax.annotate(
                     f"train error ≤ {INTERPOLATION:g}",
                     (at[threshold], 1.0),
                     xycoords=("data", "axes fraction"),
-                    xytext=(-5, -2),
+                    xytext=(5 if leftmost else -5, -2),
                     textcoords="offset points",
                     color=colour("muted"),
                     va="top",
-                    ha="right",
+                    ha="left" if leftmost else "right",
                 )
             ends = []
             for column, token in ((train, "blue"), (test, "orange")):

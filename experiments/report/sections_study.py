@@ -146,6 +146,23 @@ def sweep_tiles(data: SweepData) -> list[Tile]:
     return tiles
 
 
+def _threshold_notes(data: SweepData) -> list[str]:
+    """Whether the axis can show an interpolation peak at all: it must begin above the threshold and end below."""
+    axis, _, _ = plots_study.sweep_axes(data)
+    if axis is None or len(data.axes) != 1 or not data.has("train.error"):
+        return []
+    curve = data.curve("train.error", axis, {})
+    first = data.threshold(axis, {})
+    if first is None:
+        return [f"Train error stays above {INTERPOLATION:g}: nothing interpolates, so this axis shows no peak there."]
+    if curve and first == curve[0][0]:
+        return [
+            f"Train error is at most {INTERPOLATION:g} from the smallest {axis} on: every value interpolates, so this "
+            "axis cannot show an interpolation peak; take more rows, more label noise or fewer steps."
+        ]
+    return []
+
+
 def sweep_sections(data: SweepData) -> list[Section]:
     blocks: list[Block] = []
     charts = plots_study.sweep_curves(data)
@@ -167,6 +184,7 @@ def sweep_sections(data: SweepData) -> list[Section]:
     notes = []
     if data.fixed:
         notes.append("The same in every cell: " + ", ".join(f"{k} = {v}" for k, v in data.fixed.items()) + ".")
+    notes += _threshold_notes(data)
     if len(charts) == 12:
         notes.append("Only the first 12 settings of the other axes are drawn; the table has all.")
     notes += [f"Cell {row.get('cell')} failed: {row.get('reason')}" for row in data.failed[:5]]
