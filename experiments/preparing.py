@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from experiments.config import Recipe
 from finetune.config import Classify, Columns, Completion, Files, LanguageModel, Task
@@ -21,6 +22,9 @@ from finetune.data import (
 )
 from finetune.errors import UserError
 from finetune.seeds import derive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ def prepare(recipe: Recipe) -> Prepared:
 
     Raises UserError for missing files, columns or labels, empty splits, and labels that do not fit.
     """
+    from finetune.backbone import load_tokenizer
+
     rows = read_splits(recipe)
     labels = rows.label_names
     train, flipped = rows.train, []
@@ -128,7 +134,8 @@ def prepare(recipe: Recipe) -> Prepared:
         train, flipped = noisy_rows(
             train, rate=recipe.data.label_noise, label_names=labels, seed=derive(recipe.train.seed, "label-noise")
         )
-    parts = [_encoded(recipe, split, recipe.task, labels) for split in (train, rows.dev, rows.test)]
+    tokenizer = load_tokenizer(recipe.backbone)
+    parts = [_encoded(recipe, tokenizer, split, recipe.task, labels) for split in (train, rows.dev, rows.test)]
     train_set, dev_set, test_set = (part.examples if part else [] for part in parts)
     return Prepared(
         train_set,
@@ -143,18 +150,19 @@ def prepare(recipe: Recipe) -> Prepared:
 
 def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> Prepared:
     """Encode the rows of `files` alone, as training examples of `task`: what a warm-up reads."""
+    from finetune.backbone import load_tokenizer
+
     rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
-    part = _encoded(recipe, rows, task, None)
+    part = _encoded(recipe, load_tokenizer(recipe.backbone), rows, task, None)
     assert part is not None
     return Prepared(part.examples, [], [], None, part.truncated, [], [])
 
 
-def _encoded(recipe: Recipe, rows: list[Row], task: Task, labels: tuple[str, ...] | None) -> Encoded | None:
-    from finetune.backbone import load_tokenizer
-
+def _encoded(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: list[Row], task: Task, labels: tuple[str, ...] | None
+) -> Encoded | None:
     if not rows:
         return None
-    tokenizer = load_tokenizer(recipe.backbone)
     return encode(
         rows,
         task=task,
