@@ -124,7 +124,11 @@ class Train:
     max_length: int = 256
     """Longest row, tokens; longer samples are truncated and counted."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute precision; bf16 is autocast over a bf16 backbone with float32 adapters."""
+    """Compute precision; bf16 is autocast over a bf16 backbone."""
+    adapter_precision: Literal["fp32", "bf16"] = "fp32"
+    """How adapters are kept; bf16 halves what their inputs cost in memory, the optimizer keeps float32 masters."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute in backward instead of keeping activations: of attention only (selective), or of whole blocks."""
     eval_every: int = 0
     """Updates between dev evaluations; 0: only at the end."""
     best: Literal["auto", "loss", "accuracy"] = "auto"
@@ -203,21 +207,50 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Device mesh axes. One device in this version: every axis must be 1."""
+    """Device mesh: how many ranks along each axis, and what happens along it. All ones: one process, one device."""
 
     replicate: int = 1
-    """Replicas (DDP)."""
+    """Whole replicas of the backbone (DDP); together with dp: hybrid sharding (HSDP), shards inside a node."""
     dp: int = 1
-    """Parameter shards (FSDP2, ZeRO-3)."""
+    """Parameter shards (FSDP2, ZeRO-3): each rank holds 1/dp of the weights and its own rows of the batch."""
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel ranks: each holds its heads and columns of every block (Megatron-LM)."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline stages: each holds a run of blocks (GPipe, PTD-P)."""
     cp: int = 1
-    """Context-parallel ranks."""
+    """Context-parallel ranks: each holds a slice of every row's tokens."""
+    auto: bool = False
+    """Choose the axes for the devices at hand and print why; axes that are set stay as they are."""
+    zero: Literal[1, 2, 3] = 3
+    """What dp shards: 3 weights too; 2 gradients and optimizer state of the adapter; 1 its optimizer state only."""
+    reshard: bool = True
+    """Free a block's gathered weights after its forward pass and gather them again for backward; false keeps them
+    (half the traffic, more memory)."""
+    adapters: Literal["shard", "replicate"] = "shard"
+    """Shard adapters along dp with their block, or keep them whole and sum their gradients in one collective."""
+    offload: bool = False
+    """Keep frozen and adapter shards in host memory and copy a block's shard to the device ahead of its use."""
+    sequence_parallel: bool = False
+    """Along tp, split norms and residuals by tokens (Korthikanti et al. 2205.05198)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"] = "1f1b"
+    """Pipeline schedule; interleaved, zero-bubble and zbv hold several stages a rank (virtual)."""
+    virtual: int | None = None
+    """Stages per pipeline rank; null: 1 for gpipe and 1f1b, 2 for the others."""
+    microbatches: int | None = None
+    """Pieces into which the pipeline cuts each micro-batch's rows; null: as many as the rows of a rank allow, up to
+    four a stage. The bubble is (pp - 1) / (virtual * pieces * accumulate)."""
+    stall: float = 45.0
+    """Seconds without progress on any rank after which the job ends and names the rank that hangs (at least ten
+    times the longest update so far)."""
 
     def __post_init__(self) -> None:
         check_bounds(self, replicate=(1, None), dp=(1, None), tp=(1, None), pp=(1, None), cp=(1, None))
+        check_bounds(self, virtual=(1, None), microbatches=(1, None), stall=(5, None))
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.replicate * self.dp * self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)

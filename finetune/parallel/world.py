@@ -1,0 +1,137 @@
+"""This process's place in the device mesh, and the sums over its axes.
+
+The mesh has all five axes always, in this order, absent ones of size 1:
+
+    pp          pipeline stages, farthest apart: they exchange one activation per micro-batch
+    replicate   whole copies (DDP; with dp: HSDP)
+    dp          parameter shards (FSDP2, ZeRO-3)
+    cp          context: slices of the tokens
+    tp          tensor parallel, nearest: neighbouring ranks, four collectives a block
+
+`replicate` and `dp` ranks see different rows (the *data* axes), `cp` ranks different tokens of the same rows, `tp` and
+`pp` ranks the same rows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import Mesh
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "replicate", "dp", "cp", "tp")
+DATA = ("replicate", "dp")
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank of the mesh. `World.alone()` is a single process: every width is 1 and every sum is free."""
+
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    """The five-axis mesh `AXES`; None in a single process."""
+    rank: int = 0
+    size: int = 1
+    _groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> World:
+        """The world of one process."""
+        return cls(torch.device(device))
+
+    @classmethod
+    def of(cls, mesh: Mesh, device: torch.device) -> World:
+        """The rank's place in `mesh`; the default process group exists and has as many ranks as the mesh.
+
+        Collective: every rank calls it at once.
+
+        Raises:
+            UserError: the axes do not multiply to the number of processes.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size = dist.get_world_size()
+        refuse_product(mesh, size)
+        shape = tuple(getattr(mesh, axis) for axis in AXES)
+        return cls(device, init_device_mesh(device.type, shape, mesh_dim_names=AXES), dist.get_rank(), size)
+
+    def width(self, *axes: str) -> int:
+        """How many ranks there are along `axes` together."""
+        if self.mesh is None:
+            return 1
+        sizes = dict(zip(AXES, self.mesh.shape, strict=True))
+        width = 1
+        for axis in axes:
+            width *= sizes[axis]
+        return width
+
+    def index(self, *axes: str) -> int:
+        """This rank's number along `axes`, the last of them counting fastest."""
+        if self.mesh is None:
+            return 0
+        place = dict(zip(AXES, self.mesh.get_coordinate() or (), strict=True))
+        index = 0
+        for axis in axes:
+            index = index * self.width(axis) + place[axis]
+        return index
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The mesh of the ranks that differ from this one only along `axes` (in mesh order), with these axes as dims.
+
+        Its one-dimensional form over several axes is `flat`.
+        """
+        assert self.mesh is not None
+        return self.mesh[axes if len(axes) > 1 else axes[0]]
+
+    def flat(self, *axes: str) -> DeviceMesh:
+        """A one-dimensional mesh over `axes` together. Collective when first asked for."""
+        assert self.mesh is not None
+        axes = tuple(axis for axis in AXES if axis in axes)
+        if len(axes) == 1:
+            return self.mesh[axes[0]]
+        if axes not in self._groups:
+            self._groups[axes] = self.mesh[axes]._flatten("_".join(axes))
+        return self._groups[axes]
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The process group over `axes` together. Collective when first asked for."""
+        return self.flat(*axes).get_group()
+
+    def sum(self, tensor: Tensor, *axes: str) -> Tensor:
+        """Add up `tensor` over the ranks along `axes`, in place; free where there is one rank."""
+        if self.width(*axes) > 1:
+            dist.all_reduce(tensor, group=self.group(*axes))
+        return tensor
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and speaks to the user."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        named = [f"{axis} {self.width(axis)}" for axis in AXES if self.width(axis) > 1]
+        return " × ".join(named) or "one device"
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun, accelerate launch, ours) started this process as one of several or a single rank."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def refuse_product(mesh: Mesh, processes: int) -> None:
+    """Raise UserError unless the axes of `mesh` multiply to `processes`."""
+    if mesh.size != processes:
+        named = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1)
+        raise UserError(
+            f"mesh: {named or 'every axis 1'} makes {mesh.size} ranks, but {processes} processes were launched; "
+            f"change one of them, or start without a launcher and {mesh.size} processes are spawned"
+        )
