@@ -12,38 +12,49 @@ from typing import Any
 
 from experiments.config import Recipe
 from experiments.console import Console
-from experiments.judging import build_judged, judge, judge_splits, shown
+from experiments.judging import judge, judge_splits, lay_out, shown
 from experiments.preparing import prepare
 from experiments.recipe import resume_recipe
+from experiments.recipe.tree import Branch
 from finetune.config import Data, Files
 from finetune.errors import UserError
 from finetune.numerics import cpu_threads
+from finetune.parallel import launch, watch
+from finetune.parallel.world import World
 
 
-def evaluate_run(path: Path, *, data: Sequence[str] = (), quiet: bool = False) -> dict[str, dict[str, Any]]:
+def evaluate_run(
+    path: Path, *, data: Sequence[str] = (), overrides: Sequence[Branch] = (), quiet: bool = False
+) -> dict[str, dict[str, Any]]:
     """Evaluate the adapter of a run on its own splits, or on other files as the split `data`.
 
+    overrides: another mesh or device than the run's. On a mesh every rank calls this and gets the same figures.
     Returns {split: {metric: {value, low, high, n}}}.
     Raises UserError if `path` is no run directory or has no adapter yet, or the rows do not fit.
     """
-    recipe = resume_recipe(path).recipe
+    recipe = resume_recipe(path, overrides).recipe
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
-    with cpu_threads(recipe.train.threads):  # the same bits as the run's own eval.json
-        return _evaluated(path, recipe, data, Console(quiet=quiet))
+    world = launch.join(recipe.mesh, recipe.train.device)
+    with cpu_threads(recipe.train.threads), watch.unhurried("evaluating"):  # the same bits as the run's own eval.json
+        result = _evaluated(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
+    launch.leave(world)
+    return result
 
 
-def _evaluated(path: Path, recipe: Recipe, data: Sequence[str], console: Console) -> dict[str, dict[str, Any]]:
+def _evaluated(
+    path: Path, recipe: Recipe, data: Sequence[str], console: Console, world: World
+) -> dict[str, dict[str, Any]]:
     if not data:
         prepared = prepare(recipe)
-        model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, path / "adapter")
-        return judge_splits(recipe, model, tokenizer, prepared, lambda _: None)
+        engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
+        return judge_splits(recipe, engine, tokenizer, prepared, lambda _: None)
     files = Files(files=tuple(data))
     prepared = prepare(dataclasses.replace(recipe, data=dataclasses.replace(_only_train(recipe.data), test=files)))
     console.say(f"data: {len(prepared.test):,} examples")
-    model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, path / "adapter")
+    engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
     names = prepared.label_names
-    return {"data": judge(recipe, model, tokenizer, prepared.test, task=recipe.task, split="data", label_names=names)}
+    return {"data": judge(recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=names)}
 
 
 def _only_train(data: Data) -> Data:

@@ -8,37 +8,57 @@ from typing import Any
 
 from experiments.config import Recipe
 from experiments.preparing import Prepared
-from finetune.adapter import attach_adapter, load_adapter
-from finetune.backbone import load_backbone, load_tokenizer, resolve_device
+from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Task
 from finetune.data import Example
 from finetune.evaluate import evaluate
+from finetune.parallel.build import build_engine
+from finetune.parallel.engine import Engine
+from finetune.parallel.world import World
 from finetune.seeds import derive
 
 
-def build_model(recipe: Recipe, task: Task, label_names: tuple[str, ...] | None) -> tuple[Any, Any]:
-    """The frozen backbone with a fresh adapter for `task`, and its tokenizer."""
-    device = resolve_device(recipe.train.device)
-    tokenizer = load_tokenizer(recipe.backbone)
-    backbone = load_backbone(
-        recipe.backbone, task=task, label_names=label_names, precision=recipe.train.precision, device=device
+def lay_out(
+    recipe: Recipe,
+    task: Task,
+    label_names: tuple[str, ...] | None,
+    *,
+    world: World | None = None,
+    adapter: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Engine, Any]:
+    """The frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
+
+    adapter: a saved one to put in place; None leaves the fresh one, which changes nothing (B = 0).
+    Returns the engine and the tokenizer.
+    """
+    world = world or World.alone(resolve_device(recipe.train.device))
+    engine = build_engine(
+        recipe.backbone,
+        task=task,
+        adapter=recipe.adapter,
+        train=recipe.train,
+        mesh=recipe.mesh,
+        world=world,
+        label_names=label_names,
+        say=say,
     )
-    return attach_adapter(backbone, recipe.adapter, task=task, seed=recipe.train.seed), tokenizer
+    if adapter is not None:
+        engine.load_adapter(adapter)
+    return engine, load_tokenizer(recipe.backbone)
 
 
 def build_judged(
     recipe: Recipe, task: Task, label_names: tuple[str, ...] | None, adapter: Path | None
 ) -> tuple[Any, Any]:
-    """The same with a saved adapter in place; None leaves the fresh one, which changes nothing (B = 0)."""
-    model, tokenizer = build_model(recipe, task, label_names)
-    if adapter is not None:
-        load_adapter(model, adapter)
-    return model, tokenizer
+    """The whole model with a saved adapter in this one process, and its tokenizer."""
+    engine, tokenizer = lay_out(recipe, task, label_names, adapter=adapter)
+    return engine.model, tokenizer
 
 
 def judge(
     recipe: Recipe,
-    model: Any,
+    engine: Engine,
     tokenizer: Any,
     examples: Sequence[Example],
     *,
@@ -46,24 +66,25 @@ def judge(
     split: str,
     label_names: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
-    """`finetune.evaluate.evaluate` in the recipe's precision, on the model's device, under the split's own seed."""
+    """`finetune.evaluate.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
     import torch
 
     return evaluate(
-        model,
+        engine.judged,
         tokenizer,
         examples,
         task=task,
         config=recipe.eval,
         label_names=label_names,
         seed=derive(recipe.train.seed, "bootstrap", split),
-        device=next(model.parameters()).device,
+        device=engine.device,
         autocast_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,
+        share=engine.evaluation,
     )
 
 
 def judge_splits(
-    recipe: Recipe, model: Any, tokenizer: Any, prepared: Prepared, say: Callable[[str], None]
+    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """Every split of a run that has examples, `{split: {metric: {value, low, high, n}}}`: what eval.json holds."""
     splits = {"train": prepared.train[: recipe.eval.train_limit], "dev": prepared.dev, "test": prepared.test}
@@ -71,7 +92,7 @@ def judge_splits(
     for split, examples in splits.items():
         if examples:
             result[split] = judge(
-                recipe, model, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names
+                recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names
             )
             say(f"{split}: {', '.join(shown(result[split]))}")
     return result

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from typing import Any
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.interrupts import graceful_stop
-from experiments.judging import build_judged, build_model, judge_splits
+from experiments.judging import judge_splits, lay_out
 from experiments.preparing import Prepared, prepare, prepare_texts
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
 from experiments.shift import text_perplexity
-from finetune.adapter import load_adapter, save_adapter
+from finetune.backbone import resolve_device
 from finetune.atomic import replacing_directory, write_json, write_text
 from finetune.config import LanguageModel, Optimizer, Task, Train
 from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
@@ -36,6 +36,10 @@ from finetune.errors import UserError
 from finetune.loop import train_stage
 from finetune.memory import plan_lines
 from finetune.numerics import cpu_threads
+from finetune.parallel import agree, launch, watch
+from finetune.parallel.plan import mesh_lines
+from finetune.parallel.rules import Settings, check_settings
+from finetune.parallel.world import World
 from finetune.rundir import METRICS, RunDirectory
 from finetune.seeds import derive
 from regularizers import build as build_regularizer
@@ -50,19 +54,34 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     out: directory to make, by default `runs/DATE-TIME-NAME`.
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
-    check_recipe(resolved.recipe)
+    recipe = resolved.recipe
+    check_recipe(recipe)
     out = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
-    # Everything that can be wrong with the input is found before the directory exists.
-    prepared = prepare(resolved.recipe)
-    manifest = {"inputs": describe(recipe_inputs(resolved.recipe))}
-    run = RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest)
-    console = Console(quiet=quiet, log=run.log)
-    try:
-        return execute(run, resolved.recipe, prepared, console)
-    except ValueError:  # the user's mistakes are of this family; a directory that never trained is not worth keeping
-        if not (run.path / METRICS).exists():
-            shutil.rmtree(run.path)
-        raise
+    with _mesh(recipe, path=out) as world:
+        # Everything that can be wrong with the input is found before the directory exists.
+        prepared = prepare(recipe)
+        manifest = {"inputs": describe(recipe_inputs(recipe))}
+        if world.is_main:
+            RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest)
+        world.wait()
+        run = RunDirectory(out, writes=world.is_main)
+        console = Console(quiet=quiet or not world.is_main, log=run.log)
+        try:
+            return execute(run, recipe, prepared, console, world=world)
+        except ValueError:  # the user's mistakes are of this family; a directory that never trained is not worth keeping
+            if world.is_main and not (run.path / METRICS).exists():
+                shutil.rmtree(run.path)
+            raise
+
+
+@contextmanager
+def _mesh(recipe: Recipe, *, path: Path) -> Iterator[World]:
+    """This process's place in the recipe's mesh, agreed with the other ranks; left when all is done."""
+    world = launch.join(recipe.mesh, recipe.train.device)
+    agree.require_agreement(world, agree.intentions(recipe, run=str(path)))
+    with watch.unhurried("preparing"):
+        yield world
+    launch.leave(world)
 
 
 def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
@@ -72,27 +91,30 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
     """
     resolved = resume_recipe(path, overrides)
     check_recipe(resolved.recipe)
-    run = RunDirectory.open(path)
-    console = Console(quiet=quiet, log=run.log)
-    if is_finished(run.path, resolved.recipe):
-        console.say(f"{path} is finished: nothing to do")
-        return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
-    _check_inputs(run.path)
-    write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
-    return execute(run, resolved.recipe, prepare(resolved.recipe), console)
+    with _mesh(resolved.recipe, path=path) as world:
+        if world.is_main:
+            RunDirectory.open(path)  # repairs what a killed process left torn
+        world.wait()
+        run = RunDirectory(path, writes=world.is_main)
+        console = Console(quiet=quiet or not world.is_main, log=run.log)
+        if is_finished(run.path, resolved.recipe):
+            console.say(f"{path} is finished: nothing to do")
+            return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
+        _check_inputs(run.path)
+        if world.is_main:
+            write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
+        return execute(run, resolved.recipe, prepare(resolved.recipe), console, world=world)
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse what no run can do: a mesh of several devices, a warm-up without data, a regularizer's bad setting."""
+    """Refuse what no run can do: settings that a mesh forbids, a warm-up without data, a regularizer's bad setting."""
     build_regularizer(recipe.regularizer)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
+    if recipe.warmup is not None and recipe.warmup.batch_size % (recipe.mesh.replicate * recipe.mesh.dp):
         raise UserError(
-            f"launched as {os.environ['WORLD_SIZE']} processes, but this version trains in one; "
-            "start it without a launcher, or with one process"
+            f"warmup.batch_size: {recipe.warmup.batch_size} rows do not divide among the "
+            f"{recipe.mesh.replicate * recipe.mesh.dp} data ranks of the mesh; take a multiple of them"
         )
-    for axis, size in dataclasses.asdict(recipe.mesh).items():
-        if size != 1:
-            raise UserError(f"--mesh.{axis}: {size} devices asked for, but this version trains on one; leave it at 1")
     if recipe.warmup is not None and recipe.select is None:
         raise UserError("the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files")
 
@@ -123,20 +145,29 @@ def _check_inputs(path: Path) -> None:
 
 
 def execute(
-    run: RunDirectory, recipe: Recipe, prepared: Prepared, console: Console, *, report: bool = True
+    run: RunDirectory,
+    recipe: Recipe,
+    prepared: Prepared,
+    console: Console,
+    *,
+    report: bool = True,
+    world: World | None = None,
 ) -> dict[str, Any]:
-    """Run every part that is not finished yet; returns eval.json."""
+    """Run every part that is not finished yet; returns eval.json. On a mesh every rank calls this."""
+    world = world or World.alone(resolve_device(recipe.train.device))
+    run = dataclasses.replace(run, writes=world.is_main)
     with cpu_threads(recipe.train.threads), graceful_stop(console.say) as stop:
         started = time.monotonic()
         previous = None
         if recipe.warmup is not None:
-            _selection(run, recipe, console)
-            previous = _warm_up(run, recipe, console, stop, before=report)
+            _selection(run, recipe, console, world)
+            previous = _warm_up(run, recipe, console, stop, world, before=report)
         fine_tuned = _stage(
             run,
             recipe,
             console,
             stop,
+            world,
             name=FINE_TUNE,
             task=recipe.task,
             prepared=prepared,
@@ -144,9 +175,10 @@ def execute(
             train=recipe.train,
             previous=previous,
         )
-        result = _evaluate(run, recipe, prepared, fine_tuned, console)
-        write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
-        if report:
+        result = _evaluate(run, recipe, prepared, fine_tuned, console, world)
+        if world.is_main:
+            write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
+        if report and world.is_main:
             from experiments.report import build_report, write_plots
 
             write_plots(run.path)
@@ -154,15 +186,16 @@ def execute(
     return result
 
 
-def _selection(run: RunDirectory, recipe: Recipe, console: Console) -> None:
+def _selection(run: RunDirectory, recipe: Recipe, console: Console, world: World) -> None:
+    """Choose the warm-up data, on the main rank; the others wait."""
     directory = run.path / "selection"
-    if directory.is_dir():
-        return
-    with replacing_directory(directory) as temporary:
-        select_into(recipe, temporary, console)
+    if world.is_main and not directory.is_dir():
+        with replacing_directory(directory) as temporary:
+            select_into(recipe, temporary, console)
+    world.wait()
 
 
-def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop, *, before: bool) -> Path:
+def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop, world: World, *, before: bool) -> Path:
     """Language modelling on the selection; returns the adapter that fine-tuning continues."""
     assert recipe.warmup is not None
     warmup = recipe.warmup
@@ -174,6 +207,7 @@ def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop, *,
         recipe,
         console,
         stop,
+        world,
         name=WARM_UP,
         task=task,
         prepared=prepared,
@@ -194,7 +228,11 @@ def _warm_up(run: RunDirectory, recipe: Recipe, console: Console, stop: Stop, *,
     for name, judged in wanted.items():
         path = run.path / "stages" / WARM_UP / f"{name}.json"
         if not path.is_file():
-            write_json(path, text_perplexity(recipe, judged, only=("dev", "test") if before else ("test",)))
+            only = ("dev", "test") if before else ("test",)
+            figures = text_perplexity(recipe, judged, only=only, world=world)
+            if world.is_main:
+                write_json(path, figures)
+            world.wait()
     return adapter
 
 
@@ -203,6 +241,7 @@ def _stage(
     recipe: Recipe,
     console: Console,
     stop: Stop,
+    world: World,
     *,
     name: str,
     task: Task,
@@ -217,9 +256,9 @@ def _stage(
     if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["target_steps"] == train.steps:
         return adapter
     seed = derive(train.seed, name)
-    model, tokenizer = build_model(recipe, task, prepared.label_names)
+    engine, tokenizer = lay_out(recipe, task, prepared.label_names, world=world, say=console.say)
     if previous is not None:
-        load_adapter(model, previous, partial=True)
+        engine.load_adapter(previous, partial=True)
     batches = Batches(
         prepared.train,
         task=task,
@@ -228,21 +267,27 @@ def _stage(
         seed=seed,
         max_length=train.max_length,
         pad_id=tokenizer.pad_token_id,
+        share=engine.share,
+        multiple=engine.multiple,
     )
     if batches.packed:
-        refuse_leaks(model)
+        refuse_leaks(engine.judged)
     if prepared.truncated:
         console.say(f"truncated {prepared.truncated:,} samples to train.max_length = {train.max_length} tokens")
     if prepared.skipped:
         console.say(f"skipped {len(prepared.skipped):,} bad rows, first {prepared.skipped[0]}")
     if prepared.flipped:
         console.say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
-    for line in plan_lines(model, train=train, optimizer=optimizer):
+    if world.size == 1:
+        plan = plan_lines(engine.model, train=train, optimizer=optimizer)
+    else:
+        plan = mesh_lines(engine, mesh=recipe.mesh, train=train, optimizer=optimizer)
+    for line in plan:
         console.say(line)
     console.say(first_batch_panel(batches.at(0)[0], tokenizer, task, label_names=prepared.label_names))
     with console.task(name, train.steps, "steps") as bar:
         train_stage(
-            model,
+            engine,
             tokenizer,
             stage=name,
             task=task,
@@ -262,13 +307,16 @@ def _stage(
 
 
 def _evaluate(
-    run: RunDirectory, recipe: Recipe, prepared: Prepared, adapter: Path, console: Console
+    run: RunDirectory, recipe: Recipe, prepared: Prepared, adapter: Path, console: Console, world: World
 ) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
-    model, tokenizer = build_judged(recipe, recipe.task, prepared.label_names, adapter)
-    save_adapter(model, run.path / "adapter")
-    result = judge_splits(recipe, model, tokenizer, prepared, console.say)
-    write_json(run.path / "eval.json", result)
+    engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=adapter)
+    engine.save_adapter(run.path / "adapter")
+    with watch.unhurried("evaluating"):
+        result = judge_splits(recipe, engine, tokenizer, prepared, console.say)
+    if world.is_main:
+        write_json(run.path / "eval.json", result)
+    world.wait()
     return result
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import Recipe
-from experiments.judging import build_judged, judge
+from experiments.judging import judge, lay_out
 from experiments.preparing import read_splits
 from finetune.config import LanguageModel
 from finetune.data import encode, limit_rows
+from finetune.parallel.world import World
 from finetune.seeds import derive
 
 _ROWS = 500
@@ -17,11 +18,16 @@ _ROWS = 500
 
 
 def text_perplexity(
-    recipe: Recipe, adapter: Path | None, *, only: tuple[str, ...] = ("dev", "test")
+    recipe: Recipe,
+    adapter: Path | None,
+    *,
+    only: tuple[str, ...] = ("dev", "test"),
+    world: World | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Perplexity and bits per byte of the dev and test texts as plain text, labels unseen.
 
-    adapter: a warm-up adapter's directory, or None for the cold backbone. only: the splits to judge.
+    adapter: a warm-up adapter's directory, or None for the cold backbone. only: the splits to judge. world: the
+    recipe's mesh, on which every rank calls this.
     Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
     """
     task = LanguageModel(pack=False)
@@ -29,10 +35,10 @@ def text_perplexity(
     splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
     if not splits:
         return {}
-    model, tokenizer = build_judged(recipe, task, None, adapter)
+    engine, tokenizer = lay_out(recipe, task, None, world=world, adapter=adapter)
     result = {}
     for name, split in splits.items():
         subset = limit_rows(split, min(_ROWS, len(split)), seed=derive(0, "shift", name))
         encoded = encode(subset, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length)
-        result[name] = judge(recipe, model, tokenizer, encoded.examples, task=task, split=name)
+        result[name] = judge(recipe, engine, tokenizer, encoded.examples, task=task, split=name)
     return result

@@ -1,7 +1,7 @@
 """LoRA adapters through PEFT: attached with name-seeded weights, saved in PEFT's own format, read back and compared.
 
-The order is the one that sharding needs later (design §7): PEFT wraps the frozen model, then every trainable tensor
-gets its values from its own name, so no draw depends on the order of construction, on the layout or on global state.
+PEFT wraps the frozen model, then every trainable tensor gets its values from its own name, so no draw depends on the
+order of construction, on the layout over a mesh or on global state.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from .atomic import replacing_directory
 from .config import Adapter, Classify, Task
 from .errors import UserError
+from .parallel.layout import canonical
 from .seeds import torch_generator
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ _ADAPTER = "default"
 # --------------------------------------------------------------------------------------------- attaching
 
 
-def attach_adapter(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, seed: int) -> PeftModel:
-    """Wrap `backbone` (in place) by PEFT: LoRA on `adapter.targets`, and for Classify the head, all float32.
+def attach_adapter(
+    backbone: PreTrainedModel, adapter: Adapter, *, task: Task, seed: int, dtype: torch.dtype = torch.float32
+) -> PeftModel:
+    """Wrap `backbone` (in place) by PEFT: LoRA on `adapter.targets`, and for Classify the head, all kept in `dtype`.
 
     A ~ Kaiming uniform with a = √5 as in PEFT, B = 0, both and a new head drawn by (`seed`, name); the global random
     state is left as it was.
@@ -43,11 +46,28 @@ def attach_adapter(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, s
     """
     new = tuple(getattr(backbone, "new_parameters", ()))
     config = _lora_config(backbone, adapter, task=task, new=new)
-    initialise_new(backbone, new, seed=seed)
+    deviation = _deviation(backbone)
+    for name in new:
+        _copy(backbone.get_parameter(name), initial_value(name, backbone.get_parameter(name).shape, seed, deviation))
     model = _wrap(backbone, config)
     for parameter in trainable(model).values():
-        parameter.data = parameter.data.float()
-    initialise_lora(model, seed=seed)
+        parameter.data = parameter.data.to(dtype)
+    for name, parameter in trainable(model).items():
+        if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude is the backbone's row norm: BA = 0
+            _copy(parameter, initial_value(name, parameter.shape, seed, deviation))
+    return model
+
+
+def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, dtype: torch.dtype) -> PeftModel:
+    """The same wrapping of a backbone without weights (`finetune.parallel.skeleton`); nothing has a value yet.
+
+    dtype: of everything that trains.
+    """
+    new = tuple(getattr(backbone, "new_parameters", ()))
+    config = _lora_config(backbone, adapter, task=task, new=new)
+    model = _wrap(backbone, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    for parameter in trainable(model).values():
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -97,14 +117,14 @@ def _new_outside_head(new: Iterable[str]) -> list[str]:
     return sorted(o for o in owners if not {"classifier", "score"} & set(o.split(".")))
 
 
-def _wrap(backbone: PreTrainedModel, config: LoraConfig) -> PeftModel:
+def _wrap(backbone: PreTrainedModel, config: LoraConfig, **options: bool) -> PeftModel:
     from peft import get_peft_model
 
     try:
         # PEFT initialises from the global generator and warns about Conv1D; both stay inside.
         with torch.random.fork_rng(devices=_cuda_devices(backbone)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return get_peft_model(backbone, config)
+            return get_peft_model(backbone, config, **options)
     except ValueError as error:
         raise UserError(f"adapter: PEFT refuses these settings: {str(error).splitlines()[0]}") from error
 
@@ -113,48 +133,38 @@ def _cuda_devices(model: nn.Module) -> list[torch.device]:
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
-@torch.no_grad()
-def initialise_new(backbone: PreTrainedModel, new: Iterable[str], *, seed: int) -> None:
-    """Values by (seed, name) for what the checkpoint lacked: N(0, initializer_range), norms 1, biases 0."""
-    deviation = float(getattr(backbone.config, "initializer_range", 0.02))
-    for name in new:
-        parameter = backbone.get_parameter(name)
-        if parameter.ndim >= 2:
-            draw = torch.randn(parameter.shape, generator=torch_generator(seed, "init", name))
-            parameter.copy_(draw * deviation)
-        else:
-            parameter.fill_(1.0 if name.lower().endswith("norm.weight") else 0.0)
+def _deviation(backbone: PreTrainedModel) -> float:
+    return float(getattr(backbone.config, "initializer_range", 0.02))
 
 
-@torch.no_grad()
-def initialise_lora(model: PeftModel, *, seed: int) -> None:
-    """Values by (seed, name), drawn whole on the CPU and then copied: A ~ Kaiming uniform (a = √5), B = 0.
+def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, deviation: float) -> torch.Tensor:
+    """The first value of a trained tensor, whole, float32, drawn by (`seed`, plain `name`) on the CPU.
 
-    For embeddings as PEFT: A = 0, B ~ N(0, 1). DoRA magnitudes keep PEFT's row norms, those of the backbone as BA = 0.
+    A ~ Kaiming uniform (a = √5) and B = 0 as in PEFT; for embeddings A = 0, B ~ N(0, 1). What a checkpoint lacked:
+    N(0, deviation²), norms 1, biases 0.
     """
-    for name, parameter in trainable(model).items():
-        generator = torch_generator(seed, "init", name)
-        if ".lora_A." in name:
-            value = torch.empty(parameter.shape)
-            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-            parameter.copy_(value)
-        elif name.endswith(".lora_embedding_B"):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        elif ".lora_B." in name or name.endswith(".lora_embedding_A"):
-            parameter.zero_()
+    generator = torch_generator(seed, "init", name)
+    value = torch.zeros(tuple(shape))
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    elif name.endswith(".lora_embedding_B"):
+        value = torch.randn(value.shape, generator=generator)
+    elif ".lora_" not in name:
+        if value.ndim >= 2:
+            value = torch.randn(value.shape, generator=generator) * deviation
+        elif name.lower().endswith("norm.weight"):
+            value.fill_(1.0)
+    return value
+
+
+@torch.no_grad()
+def _copy(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    parameter.copy_(value)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by plain name: as in the backbone, without PEFT's wrappers and adapter name."""
-    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def plain_name(name: str) -> str:
-    """`base_model.model.a.q_proj.lora_A.default.weight` → `a.q_proj.lora_A.weight`."""
-    name = name.removeprefix("base_model.model.")
-    name = name.replace(f".modules_to_save.{_ADAPTER}", "").replace(f".{_ADAPTER}", "")
-    # PEFT's files leave out the last part of a DoRA magnitude's name
-    return f"{name}.weight" if name.endswith(".lora_magnitude_vector") else name
+    return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 # --------------------------------------------------------------------------------------------- saving and loading
@@ -174,6 +184,38 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     return directory
 
 
+def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directory: str | Path) -> Path:
+    """Write whole `tensors` (by plain name) as a PEFT directory with the configuration of `model`, atomically.
+
+    What `save_adapter` writes of a model that one process holds; here no process does. Re-opened and compared.
+
+    Raises:
+        RuntimeError: the file differs from the tensors, or would be empty: nothing is put in place.
+    """
+    import copy
+
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    config = copy.copy(model.peft_config[_ADAPTER])
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = model.get_base_model().name_or_path
+    host = {_file_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing_directory(directory) as temporary:
+        config.save_pretrained(str(temporary))
+        save_file(host, temporary / WEIGHTS, metadata={"format": "pt"})
+        _compare(read_adapter(temporary), tensors)
+    return directory
+
+
+def _file_name(name: str) -> str:
+    """The name in PEFT's file of a trained parameter's plain name."""
+    if name.endswith(".lora_magnitude_vector.weight"):
+        name = name.removesuffix(".weight")
+    return f"base_model.model.{name}"
+
+
 def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
     """The tensors of a saved adapter by plain name (as `trainable`).
 
@@ -187,7 +229,7 @@ def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
     if not file.is_file():
         raise UserError(f"{directory}: no adapter here ({WEIGHTS} is missing)")
     try:
-        return {plain_name(name): tensor for name, tensor in load_file(file).items()}
+        return {canonical(name): tensor for name, tensor in load_file(file).items()}
     except SafetensorError as error:
         raise UserError(f"{file} is damaged or cut short: {error}") from error
 
@@ -221,11 +263,12 @@ def load_adapter(model: PeftModel, directory: str | Path, *, partial: bool = Fal
     """
     source, target = read_adapter(directory), trainable(model)
     if partial:
-        source, target = _lora_only(source), _lora_only(target)
+        source, target = lora_only(source), lora_only(target)
     copy_tensors(source, target, where=str(directory))
 
 
-def _lora_only(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def lora_only(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Without heads and other modules that train whole."""
     return {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
 
 

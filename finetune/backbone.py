@@ -205,21 +205,11 @@ def load_backbone(
     Raises:
         UserError: as `resolve_backbone`; or transformers has no class of this task for it; or weights are missing.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     directory = resolve_backbone(name)
-    options: dict[str, Any] = {}
-    if isinstance(task, Classify):
-        names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
-        if not names or (num_labels is not None and len(names) != num_labels):
-            raise ValueError("load_backbone(task=Classify) needs num_labels or label_names, and they must agree")
-        options["num_labels"] = len(names)
-        options["id2label"] = dict(enumerate(names))
-        options["label2id"] = {label: i for i, label in enumerate(names)}
-        options["ignore_mismatched_sizes"] = True  # a checkpoint's head for other classes is replaced
-    auto = AutoModelForSequenceClassification if isinstance(task, Classify) else AutoModelForCausalLM
-    kind = "sequence classification" if isinstance(task, Classify) else "causal language modelling"
+    auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
     where = f"backbone {str(name)!r}"
+    if isinstance(task, Classify):
+        options["ignore_mismatched_sizes"] = True  # a checkpoint's head for other classes is replaced
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     try:
         # Missing weights are drawn from the global generator by transformers; forking hides that.
@@ -233,14 +223,56 @@ def load_backbone(
                 **options,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if "Unrecognized configuration class" in str(error):
-            raise UserError(f"{where}: transformers has no {kind} class for this architecture") from error
-        raise UserError(f"{where} cannot be loaded for {kind}: {_first_line(error)}") from error
+        raise refusal(error, task, where) from error
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
             raise
         raise UserError(f"{where}: its weights are damaged or cut short: {_first_line(error)}") from error
     model, report = loaded
+    finish(model, report, name=name, task=task)
+    return model.to(device)
+
+
+def auto_class(
+    task: Task, *, num_labels: int | None, label_names: Sequence[str] | None
+) -> tuple[type[Any], dict[str, Any]]:
+    """transformers' class for `task` and the settings of its config: the classes of a head."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if not isinstance(task, Classify):
+        return AutoModelForCausalLM, {}
+    names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
+    if not names or (num_labels is not None and len(names) != num_labels):
+        raise ValueError("load_backbone(task=Classify) needs num_labels or label_names, and they must agree")
+    options = {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {label: i for i, label in enumerate(names)},
+    }
+    return AutoModelForSequenceClassification, options
+
+
+def _kind(task: Task) -> str:
+    return "sequence classification" if isinstance(task, Classify) else "causal language modelling"
+
+
+def refusal(error: Exception, task: Task, where: str) -> UserError:
+    """What the user is told where transformers cannot build or load a model for `task`."""
+    if "Unrecognized configuration class" in str(error):
+        return UserError(f"{where}: transformers has no {_kind(task)} class for this architecture")
+    return UserError(f"{where} cannot be loaded for {_kind(task)}: {_first_line(error)}")
+
+
+def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) -> None:
+    """Check a model that was just built against its checkpoint, freeze it and note where it came from.
+
+    Args:
+        report: transformers' loading report: `missing_keys` and `mismatched_keys`.
+
+    Raises:
+        UserError: an encoder as language model; or weights are missing that are not a new head's.
+    """
+    where = f"backbone {str(name)!r}"
     _check_causal(model, task, where)
     model.new_parameters = _new_parameters(model, report, task, where)
     model.name_or_path = _recorded_name(name)
@@ -249,7 +281,6 @@ def load_backbone(
         eos = model.config.eos_token_id
         model.config.pad_token_id = eos[0] if isinstance(eos, list) else eos
     model.requires_grad_(False)
-    return model.to(device)
 
 
 def _recorded_name(name: str | Path) -> str:

@@ -1,8 +1,8 @@
-"""The training loop of one stage: frozen backbone, adapter in float32, any regularizer, exact resume.
+"""The training loop of one stage: frozen backbone, adapter, any mesh, any regularizer, exact resume.
 
 Everything that differs from step to step is a pure function of the step (batches, learning rate, dropout seeds, the
-regularizer's draws), so a checkpoint holds tensors and a step number, and a resumed run on the same machine and
-threads ends with the same bits as one that was never stopped.
+regularizer's draws), so a checkpoint holds whole tensors and a step number, and a resumed run on the same machine,
+mesh and threads ends with the same bits as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .adapter import copy_tensors, load_adapter, save_adapter, trainable
 from .atomic import write_json
 from .backbone import position_limit
 from .checkpoint import Checkpoint, clone, drop_checkpoints, latest_checkpoint, pack, save_checkpoint, unpack
 from .config import Classify, Evaluate, Optimizer, Task, Train
 from .errors import Interrupted, UserError
-from .loss import batch_loss, find_head, loss_sum
-from .numerics import adamw, autocast, cpu_threads, seeded, uses_dropout, without_input_casts
+from .loss import batch_loss, loss_sum
+from .numerics import autocast, cpu_threads, seeded, uses_dropout, without_input_casts
+from .optimizer import AdapterOptimizer
+from .parallel import watch
+from .parallel.engine import Engine
 from .rundir import METRICS, RunDirectory, disk_full_interrupts, last_attempt, read_metrics
 from .schedule import learning_rate
 from .seeds import derive
@@ -37,9 +40,6 @@ if TYPE_CHECKING:
     from regularizers.protocol import Regularizer
 
     from .data import Batches, Example
-
-
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, per parameter
 
 
 class Diverged(UserError):
@@ -82,7 +82,7 @@ class _Progress:
 
 
 def train_stage(
-    model: PeftModel,
+    model: PeftModel | Engine,
     tokenizer: PreTrainedTokenizerBase,
     *,
     stage: str,
@@ -101,6 +101,8 @@ def train_stage(
 ) -> StageResult:
     """Train `model`'s adapter for `train.steps` updates; afterwards `model` holds the stage's adapter.
 
+    On a mesh every rank calls this with its `Engine`; the main rank writes.
+
     That is the best on dev where there are dev rows, else the last; it lies in `stages/<stage>/adapter`, and
     `done.json` beside it says how the stage ended. Continues from the newest valid checkpoint of this stage in `run`;
     a stage that is done is only read back. `regularizer` is attached for the stage and detached after it.
@@ -116,19 +118,21 @@ def train_stage(
         UserError: rows longer than the backbone's positions, samples that cannot be packed for it, a checkpoint of
             another adapter.
     """
-    _check_length(model, batches)
+    engine = model if isinstance(model, Engine) else Engine.alone(model)
+    _check_length(engine.peft, batches)
     if train.best == "accuracy" and not isinstance(task, Classify):
         raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
     done = _done(run, stage, train)
     if done is not None:
-        load_adapter(model, run.stage(stage) / "adapter")
+        engine.load_adapter(run.stage(stage) / "adapter")
         return done
     with cpu_threads(train.threads):
-        loop = _Loop(model, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed)
-        regularizer.attach(model, seed=derive(seed, "regularizer"), total_steps=train.steps)
+        loop = _Loop(engine, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed)
+        where = {} if engine.placement is None else {"placement": engine.placement}
+        regularizer.attach(engine.model, seed=derive(seed, "regularizer"), total_steps=train.steps, **where)
         try:
             loop.restore()
-            with without_input_casts(model, train):
+            with without_input_casts(engine.model, train):
                 loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
         except KeyboardInterrupt as error:
             raise Interrupted(
@@ -160,7 +164,7 @@ class _Loop:
 
     def __init__(
         self,
-        model: PeftModel,
+        engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         stage: str,
         task: Task,
@@ -175,28 +179,31 @@ class _Loop:
     ) -> None:
         from .data import refuse_leaks
 
-        self.model, self.stage, self.task, self.batches, self.dev = model, stage, task, batches, dev
+        self.engine, self.stage, self.task, self.batches, self.dev = engine, stage, task, batches, dev
         self.settings, self.train, self.evaluate, self.regularizer = optimizer, train, evaluate, regularizer
         self.run, self.seed = run, seed
         self.pad_id = int(tokenizer.pad_token_id)
-        self.parameters = trainable(model)
-        self.optimizer = adamw(self.parameters, optimizer)
-        self.device = next(iter(self.parameters.values())).device
-        self.random = uses_dropout(model)
+        self.parameters = engine.parameters
+        self.optimizer = AdapterOptimizer(self.parameters, optimizer)
+        self.device = engine.device
+        self.random = uses_dropout(engine.model)
         self.progress = _Progress()
         self.saved_step = -1
         self.attempt = 1
         with self._precision():
             if batches.packed:
                 # bf16 rounds differently where shapes differ; a leak moves logits by far more than that
-                refuse_leaks(model, tolerance=0.1 if train.precision == "bf16" else 1e-3)
-            self.head = find_head(model, batches.at(0)[0].to(self.device), task=task)
+                refuse_leaks(engine.judged, tolerance=0.1 if train.precision == "bf16" else 1e-3)
+            self.head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=task)
 
     # ------------------------------------------------------------------ checkpoints
 
     def restore(self) -> None:
         """Take over the newest valid checkpoint of this stage, if there is one; count the attempt."""
-        drop_checkpoints(self.run.state, other_than=self.stage)
+        if self.engine.is_main:  # sweeps what a killed save left, so one rank does it before the others look
+            drop_checkpoints(self.run.state, other_than=self.stage)
+            latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        self.engine.world.wait()
         found = latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
         self.attempt = last_attempt(read_metrics(self.run.stage(self.stage) / METRICS), self.stage) + 1
         if found is None:
@@ -207,12 +214,9 @@ class _Loop:
 
     def _take(self, found: Checkpoint) -> None:
         where = f"checkpoint {found.path}"
-        copy_tensors(unpack(found.tensors, "adapter"), self.parameters, where=where)
-        for key in _MOMENTS:
-            for name, tensor in unpack(found.tensors, key).items():
-                parameter = self.parameters[name]
-                counter = key == "step" and not self.optimizer.defaults["fused"]
-                self.optimizer.state[parameter][key] = tensor.to("cpu" if counter else parameter.device)
+        self.engine.put(unpack(found.tensors, "adapter"), self.parameters, where=where)
+        for kind, moments in self.optimizer.expect(unpack(found.tensors, "step")).items():
+            self.engine.put(unpack(found.tensors, kind), moments, where=where)
         self.regularizer.load_state_dict(
             {name: tensor.to(self.device) for name, tensor in unpack(found.tensors, "regularizer").items()}
         )
@@ -220,7 +224,10 @@ class _Loop:
         if place != before:
             self.run.log(f"warning: {before} before, {place} now: the same curve to rounding, not the same bits")
         saved = found.meta["progress"]
-        self.progress = _Progress(step=found.step, best=unpack(found.tensors, "best"), **saved)
+        self.progress = _Progress(step=found.step, **saved)
+        if best := unpack(found.tensors, "best"):
+            self.progress.best = clone(self.parameters)
+            self.engine.put(best, self.progress.best, where=where)
         self.attempt = max(self.attempt, int(found.meta["attempt"]) + 1)
         self.saved_step = found.step
 
@@ -228,13 +235,13 @@ class _Loop:
         """Write a checkpoint of the completed updates, unless this step has one."""
         if self.saved_step == self.progress.step:
             return
-        seen = {name: self.optimizer.state[p] for name, p in self.parameters.items() if p in self.optimizer.state}
-        moments = {key: {name: state[key] for name, state in seen.items()} for key in _MOMENTS}
+        whole = self.engine.whole
         tensors = pack(
-            adapter=self.parameters,
-            **moments,
-            best=self.progress.best,
-            regularizer=self.regularizer.state_dict(),
+            adapter=whole(self.parameters),
+            step=self.engine.union(self.optimizer.counters()),
+            **{kind: whole(moments) for kind, moments in self.optimizer.moments().items()},
+            best=whole(self.progress.best),
+            regularizer=self.engine.union(self.regularizer.state_dict()),
         )
         meta = {
             "stage": self.stage,
@@ -246,12 +253,19 @@ class _Loop:
             "scheduler": {**asdict(self.settings), "steps": self.train.steps},
             "regularizer": type(self.regularizer).__name__,
         }
-        save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self.train.keep)
+        if self.engine.is_main:
+            save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self.train.keep)
+        self.engine.world.wait()
         self.saved_step = self.progress.step
 
     def _place(self) -> dict[str, Any]:
         """What the last bits of a result depend on besides the state."""
-        return {"device": self.device.type, "threads": torch.get_num_threads(), "torch": torch.__version__}
+        return {
+            "device": self.device.type,
+            "mesh": str(self.engine.world),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
 
     # ------------------------------------------------------------------ training
 
@@ -259,7 +273,7 @@ class _Loop:
         """Updates until `train.steps`, or the end of patience; the last thing done is a checkpoint."""
         state, train = self.progress, self.train
         started = time.monotonic() - state.seconds
-        self.model.train()
+        self.engine.model.train()
         while state.step < train.steps and not state.stopped_early:
             line = self.update()
             state.seconds = time.monotonic() - started
@@ -276,7 +290,7 @@ class _Loop:
             if self.dev and (last or (train.eval_every and state.step % train.eval_every == 0)):
                 self.judge(started)
                 state.seconds = time.monotonic() - started
-            asked = stop()
+            asked = self.engine.world.any(stop())
             if asked or last or state.stopped_early or (train.save_every and state.step % train.save_every == 0):
                 self.save()
             if asked and not (last or state.stopped_early):
@@ -286,25 +300,18 @@ class _Loop:
     def update(self) -> dict[str, Any]:
         """One optimizer update; returns its loss, tokens, learning rate and norms."""
         step = self.progress.step
-        micros = self.batches.at(step)
-        count = sum(micro.supervised for micro in micros)
+        self.engine.beat = partial(watch.progress, step, self.stage)
+        count = self.batches.supervised(step)
         rate = learning_rate(step, steps=self.train.steps, optimizer=self.settings)
-        total = torch.zeros((), device=self.device)
         with self.regularizer.step(step):
-            for index, micro in enumerate(micros):
-                with self._randomness(step, index), self._precision():
-                    loss = batch_loss(self.model, micro.to(self.device), task=self.task, head=self.head) / count
-                loss.backward()
-                total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(
-            self.parameters.values(), math.inf if self.settings.clip is None else self.settings.clip
-        )
+            total = self.engine.forward_backward(
+                self.batches.at(step), count, task=self.task, head=self.head, context=partial(self._context, step)
+            )
+        norm = self.engine.clip(self.settings.clip)
         value, norm_value = total.item(), norm.item()
         if not (math.isfinite(value) and math.isfinite(norm_value)):
             self._refuse(step + 1, value)
-        self.optimizer.param_groups[0]["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(rate)
         self.progress.step += 1
         self.progress.tokens += count
         line = {"loss": value, "tokens": self.progress.tokens, "lr": rate, "grad_norm": norm_value}
@@ -322,11 +329,14 @@ class _Loop:
         self.run.log(f"error: {message}")
         raise Diverged(message)
 
-    def _randomness(self, step: int, micro: int) -> contextlib.AbstractContextManager[None]:
-        """Dropout draws from (seed, step, micro-batch); free without dropout."""
-        if not self.random:
-            return contextlib.nullcontext()
-        return seeded(derive(self.seed, "dropout", step, micro), self.device)
+    @contextlib.contextmanager
+    def _context(self, step: int, micro: int) -> Iterator[None]:
+        """Precision, and dropout that draws from (seed, step, micro-batch, data rank): equal within a row's ranks."""
+        index, width = self.engine.share
+        who = (index,) if width > 1 else ()
+        draws = seeded(derive(self.seed, "dropout", step, micro, *who), self.device) if self.random else None
+        with draws or contextlib.nullcontext(), self._precision():
+            yield
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         return autocast(self.train, self.device)
@@ -363,20 +373,30 @@ class _Loop:
         from .data import iterate_eval
         from .evaluate.mode import evaluating
 
-        loss, right, count = 0.0, 0, 0
-        with evaluating(self.model):
+        sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, supervised
+        share, model = self.engine.evaluation, self.engine.judged
+        with evaluating(model):
             for micro in iterate_eval(
-                self.dev, task=self.task, batch_size=self.evaluate.batch_size, pad_id=self.pad_id
+                self.dev,
+                task=self.task,
+                batch_size=self.evaluate.batch_size,
+                pad_id=self.pad_id,
+                share=share.part,
+                multiple=share.multiple,
             ):
                 batch = micro.to(self.device)
+                right = 0
                 with self._precision():
                     if isinstance(self.task, Classify):
-                        logits = self.model(**batch.inputs).logits
-                        loss += loss_sum(logits, batch.labels, task=self.task).item()
-                        right += int((logits.argmax(dim=-1) == batch.labels).sum())
+                        logits = model(**batch.inputs).logits
+                        loss = loss_sum(logits, batch.labels, task=self.task).item()
+                        right = int((logits.argmax(dim=-1) == batch.labels).sum())
                     else:
-                        loss += batch_loss(self.model, batch, task=self.task, head=self.head).item()
-                count += batch.supervised
+                        loss = batch_loss(model, batch, task=self.task, head=self.engine.usable(self.head)).item()
+                if micro.samples:
+                    sums += torch.tensor([loss, right, batch.supervised], dtype=torch.float64)
+                self.engine.beat()
+        loss, right, count = share.add(sums.numpy()).tolist()
         figures = {"loss": loss / max(count, 1)}
         return {**figures, "accuracy": right / max(count, 1)} if isinstance(self.task, Classify) else figures
 
@@ -384,14 +404,18 @@ class _Loop:
         """Put the best adapter into the model, save it, and mark the stage as done."""
         state = self.progress
         if state.best:
-            copy_tensors(state.best, self.parameters, where=f"{self.stage}: best adapter")
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(state.best[name])
         result = StageResult(state.step, state.best_step, state.best_dev_loss, state.tokens, state.stopped_early)
         folder = self.run.stage(self.stage)
         with disk_full_interrupts(f"saving the adapter of {self.stage}"):
-            save_adapter(self.model, folder / "adapter")
-            write_json(
-                folder / "done.json",
-                {"target_steps": self.train.steps, **asdict(result), "seconds": round(state.seconds, 3)},
-            )
+            self.engine.save_adapter(folder / "adapter")
+            if self.engine.is_main:
+                write_json(
+                    folder / "done.json",
+                    {"target_steps": self.train.steps, **asdict(result), "seconds": round(state.seconds, 3)},
+                )
+            self.engine.world.wait()
         self.run.log(f"{self.stage}: done after step {result.steps}, {result.tokens} supervised tokens")
         return result

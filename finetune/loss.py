@@ -1,14 +1,17 @@
 """The training loss: a float32 sum over supervised tokens, which the loop divides by the whole update's count.
 
 For language models the output head is the dearest matrix product and its logits [B·T, V] the largest tensor. Where the
-head is a plain frozen `nn.Linear` on the decoder's output, `linear_cross_entropy` makes both in slices and keeps only
-the gradient of the hidden states. Whether it may is not guessed from the architecture: `find_head` runs one batch both
-ways and demands the same bits, so soft-capped, scaled or wrapped logits take the model's own forward pass.
+head is a plain frozen `nn.Linear` whose output is the model's, `linear_cross_entropy` makes both in slices and keeps
+only the gradient of the hidden states. The loss is then computed where the model calls its head, in the head's own
+forward, so that whatever gathers or frees its weights there (FSDP2) does so for the loss too. Whether it may is not
+guessed from the architecture: `find_head` watches one batch and demands the same bits, so soft-capped, scaled or
+wrapped logits take the model's own forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,10 +38,22 @@ class Batch(Protocol):
 
 @dataclass(frozen=True)
 class Head:
-    """A decoder and the plain frozen linear layer on top of it."""
+    """The plain frozen linear layer whose output is the model's logits."""
 
-    decoder: nn.Module
     linear: nn.Linear
+
+    @contextlib.contextmanager
+    def computing(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let the layer compute `forward(hidden [B, T, D])` instead; its hooks stay outside, as they were."""
+        attributes = vars(self.linear)
+        before = attributes.get("forward")
+        attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+            if before is not None:
+                attributes["forward"] = before
 
 
 def loss_sum(logits: Tensor, labels: Tensor, *, task: Task) -> Tensor:
@@ -58,42 +73,67 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
     """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`."""
     if head is None:
         return loss_sum(model(**batch.inputs).logits, batch.labels, task=task)
-    hidden, targets = _supervised(_decode(head, batch.inputs), batch.labels)
-    return linear_cross_entropy(hidden, head.linear, targets)
+
+    def cost(hidden: Tensor) -> Tensor:
+        return _head_loss(hidden, head.linear, batch.labels).view(1, 1, 1)
+
+    with head.computing(cost):
+        return model(**batch.inputs).logits.sum()
 
 
-def find_head(model: nn.Module, batch: Batch, *, task: Task) -> Head | None:
+def _head_loss(hidden: Tensor, linear: nn.Linear, labels: Tensor) -> Tensor:
+    rows, targets = _supervised(hidden, labels)
+    held: Any = getattr(linear, "vocabulary", None)
+    if held is None:
+        return linear_cross_entropy(rows, linear, targets)
+    from .parallel.tensor.vocabulary import vocabulary_cross_entropy
+
+    return vocabulary_cross_entropy(rows, linear, targets, group=held.group, start=held.start)
+
+
+def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
     """The plain head of `model`, or None where only the model's own forward pass gives its logits.
 
-    Compares both on the first row of `batch`, bit for bit, in evaluation mode without gradients.
+    Watches the head on the first row of `inputs` (model keyword arguments), in evaluation mode without gradients: it
+    must see one hidden state a token, compute nothing but W h + b, and its output must be the model's, bit for bit.
+    Under FSDP2 every rank of the mesh calls this at once.
     """
     if isinstance(task, Classify):
         return None
     causal: Any = getattr(model, "get_base_model", lambda: model)()
-    decoder = getattr(causal, getattr(causal, "base_model_prefix", ""), None)
     linear = getattr(causal, "get_output_embeddings", lambda: None)()
-    if decoder is None or decoder is causal or type(linear) is not nn.Linear or linear.weight.requires_grad:
+    if not isinstance(linear, nn.Linear) or not _plain(linear) or linear.weight.requires_grad:
         return None
-    head = Head(decoder, linear)
-    rows = len(batch.labels)
-    one = {
-        name: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for name, v in batch.inputs.items()
-    }
+    head = Head(linear)
+    first = next(iter(inputs.values()))
+    rows = len(first)
+    one = {name: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for name, v in inputs.items()}
+    seen: list[tuple[Tensor, Tensor, bool]] = []
+    usual = linear.forward
+
+    def watched(hidden: Tensor) -> Tensor:
+        out = usual(hidden)
+        own = hasattr(linear, "vocabulary") or torch.equal(F.linear(hidden, linear.weight, linear.bias), out)
+        seen.append((hidden, out, own))
+        return out
+
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            whole = model(**one).logits
-            hidden = _decode(head, one)
-            return head if torch.equal(F.linear(hidden, linear.weight, linear.bias), whole) else None
-    except (TypeError, AttributeError):  # a decoder with another signature or output
-        return None
+        with torch.no_grad(), head.computing(watched):
+            logits = model(**one).logits
     finally:
         model.train(training)
+    if len(seen) != 1:
+        return None
+    hidden, out, own = seen[0]
+    return head if own and hidden.shape[:2] == first[:1].shape[:2] and torch.equal(out, logits) else None
 
 
-def _decode(head: Head, inputs: Mapping[str, Any]) -> Tensor:
-    return head.decoder(**inputs, use_cache=False).last_hidden_state
+def _plain(linear: nn.Linear) -> bool:
+    """Whether the class is nn.Linear itself, or the one FSDP2 makes of it."""
+    kinds = type(linear).__mro__
+    return kinds[0] is nn.Linear or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
 
 
 def _supervised(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

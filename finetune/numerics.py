@@ -9,20 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import Optimizer, Train
-
-
-def adamw(parameters: dict[str, nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
-    """AdamW over float32 adapters, one fused pass over all of them where the device has it (CPU and CUDA do)."""
-    fused = all(p.device.type in {"cpu", "cuda"} and p.dtype == torch.float32 for p in parameters.values())
-    return torch.optim.AdamW(
-        list(parameters.values()),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=fused,
-    )
+from .config import Train
 
 
 @contextlib.contextmanager

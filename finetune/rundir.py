@@ -60,6 +60,8 @@ class RunDirectory:
     """One run on disk. Make it with `create` or `open`."""
 
     path: Path
+    writes: bool = True
+    """False on all ranks of a mesh but the main one: they read the directory and log nothing."""
 
     @classmethod
     def create(
@@ -108,6 +110,8 @@ class RunDirectory:
 
     def log_metrics(self, stage: str, **fields: Any) -> None:
         """Append one line to the run's and the stage's metrics.jsonl. NaN and infinities become null."""
+        if not self.writes:
+            return
         line = {"stage": stage, **{key: _finite(value) for key, value in fields.items()}}
         text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
         for file in (self.path / METRICS, self.stage(stage) / METRICS):
@@ -115,6 +119,8 @@ class RunDirectory:
 
     def log(self, message: str) -> None:
         """Append lines to log.txt, each with the time."""
+        if not self.writes:
+            return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         _append(self.path / LOG, "".join(f"{now} {line}\n" for line in message.splitlines() or [""]))
 

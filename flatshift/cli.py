@@ -13,7 +13,6 @@ import errno
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 
 _COMMANDS = {
@@ -48,6 +47,13 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+def _end(message: str, code: int, *, patient: bool = False) -> int:
+    """As `_fail`, but of several ranks only the first says it."""
+    from finetune.parallel import voice
+
+    return voice.speak(f"flatshift: {message}", code, patient=patient)
+
+
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises."""
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -76,13 +82,11 @@ def run(argv: Sequence[str]) -> int:
 
         return commands.run(name, list(argv[1:]))
     except (UserError, SelectionError, RegularizerError) as error:
-        return _fail(f"error: {error}", 2)
+        return _end(f"error: {error}", 2)
     except Interrupted as error:
-        return _fail(f"interrupted: {error}", 3)
+        return _end(f"interrupted: {error}", 3, patient=True)
     except KeyboardInterrupt:
-        return _fail(
-            "interrupted: finished parts are kept; a run with --out resumes with `flatshift train --resume`", 3
-        )
+        return _end("interrupted: finished parts are kept; a run with --out resumes with `flatshift train --resume`", 3)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -91,16 +95,18 @@ def run(argv: Sequence[str]) -> int:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             place = f" while writing {error.filename}" if error.filename else ""
-            return _fail(
-                f"interrupted: the disk is full{place}; free some space and resume, finished parts are kept", 3
-            )
+            return _end(f"interrupted: the disk is full{place}; free some space and resume, finished parts are kept", 3)
         if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and error.filename:
-            return _fail(f"error: {error.filename}: {error.strerror}", 2)
-        traceback.print_exc()
-        return 70
-    except Exception:
-        traceback.print_exc()
-        return 70
+            return _end(f"error: {error.filename}: {error.strerror}", 2)
+        return _unexpected(error)
+    except Exception as error:
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    from finetune.parallel import voice
+
+    return voice.speak_of(error)
 
 
 def main() -> None:
@@ -110,6 +116,15 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    if "RANK" not in os.environ:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+        raise SystemExit(code)
+    from finetune.parallel import launch, voice
+
+    launch.tie_to_launcher()
     code = run(sys.argv[1:])
+    if code and voice.several():
+        voice.end_rank(code)
     sys.stdout.flush()
     raise SystemExit(code)

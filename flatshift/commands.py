@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,10 @@ import tyro
 from tyro.conf import Positional
 
 from experiments.config import Recipe
-from experiments.recipe import from_override, load_recipe, shipped_recipe, shipped_recipes
+from experiments.recipe import Resolved, from_override, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
 from finetune.errors import UserError
+from finetune.parallel import agree, launch, voice
+from finetune.rundir import RECIPE
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 
@@ -253,15 +256,44 @@ def _train(argv: list[str]) -> int:
     if flags.resume is not None:
         if flags.out is not None:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
-        from experiments.pipeline import resume
+        found = resume_recipe(flags.resume, overrides)
+        if launch.wants_ranks(found.recipe.mesh):
+            return _spawn_train(argv, found.recipe, flags.resume)
+        return _trained(flags, lambda: _pipeline().resume(flags.resume, overrides, quiet=flags.json))
+    resolved = load_recipe(flags.recipe, overrides)
+    if launch.wants_ranks(resolved.recipe.mesh):
+        new = flags.out or _dated(resolved)
+        named = argv if flags.out is not None else [*argv, "--out", str(new)]
+        return _spawn_train(named, resolved.recipe, new)
+    if flags.out is not None and launch.restarted() and (flags.out / RECIPE).is_file():
+        return _trained(flags, lambda: _pipeline().resume(flags.out, quiet=flags.json))
+    out = flags.out
+    if out is None and voice.several():
+        if launch.restarts_allowed():
+            raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
+        out = Path(agree.word_of_main("out", str(_dated(resolved))))
+    return _trained(flags, lambda: _pipeline().train(resolved, out, quiet=flags.json))
 
-        result = resume(flags.resume, overrides, quiet=flags.json)
-    else:
-        resolved = load_recipe(flags.recipe, overrides)
-        from experiments.pipeline import train
 
-        result = train(resolved, flags.out, quiet=flags.json)
-    if flags.json:
+def _spawn_train(argv: list[str], recipe: Recipe, run: Path) -> int:
+    return launch.spawn(
+        ["-m", "flatshift", "train", *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
+    )
+
+
+def _dated(resolved: Resolved) -> Path:
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
+
+
+def _pipeline() -> Any:
+    from experiments import pipeline
+
+    return pipeline
+
+
+def _trained(flags: TrainFlags, train: Callable[[], dict[str, Any]]) -> int:
+    result = train()
+    if flags.json and voice.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False))
     return 0
 

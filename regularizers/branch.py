@@ -113,9 +113,7 @@ class NoiseBranch:
     def __init__(self, site: LoraSite, rank: int, probes: int, dtype: torch.dtype) -> None:
         self.site = site
         self.rank = rank
-        self.probe = torch.zeros(site.rows, probes, dtype=dtype, device=site.base.weight.device).requires_grad_(
-            probes > 0
-        )
+        self.probe = torch.zeros(site.rows, probes, dtype=dtype, device=site.device).requires_grad_(probes > 0)
         """U_P, a leaf of zeros that only receives a gradient. No parameter: optimizers and clipping never see it."""
         self.noise_in: Tensor | None = None
         self.noise_out: Tensor | None = None

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.bank import Bank
+from regularizers.bank import FIGURES, Bank
 from regularizers.branch import NoiseBranch
 from regularizers.config import GGPO
 from regularizers.errors import RegularizerError
 from regularizers.guidance import default_rank, scheduled_sigma
-from regularizers.layers import find_lora_sites
+from regularizers.layers import find_lora_sites, refuse_none
+from regularizers.mesh import ALONE, Placement
 from regularizers.protocol import Regularizer
 from regularizers.rownorms import accumulation_dtype
 from regularizers.signs import MAX_COLUMNS, step_id
@@ -79,7 +80,11 @@ class GGPORegularizer(Regularizer):
         check_settings(config)
         self.config = config
         self._banks: list[Bank] = []
-        self._left_alone: list[str] = []
+        self._attached = False
+        self._placement: Placement = ALONE
+        self._device = torch.device("cpu")
+        self._layers = self._rows = self._left_alone = 0
+        """Of the whole model, on whatever ranks they are."""
         self._seed = 0
         self._total_steps = 0
         self._step = 0
@@ -87,15 +92,16 @@ class GGPORegularizer(Regularizer):
         """Step of the last row norms; −1: none yet."""
         self._inside = False
 
-    def attach(self, model: nn.Module, *, seed: int, total_steps: int) -> Self:
-        if self._banks:
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        if self._attached:
             raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")
         if self.config.schedule != "constant" and total_steps < 1:
             raise RegularizerError(
                 f"regularizer.schedule: {self.config.schedule} ramps over the optimizer steps, but there are "
                 f"{total_steps}; give the number of steps, or use `constant`"
             )
-        sites, others = find_lora_sites(model)
+        self._placement = placement or ALONE
+        sites, others = find_lora_sites(model, self._placement)
         for site in sites:
             owner = _SERVED.get(site.layer)
             if owner is not None and owner() is not None:
@@ -105,11 +111,17 @@ class GGPORegularizer(Regularizer):
         probes = self.config.probes if self.config.beta > 0 else 0
         groups: dict[tuple[torch.device, torch.dtype], list[NoiseBranch]] = {}
         for site in sites:
-            weight = site.base.weight
-            rank = self.config.rank or default_rank(site.rows, site.columns)
-            branch = NoiseBranch(site, rank, probes, accumulation_dtype(weight.dtype))
-            groups.setdefault((weight.device, weight.dtype), []).append(branch)
-        self._banks = [Bank(branches, self.config) for branches in groups.values()]
+            rank = self.config.rank or default_rank(site.whole_rows, site.whole_columns)
+            dtype = site.base.weight.dtype
+            branch = NoiseBranch(site, rank, probes, accumulation_dtype(dtype))
+            groups.setdefault((site.device, dtype), []).append(branch)
+        banks = [Bank(branches, self.config, self._placement) for branches in groups.values()]
+        self._device = banks[0].device if banks else self._placement.device
+        # A pipeline's stage may have no adapter, and its row may be cut; what counts is the whole model.
+        counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
+        self._placement.sum_pipeline(counts)
+        self._layers, self._rows, self._left_alone = counts.tolist()
+        refuse_none(self._layers, others)
         for site in sites:
             _SERVED[site.layer] = weakref.ref(self)
         if others:
@@ -118,13 +130,14 @@ class GGPORegularizer(Regularizer):
                 len(others),
                 others[0],
             )
-        self._left_alone, self._seed, self._total_steps = others, seed, total_steps
+        self._banks, self._attached = banks, True
+        self._seed, self._total_steps = seed, total_steps
         self._step, self._refreshed = 0, -1
         return self
 
     @contextmanager
     def step(self, t: int) -> Iterator[None]:
-        if not self._banks:
+        if not self._attached:
             raise RegularizerError("GGPO is not attached to a model; call attach(model, seed=..., total_steps=...)")
         if self._inside:
             raise RegularizerError(f"step({t}) begins inside another step; a step's context must be left first")
@@ -144,12 +157,26 @@ class GGPORegularizer(Regularizer):
             for bank in self._banks:
                 bank.perturb(sigma, step_id(self._seed, t))
             yield
-            for bank in self._banks:
-                bank.learn()
+            self._learn()
         finally:
             for bank in self._banks:
                 bank.restore()
             self._inside = False
+
+    @torch.no_grad()
+    def _learn(self) -> None:
+        """Average this step's sketches in, unless one of them, on whatever rank, is not finite. No wait for the
+        device."""
+        if self.config.beta == 0:
+            return
+        sketches = [bank.sketch() for bank in self._banks]
+        broken = torch.zeros((), device=self._device)
+        for q, _ in sketches:
+            broken += (~q.isfinite().all()).to(broken)
+        self._placement.sum_tensor(broken)
+        self._placement.sum_pipeline(broken)
+        for bank, (q, took_part) in zip(self._banks, sketches, strict=True):
+            bank.learn(q, took_part, (broken == 0).to(bank.device))
 
     def perturbations(self) -> dict[str, Tensor]:
         """ε (m, n) of every layer, dense: for tests and instruments, inside a step only."""
@@ -163,20 +190,23 @@ class GGPORegularizer(Regularizer):
     def metrics(self) -> dict[str, float]:
         """Of the last step: `sigma` (scheduled), `row_sigma_mean`, `gradient_share` (the gradient's part of the noise
         power), `guidance` (how much power the gradient moved between rows, 0 to 1, mean over layers), layer counts,
-        `sketches` averaged and `sketches_skipped` because they were not finite."""
-        layers = sum(len(bank.branches) for bank in self._banks)
-        rows = sum(sum(bank.sizes) for bank in self._banks)
-        figures = [bank.figures() for bank in self._banks]
-        power = sum(part["power"] for part in figures)
+        `sketches` averaged and `sketches_skipped` because they were not finite (means over layers)."""
+        parts = [bank.figures() for bank in self._banks]
+        sums = [sum(part[name] for part in parts) for name in FIGURES]
+        if self._placement is not ALONE:
+            total = torch.tensor(sums, dtype=torch.float64, device=self._device)
+            self._placement.sum_pipeline(total)
+            sums = total.tolist()
+        power, gradient_power, sigma_sum, moved, sketches, skipped = sums
         return {
             "sigma": scheduled_sigma(self.config.sigma, self.config.schedule, self._step, self._total_steps),
-            "row_sigma_mean": sum(part["sigma_sum"] for part in figures) / rows if rows else 0.0,
-            "gradient_share": sum(part["gradient_power"] for part in figures) / power if power else 0.0,
-            "guidance": sum(part["moved"] for part in figures) / layers if layers else 0.0,
-            "perturbed_layers": float(layers),
-            "layers_left_alone": float(len(self._left_alone)),
-            "sketches": max((part["sketches"] for part in figures), default=0.0),
-            "sketches_skipped": max((part["skipped"] for part in figures), default=0.0),
+            "row_sigma_mean": sigma_sum / max(self._rows, 1),
+            "gradient_share": gradient_power / power if power else 0.0,
+            "guidance": moved / max(self._layers, 1),
+            "perturbed_layers": float(self._layers),
+            "layers_left_alone": float(self._left_alone),
+            "sketches": sketches / max(self._layers, 1),
+            "sketches_skipped": skipped / max(self._layers, 1),
         }
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -190,19 +220,23 @@ class GGPORegularizer(Regularizer):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if not self._banks:
+        if not self._attached:
             raise RegularizerError("GGPO is not attached to a model; attach before loading its state")
-        expected = self.state_dict()
-        if different := set(expected) ^ set(state):
+        expected: dict[str, tuple[int, ...]] = {"seed": (), "step": (), "refreshed": ()}
+        for bank in self._banks:
+            expected |= bank.shapes()
+        # A pipeline's stage finds the other stages' layers too.
+        different = set(expected) ^ set(state) if self._placement is ALONE else set(expected) - set(state)
+        if different:
             raise RegularizerError(
                 f"the saved state does not belong to GGPO on this model ({min(different)!r} is in only one of the "
                 "two); resume with the regularizer, backbone and adapter that the checkpoint was written with"
             )
-        for name, tensor in expected.items():
-            if state[name].shape != tensor.shape:
+        for name, shape in expected.items():
+            if tuple(state[name].shape) != shape:
                 raise RegularizerError(
                     f"the saved state has {name} of shape {tuple(state[name].shape)} where this model has "
-                    f"{tuple(tensor.shape)}; resume with the backbone and adapter that the checkpoint was written with"
+                    f"{shape}; resume with the backbone and adapter that the checkpoint was written with"
                 )
         if int(state["seed"]) != self._seed:
             raise RegularizerError(
@@ -218,4 +252,5 @@ class GGPORegularizer(Regularizer):
             bank.restore()
             for branch in bank.branches:
                 _SERVED.pop(branch.site.layer, None)
-        self._banks, self._left_alone, self._inside = [], [], False
+        self._banks, self._attached, self._inside = [], False, False
+        self._placement, self._layers, self._rows, self._left_alone = ALONE, 0, 0, 0

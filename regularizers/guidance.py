@@ -8,6 +8,7 @@ Sources: LoRA-GGPO (arXiv 2502.14538 v1) for the sum of weight and gradient norm
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -42,11 +43,17 @@ def debiased(ema: Tensor, updates: Tensor, decay: float) -> Tensor:
 
 
 def power_shares(
-    norms: Tensor, v: Tensor, *, beta: float, mode: Mode, sizes: list[int], owner: Tensor
+    norms: Tensor,
+    v: Tensor,
+    *,
+    beta: float,
+    mode: Mode,
+    owner: Tensor,
+    means: Callable[[Tensor, Tensor], Sequence[Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """n·σ_i²/σ² of every row, and the part of it that comes from the gradient; both (rows,).
 
-    norms: |W'_i|²; v: averaged |G_i|², zero while unknown.
+    norms: |W'_i|²; v: averaged |G_i|², zero while unknown; means: of both over each layer's rows, (layers,) each.
     relative: (|W'_i|² + β v_i·mean|W'|²/mean v)/(1+β), whose sum over a layer does not depend on β. A layer
         without a gradient yet shares its power by the weights alone: |W'_i|², the same sum.
     paper: |W'_i|² + β v_i.
@@ -54,8 +61,8 @@ def power_shares(
     if mode == "paper":
         gradient = beta * v
         return norms + gradient, gradient
-    mean_v = layer_means(v, sizes)
+    mean_norms, mean_v = means(norms, v)
     known = mean_v > 0
-    scale = torch.where(known, layer_means(norms, sizes) / torch.where(known, mean_v, torch.ones_like(mean_v)), 0.0)
+    scale = torch.where(known, mean_norms / torch.where(known, mean_v, torch.ones_like(mean_v)), 0.0)
     gradient = beta / (1 + beta) * scale[owner] * v
     return torch.where(known[owner], norms / (1 + beta) + gradient, norms), gradient

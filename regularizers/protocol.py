@@ -26,16 +26,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from regularizers.mesh import Placement
+
 
 class Regularizer(ABC):
     """What is added to the training steps of an adapter. It sees optimizer steps, never the optimizer."""
 
     @abstractmethod
-    def attach(self, model: nn.Module, *, seed: int, total_steps: int) -> Self:
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         """Find the LoRA layers of `model` (PEFT, by duck type) and get ready; the model itself is not changed.
 
-        `seed` keys every draw; `total_steps` is the length of a schedule. Raises RegularizerError if the model has
-        no layer to serve, or if one of its layers already serves a regularizer.
+        `seed` keys every draw, the same on all ranks of a mesh; `total_steps` is the length of a schedule;
+        `placement` is this process's place in a mesh, None for a single process. With a placement, `attach`, `step`,
+        `metrics` and `state_dict` are collective: every rank calls them in the same order. Raises RegularizerError
+        if the model has no layer to serve, or if one of its layers already serves a regularizer.
         """
 
     @abstractmethod
@@ -52,11 +56,18 @@ class Regularizer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """All that a resumed run needs to continue with the same bits; tensors only."""
+        """All that a resumed run needs to continue with the same bits; tensors only.
+
+        Of this pipeline stage's layers, whole and equal on all its ranks; the union over the stages is the state of
+        the same run on any mesh.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a `state_dict`, after `attach`. Raises RegularizerError for the state of anything else."""
+        """Take over a `state_dict`, after `attach`; with a placement, layers of other stages are passed over.
+
+        Raises RegularizerError for the state of anything else.
+        """
 
     @abstractmethod
     def detach(self) -> None:
@@ -66,7 +77,7 @@ class Regularizer(ABC):
 class PlainRegularizer(Regularizer):
     """Plain training: every step is left as it is."""
 
-    def attach(self, model: nn.Module, *, seed: int, total_steps: int) -> Self:
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         return self
 
     @contextmanager

@@ -43,15 +43,16 @@ def adapted_squared_row_norms(
 ) -> Tensor:
     """|w'_i|² (m,) of `weight` + `sb` @ `a`, in float32 (float64 for float64 weights).
 
-    weight (m, n), a (r, n), sb = s·B (m, r); base: `squared_row_norms(weight)` if known. Where the exact bound says
+    weight (m, n), a (r, n), sb = s·B (m, r); base: `squared_row_norms(weight)` if known. The weight may lie on another
+    device than the others; it is brought to theirs a few rows at a time. Where the exact bound says
     that no row norm moved by more than `tolerance` times itself, the product with W0 is skipped: with the default 0
     that is only the case for an update that is zero.
     """
     dtype = accumulation_dtype(weight.dtype)
-    base = squared_row_norms(weight) if base is None else base
+    base = squared_row_norms(weight).to(a.device) if base is None else base
     a, sb = a.to(dtype), sb.to(dtype)
     update = squared_update_norms(a, sb)
     if bool((update <= tolerance**2 * base).all()):
         return base.clone()
-    cross = torch.cat([rows.to(dtype) @ a.T for rows in _chunks(weight)])
+    cross = torch.cat([rows.to(a) @ a.T for rows in _chunks(weight)])
     return (base + 2 * (sb * cross).sum(1) + update).clamp_min(0)

@@ -64,6 +64,9 @@ class RandomBatches:
     def at(self, step: int) -> list[Micro]:
         return [self._one(1000 * step + index) for index in range(self.accumulate)]
 
+    def supervised(self, step: int) -> int:
+        return sum(micro.supervised for micro in self.at(step))
+
     def _one(self, seed: int) -> Micro:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, self.vocabulary, (self.rows, self.length), generator=generator)
@@ -85,6 +88,9 @@ class ListBatches:
 
     def at(self, step: int) -> list[Micro]:
         return self.micros
+
+    def supervised(self, step: int) -> int:
+        return sum(micro.supervised for micro in self.micros)
 
 
 class PadOnly:

@@ -13,13 +13,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 VOCABULARY = 48
 
 
-def tiny_llama(*, dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 32) -> nn.Module:
-    """Two Llama blocks with grouped-query attention; all projections differ in shape."""
+def tiny_llama(*, dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 32, layers: int = 2) -> nn.Module:
+    """Llama blocks with grouped-query attention; all projections differ in shape."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=width + 16,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

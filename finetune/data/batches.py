@@ -8,7 +8,7 @@ exactly is calling it with the next one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -70,8 +70,9 @@ class _Store:
     def span(self, i: int) -> slice:
         return slice(self.offsets[i], self.offsets[i + 1])
 
-    def collate(self, rows: Sequence[tuple[int, ...]], pad_id: int) -> MicroBatch:
+    def collate(self, rows: Sequence[tuple[int, ...]], pad_id: int, multiple: int = 1) -> MicroBatch:
         width = max(int(self.lengths[list(row)].sum()) for row in rows)
+        width = -(-width // multiple) * multiple
         shape = (len(rows), width)
         ids = np.full(shape, pad_id, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
@@ -119,22 +120,34 @@ class Batches:
         seed: int,
         max_length: int,
         pad_id: int,
+        share: tuple[int, int] = (0, 1),
+        multiple: int = 1,
     ) -> None:
         """
         Arguments:
-            batch_size: rows of a micro-batch; a packed row holds several samples.
+            batch_size: rows of a micro-batch over all data ranks; a packed row holds several samples.
             accumulate: micro-batches of an optimizer step.
             max_length: tokens of a packed row; no example is longer.
+            share: (i, n): `at` makes the i-th of n equal runs of each micro-batch's rows, those of one data rank.
+            multiple: pad rows to a multiple of so many tokens.
         Raises:
-            UserError: no examples, an example longer than `max_length` or without supervision, sizes below one.
+            UserError: no examples, an example longer than `max_length` or without supervision, sizes below one, rows
+                that do not divide among the data ranks.
         """
         for flag, value in (("train.batch_size", batch_size), ("train.accumulate", accumulate)):
             if value < 1:
                 raise UserError(f"{flag}: {value} is too small; give at least 1")
         if not examples:
             raise UserError("there are no training examples; give files under data.train")
+        if batch_size % share[1]:
+            nearest = max(batch_size // share[1], 1) * share[1]
+            raise UserError(
+                f"train.batch_size: {batch_size} rows do not divide among {share[1]} data ranks (mesh.replicate × "
+                f"mesh.dp); take {nearest}"
+            )
         self.batch_size, self.accumulate, self.seed = batch_size, accumulate, seed
         self.max_length, self.pad_id = max_length, pad_id
+        self.share, self.multiple = share, multiple
         self.packed = not isinstance(task, Classify) and task.pack
         self._store = _Store(examples, task)
         longest = int(self._store.lengths.argmax())
@@ -173,8 +186,10 @@ class Batches:
         return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
 
     def at(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of the 0-based optimizer step; the same whatever was asked before."""
-        return [self._store.collate(rows, self.pad_id) for rows in self.rows_at(step)]
+        """This rank's rows of the micro-batches of the 0-based optimizer step; the same whatever was asked before."""
+        each = self.batch_size // self.share[1]
+        mine = slice(self.share[0] * each, (self.share[0] + 1) * each)
+        return [self._store.collate(rows[mine], self.pad_id, self.multiple) for rows in self.rows_at(step)]
 
     def supervised(self, step: int) -> int:
         """Supervised tokens (examples for classification) of the whole step: the divisor of its loss."""
@@ -205,12 +220,22 @@ class Batches:
 
 
 def iterate_eval(
-    examples: Sequence[Example], *, task: Task, batch_size: int, pad_id: int, max_tokens: int | None = None
+    examples: Sequence[Example],
+    *,
+    task: Task,
+    batch_size: int,
+    pad_id: int,
+    max_tokens: int | None = None,
+    share: tuple[int, int] = (0, 1),
+    multiple: int = 1,
 ) -> Iterator[MicroBatch]:
     """Every example once, longest first (least padding, and memory peaks at once), in rows of one sample.
 
     Arguments:
         max_tokens: fewer rows at a time where rows × length would be more than this.
+        share: (i, n): only every n-th row of each batch, from the i-th on. As many batches come on every rank; one
+            that has no row for this rank comes with its first row and `samples` 0.
+        multiple: pad rows to a multiple of so many tokens.
     """
     store = _Store(examples, task)
     order = np.argsort(-store.lengths, kind="stable")
@@ -219,5 +244,8 @@ def iterate_eval(
         rows = batch_size
         if max_tokens is not None:
             rows = max(1, min(rows, max_tokens // int(store.lengths[order[start]])))
-        yield store.collate([(int(i),) for i in order[start : start + rows]], pad_id)
+        batch = order[start : start + rows]
+        mine = batch[share[0] :: share[1]]
+        micro = store.collate([(int(i),) for i in (mine if len(mine) else batch[:1])], pad_id, multiple)
+        yield micro if len(mine) else replace(micro, samples=0, supervised=0)
         start += rows

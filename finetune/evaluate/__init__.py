@@ -20,6 +20,7 @@ _HOME = {
     "evaluating": "mode",
     "forward_precision": "mode",
     "evaluate": "judge",
+    "Share": "share",
 }
 __all__ = sorted(_HOME)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..data.encoding import IGNORE, Example
 from ..errors import UserError
 from .mode import forward_precision
+from .share import ALONE, Share
 
 
 @torch.no_grad()
@@ -24,6 +25,7 @@ def generate_answers(
     batch_size: int,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
+    share: Share = ALONE,
 ) -> list[str]:
     """The model's greedy answer to each example's prompt (what precedes its first supervised token), stripped.
 
@@ -47,16 +49,21 @@ def generate_answers(
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
     )
-    answers = [""] * len(examples)
+    answers: dict[int, str] = {}
+    more = {"synced_gpus": True} if share.lockstep else {}
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for index in batched(order, batch_size):
+    for batch in batched(order, batch_size):
+        index, counts = share.mine(batch)
         ids, mask = padded([prompts[i] for i in index], pad_id, left=True)
         with forward_precision(device, autocast_dtype):
-            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
+            out = model.generate(
+                input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config, **more
+            )
         texts = tokenizer.batch_decode(out[:, ids.shape[1] :].cpu(), skip_special_tokens=True)
-        for i, text in zip(index, texts, strict=True):
-            answers[i] = text.strip()
-    return answers
+        if counts:
+            answers |= {i: text.strip() for i, text in zip(index, texts, strict=True)}
+    answers = share.union(answers)
+    return [answers[i] for i in range(len(examples))]
 
 
 def exact_matches(answers: Sequence[str], examples: Sequence[Example]) -> list[float]:

@@ -19,6 +19,7 @@ from .metrics import judge_classes
 from .mode import evaluating
 from .perplexity import document_nats
 from .ranking import rank_choices
+from .share import ALONE, Share
 
 
 def evaluate(
@@ -32,6 +33,7 @@ def evaluate(
     seed: int = 0,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
+    share: Share = ALONE,
 ) -> dict[str, Interval]:
     """Figures of `model` on `examples`, in evaluation mode, without gradients and without a random draw of its own.
 
@@ -41,7 +43,8 @@ def evaluate(
         completion with `score: rank`: also `accuracy, f1_macro, matthews, majority_floor`;
         completion with `score: generate`: also `exact_match`;
         classify: `loss` (nats per example), `accuracy, f1_macro, matthews, majority_floor`.
-    A figure that is not finite is null.
+    A figure that is not finite is null. On a mesh every rank calls this and gets the same figures; `share` says which
+    rows are its own.
 
     Raises:
         UserError: no examples, or answers that do not fit the backbone.
@@ -54,6 +57,7 @@ def evaluate(
         "pad_id": pad_id,
         "device": device,
         "autocast_dtype": autocast_dtype,
+        "share": share,
     }
     draw: dict[str, Any] = {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
     with evaluating(model):

@@ -13,6 +13,7 @@ from ..config import LanguageModel
 from ..data.batches import iterate_eval
 from ..data.encoding import IGNORE, Example
 from .mode import forward_precision
+from .share import ALONE, Share
 
 _SLICE = 1 << 24
 """Logits that are turned into float32 at once: 64 MiB."""
@@ -50,6 +51,7 @@ def document_nats(
     pad_id: int,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
+    share: Share = ALONE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Summed −log p of the supervised tokens of each example, and their number.
 
@@ -61,18 +63,26 @@ def document_nats(
     nats, tokens = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
     vocabulary = vocabulary_size(model)
     batches = iterate_eval(
-        examples, task=LanguageModel(), batch_size=batch_size, pad_id=pad_id, max_tokens=_LOGITS // vocabulary
+        examples,
+        task=LanguageModel(),
+        batch_size=batch_size,
+        pad_id=pad_id,
+        max_tokens=_LOGITS // vocabulary,
+        share=share.part,
+        multiple=share.multiple,
     )
     for micro in batches:
         batch = micro.to(device)
         with forward_precision(device, autocast_dtype):
             logits = model(**batch.inputs, use_cache=False).logits
+        if not micro.samples:
+            continue
         each, rows = token_nats(logits, batch.labels)
         index = np.array([row[0] for row in micro.rows])
         sums = torch.zeros(len(index), dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())
         nats[index] = sums.cpu().numpy()
         tokens[index] = torch.bincount(rows, minlength=len(index)).cpu().numpy()
-    return nats, tokens
+    return share.add(nats), share.add(tokens)
 
 
 def vocabulary_size(model: torch.nn.Module) -> int:

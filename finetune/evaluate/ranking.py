@@ -11,7 +11,7 @@ not agree (or has no such cache) gets every (prompt, choice) pair as a row of it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..data.encoding import IGNORE, Example
 from .generate import batched, padded, prompt_of
 from .mode import forward_precision
 from .perplexity import document_nats
+from .share import ALONE, Share
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class _How:
     pad_id: int
     device: torch.device | str
     autocast_dtype: torch.dtype | None
+    share: Share
 
 
 def rank_choices(
@@ -40,19 +42,23 @@ def rank_choices(
     pad_id: int,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
+    share: Share = ALONE,
 ) -> np.ndarray:
     """Log-likelihood in nats of every choice of every example, (N, K) float64.
 
     The model is called as it stands: put it into evaluation mode before (`evaluating`). Each example has K `choices`.
     """
-    how = _How(batch_size, pad_id, device, autocast_dtype)
+    how = _How(batch_size, pad_id, device, autocast_dtype, share)
     if not _can_share(model, examples, how):
         return _separately(model, examples, how)
     scores = np.zeros((len(examples), len(examples[0].choices or ())))
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
-    for index in batched(order, batch_size):
-        scores[index] = _shared(model, [examples[i] for i in index], how)
-    return scores
+    for batch in batched(order, batch_size):
+        index, counts = share.mine(batch)
+        found = _shared(model, [examples[i] for i in index], how)
+        if counts:
+            scores[index] = found
+    return share.add(scores)
 
 
 def _can_share(model: Any, examples: Sequence[Example], how: _How) -> bool:
@@ -61,7 +67,7 @@ def _can_share(model: Any, examples: Sequence[Example], how: _How) -> bool:
         return False
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     probe = [by_length[0], by_length[-1]]
-    apart = _separately(model, probe, how)
+    apart = _separately(model, probe, replace(how, share=replace(how.share, index=0, width=1, add=ALONE.add)))
     try:
         shared = _shared(model, probe, how)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
@@ -85,6 +91,7 @@ def _separately(model: Any, examples: Sequence[Example], how: _How) -> np.ndarra
         pad_id=how.pad_id,
         device=how.device,
         autocast_dtype=how.autocast_dtype,
+        share=how.share,
     )
     return -nats.reshape(len(examples), -1)
 

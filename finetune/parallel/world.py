@@ -14,7 +14,6 @@ The mesh has all five axes always, in this order, absent ones of size 1:
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +111,18 @@ class World:
             dist.all_reduce(tensor, group=self.group(*axes))
         return tensor
 
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` holds on any rank (a signal reaches the ranks at different times)."""
+        if self.size == 1:
+            return flag
+        told = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told.item())
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self.any(False)
+
     @property
     def is_main(self) -> bool:
         """Whether this rank writes files and speaks to the user."""
@@ -120,11 +131,6 @@ class World:
     def __str__(self) -> str:
         named = [f"{axis} {self.width(axis)}" for axis in AXES if self.width(axis) > 1]
         return " × ".join(named) or "one device"
-
-
-def launched() -> bool:
-    """Whether a launcher (torchrun, accelerate launch, ours) started this process as one of several or a single rank."""
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 def refuse_product(mesh: Mesh, processes: int) -> None:

@@ -49,7 +49,7 @@ def gradients(model):
 def test_sliced_and_whole_loss_agree_with_the_naive_sum_in_value_and_gradient(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(loss_module._SLICE, "cpu", 64 * 16)  # 16 rows a slice: several slices
     model, micro = build(kind, tmp_path), RandomBatches(rows=5).at(0)[0]
-    head = find_head(model, micro, task=LM)
+    head = find_head(model, micro.inputs, task=LM)
     assert head is not None
     reference = naive(model, micro)
     reference.backward()
@@ -64,19 +64,19 @@ def test_sliced_and_whole_loss_agree_with_the_naive_sum_in_value_and_gradient(ki
 
 def test_a_soft_capped_head_takes_the_models_own_forward_pass(tmp_path):
     model, micro = build("gemma2", tmp_path, final_logit_softcapping=5.0), RandomBatches().at(0)[0]
-    assert find_head(model, micro, task=LM) is None
+    assert find_head(model, micro.inputs, task=LM) is None
     assert abs(batch_loss(model, micro, task=LM).item() / naive(model, micro).item() - 1) < 1e-6
 
 
 def test_an_adapted_or_trained_head_is_not_taken_for_a_plain_one(tmp_path):
     source = save_backbone("llama", tmp_path, tie_word_embeddings=False)
     model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=2, targets=("lm_head",)), task=LM, seed=0)
-    assert find_head(model, RandomBatches().at(0)[0], task=LM) is None
+    assert find_head(model, RandomBatches().at(0)[0].inputs, task=LM) is None
 
 
 def test_find_head_leaves_mode_and_gradients_alone(tmp_path):
     model = build("llama", tmp_path).train()
-    assert find_head(model, RandomBatches().at(0)[0], task=LM) is not None
+    assert find_head(model, RandomBatches().at(0)[0].inputs, task=LM) is not None
     assert model.training and all(p.grad is None for p in model.parameters())
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regularizers.guidance import debiased, default_rank, power_shares, scheduled_sigma
+from regularizers.guidance import debiased, default_rank, layer_means, power_shares, scheduled_sigma
 
 SIZES = [5, 8, 3]
 OWNER = torch.repeat_interleave(torch.tensor(SIZES))
@@ -13,7 +13,10 @@ V = 1e-9 * torch.rand(16, generator=GENERATOR, dtype=torch.float64)
 
 
 def shares(beta: float, mode: str = "relative", v: torch.Tensor = V) -> tuple[torch.Tensor, torch.Tensor]:
-    return power_shares(NORMS, v, beta=beta, mode=mode, sizes=SIZES, owner=OWNER)
+    def means(*values: torch.Tensor) -> list[torch.Tensor]:
+        return [layer_means(each, SIZES) for each in values]
+
+    return power_shares(NORMS, v, beta=beta, mode=mode, owner=OWNER, means=means)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0, 30.0])

@@ -12,6 +12,7 @@ from torch import nn
 
 from regularizers import GGPO, Plain, PlainRegularizer, RegularizerError, build
 from regularizers.ggpo import GGPORegularizer
+from regularizers.mesh import Alone
 from tests.regularizer_models import clear, gradients, loss_of, tiny_llama, tokens, with_lora
 
 
@@ -191,6 +192,21 @@ def test_state_of_something_else_is_refused() -> None:
     with pytest.raises(RegularizerError, match=r"train\.seed"):
         regularizer.load_state_dict(good | {"seed": torch.tensor(6)})
     regularizer.load_state_dict(good)
+
+
+def test_a_stage_of_a_pipeline_takes_its_layers_from_the_state_of_all() -> None:
+    class Stage(Alone):
+        """A placement that is not the single process's."""
+
+    whole = build(GGPO()).attach(with_lora(tiny_llama()), seed=5, total_steps=4).state_dict()
+    part = nn.Module()
+    part.part0 = with_lora(tiny_llama(), target_modules=r".*layers\.1\..*_proj")
+    regularizer = build(GGPO()).attach(part, seed=5, total_steps=4, placement=Stage())
+    own = regularizer.state_dict()
+    assert set(own) < set(whole)
+    regularizer.load_state_dict(whole)
+    with pytest.raises(RegularizerError, match="does not belong"):
+        regularizer.load_state_dict({name: v for name, v in whole.items() if ".layers.1." not in name})
 
 
 def test_heads_trained_whole_are_untouched() -> None:

@@ -1,0 +1,297 @@
+"""Fold an adapter into its backbone's weight files, some rows at a time: the whole model is never in memory.
+
+Each safetensors file becomes one of the same name with the same keys and dtypes. A tensor without an adapter is copied
+byte by byte; an adapted one becomes round(W + s·B·A), computed in float32 (transposed for GPT-2's Conv1D, scaled to the
+trained magnitude for DoRA); what the checkpoint lacked or had for other classes (a new head) is added.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapter import read_adapter
+from .atomic import write_json
+from .errors import UserError
+from .parallel.index import INDEX, SINGLE, Entry, read_index
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CHUNK = 16 << 20  # bytes of float32 rows that are worked on at once
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+Rows = Callable[[int, int], Tensor]
+
+
+class NotByFiles(Exception):
+    """This adapter changes a tensor that the files do not have as such; the model must be merged in memory."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter does to one weight, in the layout of the file."""
+
+    a: Tensor
+    """(r, n): n indexes the file's columns, or its rows where `transposed`."""
+    b: Tensor
+    """(m, r)"""
+    scale: float
+    transposed: bool
+    """The file has the transpose of B·A (Conv1D, embeddings)."""
+    magnitude: Tensor | None
+    """DoRA's trained norms (m,)."""
+
+    def delta(self, start: int, stop: int) -> Tensor:
+        """s·B·A at the file's rows `start:stop`, float32."""
+        product = (self.b @ self.a[:, start:stop]).T if self.transposed else self.b[start:stop] @ self.a
+        return product * self.scale
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One tensor to write: copied from `entry`, or made of rows."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: Rows | None = None
+    entry: Entry | None = None
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def chunks(self) -> Iterator[bytes]:
+        """The tensor's bytes in order, some at a time."""
+        if self.entry is not None:
+            yield from _copied(self.entry)
+            return
+        assert self.rows is not None
+        for start, stop in _spans(self.shape):
+            part = self.rows(start, stop).to(self.dtype).contiguous()
+            if part.is_floating_point() and not bool(torch.isfinite(part.float()).all()):
+                raise UserError("the adapter makes weights that are not finite numbers; it cannot be merged")
+            yield part.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torch.dtype) -> dict[str, tuple[str, int]]:
+    """Write the merged weight files into the directory `out`.
+
+    Args:
+        model: from `finetune.parallel.skeleton.build_skeleton`, on meta, with its `checkpoint`; untied here where the
+            adapter changes only one of two tied weights.
+        adapter: PEFT directory.
+        dtype: of the tensors that the checkpoint lacked.
+
+    Returns each changed or added key with its file's name and its number of rows.
+
+    Raises:
+        NotByFiles: an adapted weight is converted on loading, or of a kind whose update is not a product.
+        UserError: the adapter has tensors that the model has not, or makes weights that are not finite.
+    """
+    checkpoint: Any = model.checkpoint
+    changes, whole = read_changes(model, adapter)
+    keys = dict(checkpoint.keys)
+    if any(name in checkpoint.converted for name in (*changes, *whole)):
+        raise NotByFiles("a converted weight is adapted")
+    pieces = _unchanged(checkpoint)
+    added: dict[str, _Piece] = {}
+    for name, change in changes.items():
+        entry = checkpoint.entries[keys[name]]
+        piece = _Piece(entry.dtype, entry.shape, rows=_merged(entry, keys[name], change))
+        if [n for n, key in keys.items() if key == keys[name]] == [name]:
+            pieces[entry.file.name][keys[name]] = piece
+        else:
+            _untie(model, name)
+            added[name] = piece
+    for name, tensor in whole.items():
+        key = keys.get(name, name)
+        kept = checkpoint.entries[key].dtype if name in keys else dtype
+        piece = _Piece(kept, tuple(tensor.shape), rows=lambda start, stop, tensor=tensor: tensor[start:stop])
+        if name in keys:
+            pieces[checkpoint.entries[key].file.name][key] = piece
+        else:
+            added[name] = piece
+    pieces[max(pieces)].update(added)
+    for file, content in pieces.items():
+        _write(out / file, content)
+    if len(pieces) > 1 or SINGLE not in pieces:
+        places = {key: file for file, content in pieces.items() for key in content}
+        total = sum(piece.bytes for content in pieces.values() for piece in content.values())
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+    return {
+        key: (file, piece.shape[0])
+        for file, content in pieces.items()
+        for key, piece in content.items()
+        if piece.rows is not None
+    }
+
+
+def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Change], dict[str, Tensor]]:
+    """By parameter name: what the adapter in the directory `adapter` multiplies out to, and tensors that it replaces.
+
+    Raises as `merge_files`.
+    """
+    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    tensors = {name: tensor.float() for name, tensor in read_adapter(adapter).items()}
+    if settings.get("rank_pattern") or settings.get("alpha_pattern") or settings.get("lora_bias"):
+        raise NotByFiles("the adapter has settings by layer")
+    changes: dict[str, Change] = {}
+    owners = {name.split(".lora_")[0] for name in tensors if ".lora_" in name}
+    modules = dict(model.named_modules())
+    for owner in sorted(owners):
+        if owner not in modules:
+            raise UserError(f"{adapter}: this adapter belongs to another backbone, which has {owner}")
+        kind = modules[owner]
+        magnitude = tensors.get(f"{owner}.lora_magnitude_vector.weight")
+        if isinstance(kind, nn.Embedding):
+            a, b, transposed = tensors[f"{owner}.lora_embedding_A"], tensors[f"{owner}.lora_embedding_B"], True
+        else:
+            a, b = tensors[f"{owner}.lora_A.weight"], tensors[f"{owner}.lora_B.weight"]
+            transposed = type(kind).__name__ == "Conv1D"
+        if not (isinstance(kind, nn.Linear | nn.Embedding) or transposed):
+            raise NotByFiles(f"{owner} is a {type(kind).__name__}")
+        if magnitude is not None and isinstance(kind, nn.Embedding):
+            raise NotByFiles("DoRA on an embedding")
+        rank = a.shape[0]
+        scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        changes[f"{owner}.weight"] = Change(a, b, scale, transposed, magnitude)
+    return changes, {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+
+
+def spot_check(source: Any, out: Path, changes: dict[str, Change], *, rows: int = 4) -> float:
+    """Largest difference between `rows` rows of each changed weight as written and as computed anew in float64.
+
+    source: the `Checkpoint`. Relative to the largest value of the row; rounding to the stored dtype is part of it.
+    """
+    written = read_index(out)
+    worst = 0.0
+    for name, change in changes.items():
+        key = source.keys[name]
+        before, after = source.entries[key], written[key if _is_own(source, name) else name]
+        wide = Change(change.a.double(), change.b.double(), change.scale, change.transposed, None)
+        scale = _row_scale(before, key, change) if change.magnitude is not None else None
+        for start in {int(i * (before.shape[0] - 1) / max(rows - 1, 1)) for i in range(rows)}:
+            exact = _rows_of(before, key, start, start + 1).double() + wide.delta(start, start + 1)
+            if scale is not None:
+                exact = exact * (scale if change.transposed else scale[start : start + 1, None]).double()
+            found = _rows_of(after, key if _is_own(source, name) else name, start, start + 1).double()
+            worst = max(worst, float((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
+    return worst
+
+
+def _is_own(checkpoint: Any, name: str) -> bool:
+    """Whether no tied weight shares the key of `name`."""
+    return [n for n, key in checkpoint.keys.items() if key == checkpoint.keys[name]] == [name]
+
+
+def _unchanged(checkpoint: Any) -> dict[str, dict[str, _Piece]]:
+    """By file: every tensor that the model reads, to be copied. Others (a language head under a classifier) stay out,
+    unless conversions hide which those are."""
+    wanted = set(checkpoint.entries) if checkpoint.converted else set(checkpoint.keys.values())
+    pieces: dict[str, dict[str, _Piece]] = {}
+    for key, entry in checkpoint.entries.items():
+        if key in wanted:
+            pieces.setdefault(entry.file.name, {})[key] = _Piece(entry.dtype, entry.shape, entry=entry)
+    return pieces
+
+
+def _untie(model: PreTrainedModel, name: str) -> None:
+    """From now on the model has two weights of its own where it tied them."""
+    config = model.config.get_text_config()
+    if not getattr(config, "tie_word_embeddings", False):
+        raise NotByFiles(f"{name} is tied to another weight by its architecture")
+    config.tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def _merged(entry: Entry, key: str, change: Change) -> Rows:
+    scale = _row_scale(entry, key, change) if change.magnitude is not None else None
+
+    def rows(start: int, stop: int) -> Tensor:
+        weight = _rows_of(entry, key, start, stop).float() + change.delta(start, stop)
+        if scale is None:
+            return weight
+        return weight * (scale if change.transposed else scale[start:stop, None])
+
+    return rows
+
+
+def _row_scale(entry: Entry, key: str, change: Change) -> Tensor:
+    """DoRA: magnitude over the norm of each output's weights (m,), in PEFT's order of computation."""
+    assert change.magnitude is not None
+    squares = torch.zeros_like(change.magnitude)
+    for start, stop in _spans(entry.shape):
+        weight = _rows_of(entry, key, start, stop).float() + change.delta(start, stop)
+        if change.transposed:
+            squares += weight.square().sum(dim=0)
+        else:
+            squares[start:stop] = weight.square().sum(dim=1)
+    return change.magnitude / squares.sqrt()
+
+
+def _rows_of(entry: Entry, key: str, start: int, stop: int) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(entry.file, framework="pt") as tensors:
+        return tensors.get_slice(key)[start:stop]
+
+
+def _spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK // (4 * math.prod(shape[1:]) or 1))
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+def _copied(entry: Entry) -> Iterator[bytes]:
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset)
+        left = entry.bytes
+        while left:
+            part = stream.read(min(left, _CHUNK))
+            if not part:
+                raise UserError(f"{entry.file} became shorter while it was read")
+            left -= len(part)
+            yield part
+
+
+def _write(file: Path, pieces: dict[str, _Piece]) -> None:
+    """A safetensors file: length of the header, header, tensors, wider types first so that each is aligned."""
+    order = sorted(pieces, key=lambda key: (-pieces[key].dtype.itemsize, key))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in order:
+        piece = pieces[key]
+        header[key] = {
+            "dtype": _NAMES[piece.dtype],
+            "shape": list(piece.shape),
+            "data_offsets": [end, end + piece.bytes],
+        }
+        end += piece.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
+        for key in order:
+            for part in pieces[key].chunks():
+                stream.write(part)
+        assert stream.tell() == 8 + len(text) + end, file

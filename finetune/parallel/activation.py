@@ -1,0 +1,67 @@
+"""Activation checkpointing: what backward recomputes instead of keeping it.
+
+A module's `forward` is replaced on the instance by one that runs it under torch's non-reentrant checkpoint. Names and
+module tree stay as they are. Hooks stay outside, those of submodules inside: FSDP2 gathers a block's weights before
+backward recomputes it, the collectives within a block run again on every rank in the same order, and regularizers that
+swap a layer's forward are recomputed with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import UserError
+from .shard import blocks
+
+_NO_CACHE = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+
+
+def checkpoint_activations(model: nn.Module, mode: Literal["none", "selective", "full"]) -> int:
+    """Recompute whole blocks (full), or the attention modules in them (selective; the costly part that is cheap to
+    redo, Korthikanti et al. 2205.05198). Acts in training mode with gradients only.
+
+    Returns:
+        The number of modules that are recomputed.
+
+    Raises:
+        UserError: `selective` where no block has an attention module that can be told by its name.
+    """
+    if mode == "none":
+        return 0
+    chosen = blocks(model) if mode == "full" else [a for block in blocks(model) for a in _attention(block)]
+    if mode == "selective" and blocks(model) and not chosen:
+        raise UserError(
+            "train.checkpointing: selective finds no attention modules in this backbone; take full, which recomputes "
+            "whole blocks"
+        )
+    for module in chosen:
+        _recompute(module)
+    return len(chosen)
+
+
+def _attention(block: nn.Module) -> list[nn.Module]:
+    """The outermost attention modules within a block."""
+    found: list[nn.Module] = []
+    for child in block.children():
+        if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
+            found.append(child)
+        else:
+            found += _attention(child)
+    return found
+
+
+def _recompute(module: nn.Module) -> None:
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if module.training and torch.is_grad_enabled():
+            # the second run would find the keys and values that the first one has put there
+            kwargs |= {name: _NO_CACHE[name] for name in kwargs.keys() & _NO_CACHE.keys()}
+            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        return plain(*args, **kwargs)
+
+    module.forward = forward

@@ -1,0 +1,164 @@
+"""Where the ranks of one job leave short words for each other, apart from any collective: heartbeats, and the cause of
+an end. It must work while every main thread is blocked, before the process group exists and after it broke.
+
+Under our own launcher it is a directory of the machine (the launcher reads it too, without torch); under torchrun,
+accelerate launch or a cluster's launcher it is the job's TCP store, through a connection of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+FOLDER = "FLATSHIFT_BOARD"
+STORE_SECONDS = 10.0
+
+
+class Silent(Exception):
+    """The board's host does not answer."""
+
+
+class Board(Protocol):
+    """Named texts that every rank sees."""
+
+    local: bool
+    """Whether the launcher reads it too and speaks to the user itself."""
+
+    def put(self, key: str, text: str) -> None:
+        """Set `key`; raises Silent."""
+
+    def get(self, key: str) -> str | None:
+        """The text of `key`, None if there is none yet; raises Silent."""
+
+    def claim(self, key: str, text: str) -> bool:
+        """Set `key` unless it is set; whether this call set it. Raises Silent."""
+
+
+class FolderBoard:
+    """One file per key in a directory."""
+
+    local = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, key: str, text: str) -> None:
+        temporary = self._written(text)
+        with _silent_on_errors():
+            temporary.replace(self.folder / key)
+
+    def get(self, key: str) -> str | None:
+        try:
+            return (self.folder / key).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if self.folder.is_dir():
+                return None
+            raise Silent(str(self.folder)) from None
+
+    def claim(self, key: str, text: str) -> bool:
+        temporary = self._written(text)
+        try:  # a link appears with its whole content or not at all
+            os.link(temporary, self.folder / key)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise Silent(str(self.folder)) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def _written(self, text: str) -> Path:
+        temporary = self.folder / f".{uuid.uuid4().hex}"
+        with _silent_on_errors():
+            temporary.write_text(text, encoding="utf-8")
+        return temporary
+
+
+class StoreBoard:
+    """Keys of a `torch.distributed.Store`, under a prefix of this attempt: torchrun's store outlives a restart."""
+
+    local = False
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def put(self, key: str, text: str) -> None:
+        with _silent_on_errors():
+            self.store.set(key, text)
+
+    def get(self, key: str) -> str | None:
+        with _silent_on_errors():
+            return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def claim(self, key: str, text: str) -> bool:
+        with _silent_on_errors():
+            return self.store.compare_set(key, "", text) == text.encode()
+
+
+@contextlib.contextmanager
+def _silent_on_errors() -> Any:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch's store errors are RuntimeErrors
+        raise Silent(str(error)) from error
+
+
+@functools.cache
+def job_board() -> Board | None:
+    """The board of the job that this process is a rank of; None if it is no rank, or the store cannot be reached.
+
+    Connects at most once per process. Where no agent hosts the store, rank 0 hosts it from here on.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        return None
+    if FOLDER in os.environ:
+        return FolderBoard(Path(os.environ[FOLDER]))
+    import torch.distributed as dist
+
+    with contextlib.suppress(RuntimeError, OSError, KeyError):
+        if not hosted_by_agent() and os.environ["RANK"] == "0":
+            job_store()
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        return StoreBoard(dist.PrefixStore(f"flatshift/{attempt()}", store))
+    return None
+
+
+@functools.cache
+def job_store() -> Any:
+    """The store through which the process group is made; rank 0 hosts it unless torchrun's agent does.
+
+    A free port that our launcher holds open for rank 0 comes as a file descriptor, so nobody can take it in between.
+    Raises RuntimeError (of torch) if it cannot be reached.
+    """
+    import torch.distributed as dist
+
+    descriptor = os.environ.get("FLATSHIFT_STORE_FD")
+    host = os.environ["RANK"] == "0" and not hosted_by_agent()
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=host,
+        timeout=timedelta(seconds=JOIN_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=int(descriptor) if host and descriptor else None,
+    )
+    return dist.PrefixStore(f"flatshift-group/{attempt()}", store)
+
+
+JOIN_SECONDS = 180.0
+
+
+def hosted_by_agent() -> bool:
+    """Whether the launcher itself (torchrun) hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def attempt() -> int:
+    """How often the launcher has restarted this job."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

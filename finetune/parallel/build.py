@@ -1,0 +1,145 @@
+"""From a recipe's parts to an `Engine`: the order in which a model is built on a mesh.
+
+    build on meta → PEFT on meta → refuse what cannot be cut → pipeline stage → tensor parallel → activation
+    checkpointing → FSDP2 → memory for the local shards → slices of the weight files → values of the adapter by name
+
+PEFT comes before every cut, so an adapter lies in its block's unit and `modules_to_save` are cut like the rest; no
+weight is read before everything that can be refused has been; no rank ever has more than its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..adapter import attach_adapter, attach_on_meta, initial_value
+from ..backbone import load_backbone
+from ..config import Adapter, Mesh, Task, Train
+from ..memory import size
+from .activation import checkpoint_activations
+from .engine import Engine
+from .layout import canonical
+from .world import World
+
+
+def build_engine(
+    backbone: str,
+    *,
+    task: Task,
+    adapter: Adapter,
+    train: Train,
+    mesh: Mesh,
+    world: World,
+    label_names: Sequence[str] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Engine:
+    """The frozen `backbone` with a fresh adapter, laid out on `mesh`; collective.
+
+    say: told what was loaded and how it was cut (every rank's own figures).
+
+    Raises:
+        UserError: whatever of backbone, adapter and mesh does not go together, before a weight is read.
+    """
+    dtype = torch.bfloat16 if train.adapter_precision == "bf16" else torch.float32
+    if world.size == 1:
+        model = load_backbone(
+            backbone, task=task, label_names=label_names, precision=train.precision, device=world.device
+        )
+        alone = attach_adapter(model, adapter, task=task, seed=train.seed, dtype=dtype)
+        checkpoint_activations(alone, train.checkpointing)
+        return Engine.alone(alone)
+    return _on_mesh(
+        backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, say=say,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def _on_mesh(
+    backbone: str,
+    *,
+    task: Task,
+    adapter: Adapter,
+    train: Train,
+    mesh: Mesh,
+    world: World,
+    label_names: Sequence[str] | None,
+    say: Callable[[str], None],
+    dtype: torch.dtype,
+) -> Engine:
+    from .pipeline import cut_parts, make_runner
+    from .shard import shard
+    from .skeleton import build_skeleton
+    from .tensor import check_tensor_plan, tensor_parallel
+    from .weights import load_weights, materialize
+
+    def whole() -> Any:
+        skeleton = build_skeleton(backbone, task=task, label_names=label_names, precision=train.precision)
+        return attach_on_meta(skeleton, adapter, task=task, dtype=dtype)
+
+    model = whole()
+    base = model.get_base_model()
+    checkpoint, deviation = base.checkpoint, float(getattr(base.config, "initializer_range", 0.02))
+    if mesh.tp > 1:
+        check_tensor_plan(model, tp=mesh.tp, sequence_parallel=mesh.sequence_parallel)
+    stages = None
+    if mesh.pp > 1:
+        model, stages = cut_parts(model, whole, mesh=mesh, world=world, tokens=train.max_length)
+    shapes = {canonical(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
+    layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
+    checkpoint_activations(model, train.checkpointing)
+    sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
+    materialize(model, world.device)
+
+    def progress(done: int, total: int, rate: float) -> None:
+        if done == total:
+            say(f"read {size(done)} of weights at {size(round(rate))}/s")
+
+    loaded = load_weights(model, checkpoint, layout=layout, world=world, say=progress)
+    engine = Engine(
+        model,
+        world,
+        layout=layout,
+        sharding=sharding,
+        multiple=mesh.tp if mesh.sequence_parallel else 1,
+    )
+    if stages is not None:
+        engine.runner = make_runner(model, stages, mesh=mesh, world=world, engine=engine)
+    _initialise(engine, shapes, loaded.unread, seed=train.seed, deviation=deviation)
+    return engine
+
+
+@torch.no_grad()
+def _initialise(
+    engine: Engine, shapes: dict[str, torch.Size], unread: Sequence[str], *, seed: int, deviation: float
+) -> None:
+    """Give every parameter that no file has its value by name: adapters, new heads and PEFT's frozen copy of them."""
+    from . import placing
+
+    parameters = dict(engine.model.named_parameters())
+    for full in unread:
+        name = canonical(full)
+        if ".lora_magnitude_vector" in name:
+            continue
+        parameter = parameters[full]
+        shape = shapes.get(name, engine.layout.shape(name, parameter.shape))
+        value = initial_value(name, shape, seed, deviation).to(parameter.dtype)
+        placing.put(parameter, value, engine.layout.slices.get(name))
+    _set_magnitudes(engine, parameters)
+
+
+@torch.no_grad()
+def _set_magnitudes(engine: Engine, parameters: dict[str, torch.nn.Parameter]) -> None:
+    """DoRA starts at the row norms of the backbone, gathered one layer at a time."""
+    from . import placing
+
+    for name, module in engine.model.named_modules():
+        vectors = getattr(module, "lora_magnitude_vector", None)
+        if not vectors or "default" not in vectors:
+            continue
+        base = module.get_base_layer()
+        weight = placing.whole(base.weight, world=engine.world)
+        norms = torch.linalg.vector_norm(weight, dim=0 if type(base).__name__ == "Conv1D" else 1)
+        magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
+        placing.put(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))

@@ -1,0 +1,306 @@
+"""A model laid out on a mesh, and the few verbs that a training loop needs of it.
+
+    engine = Engine.alone(model)                                  # one process: nothing but the model
+    loss = engine.forward_backward(micros, count, ...)            # gradients of the whole update, summed over the mesh
+    norm = engine.clip(1.0)                                       # the true global norm
+    tensors = engine.whole(engine.parameters)                     # whole tensors, as a file holds them
+
+With one rank every verb is what a plain loop would do, operation by operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..adapter import copy_tensors, load_adapter, lora_only, read_adapter, save_adapter, trainable, write_adapter
+from ..config import Task
+from ..errors import UserError
+from ..evaluate.share import Share
+from ..loss import Head, batch_loss, find_head
+from . import placing
+from .layout import Layout
+from .world import DATA, World
+
+if TYPE_CHECKING:
+    from ..data import MicroBatch
+    from .pipeline.runner import PipelineRunner
+    from .shard import Sharding
+
+Context = Callable[[int], contextlib.AbstractContextManager[Any]]
+"""What surrounds the forward pass of the i-th micro-batch: randomness and precision."""
+
+
+class Engine:
+    """See the module's text. Made by `Engine.alone` or `finetune.parallel.build.build_engine`."""
+
+    def __init__(
+        self,
+        model: Any,
+        world: World,
+        *,
+        layout: Layout | None = None,
+        sharding: Sharding | None = None,
+        runner: PipelineRunner | None = None,
+        multiple: int = 1,
+    ) -> None:
+        """
+        Args:
+            model: the PEFT model, or under a pipeline the container of this rank's stages.
+            layout: the tensor-parallel cut.
+            sharding: what FSDP2 holds; None without it.
+            runner: the pipeline; None without one.
+            multiple: rows come padded to a multiple of so many tokens.
+        """
+        self.model, self.world, self.multiple = model, world, multiple
+        self.layout = layout or Layout()
+        self.sharding, self.runner = sharding, runner
+        self.parameters: dict[str, nn.Parameter] = trainable(model)
+        """This rank's trained parameters (or its parts of them) by canonical name."""
+        self.beat: Callable[[], None] = lambda: None
+        """Called after every micro-batch: a sign of life for whoever watches the job."""
+
+    @classmethod
+    def alone(cls, model: nn.Module) -> Engine:
+        """One process with the whole model."""
+        return cls(model, World.alone(next(model.parameters()).device))
+
+    # ------------------------------------------------------------------ where and what
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return self.world.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files."""
+        return self.world.is_main
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(i, n): this rank takes the i-th of n equal runs of every micro-batch's rows."""
+        return self.world.index(*DATA), self.world.width(*DATA)
+
+    @property
+    def gradient_scale(self) -> float:
+        """By how much the loss is multiplied before backward, because FSDP2 averages gradients where a sum is meant."""
+        return float(self.sharding.group) if self.sharding is not None else 1.0
+
+    @property
+    def placement(self) -> Any:
+        """What a regularizer must know of the mesh; None in one process."""
+        if self.world.size == 1:
+            return None
+        from .placement import MeshPlacement
+
+        return MeshPlacement(self.world, self.layout, gradient_scale=self.gradient_scale)
+
+    @property
+    def judged(self) -> Any:
+        """What evaluation calls as `model(**inputs).logits`: the model, or under a pipeline its stand-in."""
+        return self.model if self.runner is None else self.runner.stand_in
+
+    @property
+    def evaluation(self) -> Share:
+        """This rank's part of an evaluation."""
+        if self.world.size == 1:
+            return Share()
+        index, width = self.share
+        return Share(
+            index,
+            width,
+            multiple=self.multiple,
+            lockstep=self.sharding is not None and bool(self.sharding.units),
+            add=lambda array: self.world.sum(torch.from_numpy(array).to(self.device), *DATA).cpu().numpy(),
+            union=self._union,
+        )
+
+    def _union(self, items: Mapping[int, Any]) -> dict[int, Any]:
+        found = self._gather_objects(items, *DATA)
+        return {key: value for part in found for key, value in part.items()}
+
+    def _gather_objects(self, item: Any, *axes: str) -> list[Any]:
+        if self.world.width(*axes) == 1:
+            return [item]
+        found: list[Any] = [None] * self.world.width(*axes)
+        dist.all_gather_object(found, item, group=self.world.group(*axes))
+        return found
+
+    def usable(self, head: Head | None) -> Head | None:
+        """`head` where `judged` has it: a pipeline's stand-in gives logits only."""
+        return head if self.runner is None else None
+
+    def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
+        """The head whose loss needs no logits (`finetune.loss.find_head`), agreed by all ranks that share a stage."""
+        if self.runner is not None:
+            return self.runner.find_head(inputs, task=task)
+        head = find_head(self.model, inputs, task=task)
+        if self.world.size > 1:
+            verdict = torch.tensor(float(head is not None), device=self.device)
+            dist.all_reduce(verdict, dist.ReduceOp.MIN)
+            head = head if verdict.item() else None
+        return head
+
+    # ------------------------------------------------------------------ one update
+
+    def forward_backward(
+        self, micros: Sequence[MicroBatch], count: int, *, task: Task, head: Head | None, context: Context
+    ) -> Tensor:
+        """Gradients of Σ loss ÷ `count` over all micro-batches of the update and all ranks; returns that loss.
+
+        Args:
+            micros: this rank's rows.
+            count: supervised tokens (examples) of the update, over all ranks.
+        Returns:
+            float32 scalar on the device, the same on every rank.
+        """
+        if self.runner is not None:
+            total = self.runner.forward_backward(
+                micros, count, task=task, head=head, context=context, scale=self.gradient_scale, beat=self.beat
+            )
+        else:
+            total = torch.zeros((), device=self.device)
+            scale = self.gradient_scale
+            for index, micro in enumerate(micros):
+                if self.sharding is not None:
+                    self.sharding.set_sync(last=index + 1 == len(micros))
+                with context(index):
+                    loss = batch_loss(self.model, micro.to(self.device), task=task, head=head) / count
+                (loss if scale == 1 else loss * scale).backward()
+                total += loss.detach()
+                self.beat()
+        self._reduce_gradients()
+        return self.world.sum(total, *DATA, "cp")
+
+    def _reduce_gradients(self) -> None:
+        """Sum what no one has summed yet: over tp the gradients of factors that are whole there, over the data axes
+        those of parameters that FSDP2 does not hold. One flat collective each."""
+        summands = [p for name, p in self.parameters.items() if name in self.layout.partial]
+        self._all_reduce(summands, "tp")
+        held = self.sharding.held if self.sharding is not None else frozenset()
+        self._all_reduce([p for name, p in self.parameters.items() if name not in held], *DATA, "cp")
+
+    def _all_reduce(self, parameters: Iterable[nn.Parameter], *axes: str) -> None:
+        if self.world.width(*axes) == 1:
+            return
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                grad = placing.local(parameter.grad)
+                by_type.setdefault(grad.dtype, []).append(grad)
+        for grads in by_type.values():
+            flat = torch.cat([grad.flatten() for grad in grads])
+            self.world.sum(flat, *axes)
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    @torch.no_grad()
+    def clip(self, bound: float | None) -> Tensor:
+        """Scale all gradients so that their global norm is at most `bound` (None: no bound); returns the norm before.
+
+        The norm is that of the whole gradient: a part counts once, wherever it lies and however often it is repeated.
+        """
+        limit = math.inf if bound is None else bound
+        if self.world.size == 1:
+            return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+        held = self.sharding is not None and bool(self.sharding.held)
+        # squares of what is [whole or FSDP-sharded][whole or cut over tp]
+        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        grads = []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            grad = placing.local(parameter.grad)
+            grads.append(grad)
+            kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
+            squares[kind] += grad.double().square().sum() if grad.numel() else 0
+        squares[1] = self.world.sum(squares[1].clone(), *(("dp", "cp") if held else ()))
+        whole = squares.sum(0)
+        whole[1] = self.world.sum(whole[1].clone(), "tp")
+        norm = self.world.sum(whole.sum(), "pp").sqrt()
+        if math.isfinite(limit):
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for grad in grads:
+                grad.mul_(factor.to(grad.dtype))
+        return norm.float()
+
+    # ------------------------------------------------------------------ whole tensors
+
+    @torch.no_grad()
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU from local ones that are laid out like the parameters of these names.
+
+        Collective over all ranks; every rank gets all of them, of every pipeline stage.
+        """
+        if self.world.size == 1:
+            return {name: tensor.detach() for name, tensor in tensors.items()}
+        found = placing.whole_all(tensors, like=tensors, layout=self.layout, world=self.world)
+        found = {name: tensor.cpu() for name, tensor in found.items()}
+        return {name: t for part in self._gather_objects(found, "pp") for name, t in part.items()}
+
+    @torch.no_grad()
+    def put(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, where: str) -> None:
+        """Copy from whole tensors each one's local part; names and shapes must agree over the mesh.
+
+        Raises:
+            UserError: beginning with `where`: another set of names, another shape.
+        """
+        if self.world.size == 1:
+            return copy_tensors(wholes, tensors, where=where)
+        present = {name for part in self._gather_objects(sorted(tensors), "pp") for name in part}
+        if odd := sorted(present ^ wholes.keys()):
+            raise UserError(
+                f"{where}: this adapter belongs to other settings or another backbone ({odd[0]} has no partner)"
+            )
+        for name, tensor in tensors.items():
+            wanted = self.layout.shape(name, tensor.shape)
+            if wholes[name].shape != wanted:
+                raise UserError(
+                    f"{where}: {name} has the shape {tuple(wholes[name].shape)} and the model wants {wanted}"
+                )
+        for name, tensor in tensors.items():
+            placing.put(tensor, wholes[name], self.layout.slices.get(name))
+        return None
+
+    def union(self, items: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What every pipeline stage has, on the CPU; collective under a pipeline."""
+        if self.world.width("pp") == 1:
+            return dict(items)
+        host = {name: tensor.detach().cpu() for name, tensor in items.items()}
+        return {name: t for part in self._gather_objects(host, "pp") for name, t in part.items()}
+
+    # ------------------------------------------------------------------ adapters on disk
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapter as plain PEFT, re-opened and compared; on a mesh collective, written by the main rank."""
+        if self.world.size == 1:
+            save_adapter(self.model, directory)
+            return
+        tensors = self.whole(self.parameters)
+        if self.is_main:
+            write_adapter(self.peft, tensors, directory)
+        self.world.wait()
+
+    def load_adapter(self, directory: Path, *, partial: bool = False) -> None:
+        """Take over a saved adapter exactly (`finetune.adapter.load_adapter`), each rank its part."""
+        if self.world.size == 1:
+            load_adapter(self.model, directory, partial=partial)
+            return
+        source, target = read_adapter(directory), dict[str, Tensor](self.parameters)
+        if partial:
+            source, target = lora_only(source), lora_only(target)
+        self.put(source, target, where=str(directory))
+
+    @property
+    def peft(self) -> Any:
+        """A PEFT model that knows the adapter's configuration (any stage's)."""
+        return self.model if self.runner is None else self.runner.parts[0]

@@ -1,0 +1,262 @@
+"""One stage of a model: cost, split, check and cut.
+
+Blocks are numbered through, the encoder's before the decoder's. `cut` works in place and on meta tensors: names keep
+the whole model's block numbers, and what a stage lacks becomes parameter-free (`absent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from ...config import Mesh
+from ...errors import UserError
+from ..layout import canonical
+from ..world import World
+from .absent import Absent, BiasOnly, Inlet, Outlet
+from .families import Anatomy, Stack
+from .plan import stages_of, virtual_stages
+from .stage import Parts
+
+__all__ = ["Absent", "Costs", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]
+
+
+# ------------------------------------------------------------------------------------------------ who gets which blocks
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Floating-point operations per token of one training step."""
+
+    blocks: tuple[float, ...]
+    last: float
+    """Of the head, which only the last stage has."""
+
+
+def stage_costs(model: nn.Module, *, tokens: int = 0) -> Costs:
+    """Planned cost: 4 per element of a frozen matrix (forward, gradient of the input), 6 of a trained one.
+
+    Embeddings are lookups and cost nothing. A vocabulary head costs as much as its matrix.
+
+    Args:
+        tokens: T; attention scores and their product with the values cost 6·T·D a block (a causal half; forward once,
+            backward twice), not counted for 0.
+    """
+    anatomy = Anatomy.of(model)
+    attention = 6.0 * tokens * anatomy.width
+    head = sum(_matrices(getattr(anatomy.causal, name)) for name in anatomy.head)
+    return Costs(tuple(_matrices(block) + attention for block in anatomy.blocks), head)
+
+
+def _matrices(module: nn.Module) -> float:
+    lookups = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    return float(
+        sum(
+            (6 if p.requires_grad else 4) * p.numel()
+            for p in module.parameters()
+            if p.ndim == 2 and id(p) not in lookups
+        )
+    )
+
+
+def split(costs: Costs, stages: int) -> list[range]:
+    """Runs of blocks, one for each stage and none empty, whose dearest is as cheap as can be; then the most even.
+
+    Raises:
+        UserError: more stages than blocks.
+    """
+    n = len(costs.blocks)
+    if stages > n:
+        raise UserError(
+            f"mesh.pp, mesh.virtual: {stages} stages are more than the model's {n} blocks; set mesh.pp × mesh.virtual "
+            f"to at most {n}"
+        )
+    sums = [0.0]
+    for cost in costs.blocks:
+        sums.append(sums[-1] + cost)
+    sums[-1] += costs.last
+    # best[k]: (dearest stage, sum of squares, borders) of the first k blocks over the stages so far
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+    for stage in range(1, stages + 1):
+        ends = [n] if stage == stages else range(stage, n - (stages - stage) + 1)
+        best = {
+            end: min(
+                (max(dearest, sums[end] - sums[start]), squares + (sums[end] - sums[start]) ** 2, (*borders, end))
+                for start, (dearest, squares, borders) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    borders = best[n][2]
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: str) -> None:
+    """Refuse what cannot be cut, before any weight is read; `model` may lie on meta.
+
+    Raises:
+        UserError: an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head
+            or a trained position bias that several stages would need.
+    """
+    anatomy = Anatomy.of(model)
+    stages = pp * virtual_stages(schedule, virtual)
+    split(stage_costs(model), stages)
+    trained = {canonical(name) for name, p in anatomy.causal.named_parameters() if p.requires_grad}
+    for one, other in _ties(anatomy).items():
+        touched = [
+            name for name in trained if name.startswith((one.removesuffix("weight"), other.removesuffix("weight")))
+        ]
+        if touched:
+            raise UserError(
+                f"mesh.pp: {touched[0]} is trained, but its matrix is shared by embedding and head, which lie on "
+                "different stages; leave it out of adapter.targets, or set mesh.pp 1"
+            )
+    for name in trained:
+        if "relative_attention_bias" in name:
+            raise UserError(f"mesh.pp: {name} is trained, but every stage needs it; leave it out, or set mesh.pp 1")
+
+
+def _ties(anatomy: Anatomy) -> dict[str, str]:
+    """Tied parameter → the one whose values it takes, whether or not both are here."""
+    if not getattr(anatomy.causal.config, "tie_word_embeddings", False):
+        return {}
+    return dict(getattr(anatomy.causal, "all_tied_weights_keys", None) or {})
+
+
+def tied_sources(model: nn.Module) -> dict[str, str]:
+    """For a cut model: canonical names of its parameters → the name that the checkpoint may have for them instead.
+
+    A head on the last stage is tied to an embedding that lies on the first: it is a parameter of its own here, and a
+    checkpoint that stores the shared matrix once stores it under the embedding's name.
+    """
+    present = {canonical(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    ties = _ties(Anatomy.of(model))
+    return {name: source for name, source in ties.items() if name in present and source not in present}
+
+
+# ------------------------------------------------------------------------------------------------ the cut
+
+
+def cut(model: nn.Module, blocks: range) -> None:
+    """Leave one stage of `model`, in place: `blocks`, what comes before the first block, what comes after the last.
+
+    Parameters may lie on meta or be real. Matrices that are tied stay so where both partners stay. Between encoder
+    and decoder, the stage of the decoder's first block has the decoder's embedding and the encoder's final norm.
+    """
+    anatomy = Anatomy.of(model)
+    total = len(anatomy.blocks)
+    assert 0 <= blocks.start < blocks.stop <= total, (blocks, total)
+    make = _Ports(anatomy.width, _embedding_dtype(anatomy))
+    if len(anatomy.stacks) == 1:
+        _cut_stack(anatomy, anatomy.stacks[0], blocks, make)
+    else:
+        _cut_encoder_decoder(anatomy, blocks, make)
+    if blocks.stop < total:
+        _replace(anatomy.base, anatomy.stacks[-1].last, make.absent)
+        _replace(anatomy.causal, anatomy.head, make.absent)
+
+
+def cut_parts(
+    model: nn.Module, whole: Callable[[], nn.Module], *, mesh: Mesh, world: World, tokens: int = 0
+) -> tuple[Parts, tuple[int, ...]]:
+    """This rank's stages of a model on meta, checked and cut, and their numbers.
+
+    Args:
+        model: the whole; becomes the first stage.
+        whole: makes another one like it, for each further stage.
+        tokens: T, for the cost of attention.
+
+    Raises:
+        UserError: as `check_pipeline`.
+    """
+    check_pipeline(model, pp=mesh.pp, virtual=mesh.virtual, schedule=mesh.schedule)
+    virtual = virtual_stages(mesh.schedule, mesh.virtual)
+    runs = split(stage_costs(model, tokens=tokens), mesh.pp * virtual)
+    stages = stages_of(world.index("pp"), pp=mesh.pp, virtual=virtual, schedule=mesh.schedule)
+    parts = [model, *(whole() for _ in stages[1:])]
+    for part, stage in zip(parts, stages, strict=True):
+        cut(part, runs[stage])
+    return Parts(parts), stages
+
+
+_ENCODER_STATES = 3  # among the positional arguments of a T5 block
+
+
+def _cut_encoder_decoder(anatomy: Anatomy, blocks: range, make: _Ports) -> None:
+    """T5: a stage that ends with the encoder gives its result where the encoder's final norm was; stages that begin
+    inside the decoder get the encoder's states there."""
+    encoder, decoder = anatomy.stacks
+    border = len(anatomy.run(encoder))
+    inside = blocks.stop > border
+    _cut_stack(anatomy, encoder, blocks, make, extras=2)
+    _cut_stack(anatomy, decoder, blocks, make, border, extras=2, outlet=inside, encoder_at=_ENCODER_STATES)
+    if blocks.start > border:
+        _replace(anatomy.base, encoder.last, lambda: make.inlet(slot=1))
+        _replace(anatomy.base, ("encoder.dropout",), nn.Identity)  # what comes in has been through it
+    elif not inside:
+        _replace(anatomy.base, encoder.last, make.outlet if blocks.stop == border else make.absent)
+    if 0 not in blocks and border not in blocks:
+        _replace(anatomy.base, ("shared",), make.absent)
+
+
+def _cut_stack(
+    anatomy: Anatomy,
+    stack: Stack,
+    blocks: range,
+    make: _Ports,
+    offset: int = 0,
+    *,
+    extras: int = 0,
+    outlet: bool = True,
+    encoder_at: int | None = None,
+) -> None:
+    """Absent modules for the blocks of `stack` (numbered from `offset`) that are not in `blocks`, and its embedding."""
+    modules = anatomy.run(stack)
+    in_use = blocks.start < offset + len(modules) and offset < blocks.stop
+    for place, block in enumerate(list(modules)):
+        number = offset + place
+        if number in blocks:
+            continue
+        port = make.absent(extras)
+        if number == blocks.start - 1:
+            port = make.inlet(extras)
+        elif number == blocks.stop and outlet:
+            port = make.outlet(extras, encoder_at)
+        # a T5 stack makes its position bias in its first block
+        modules[place] = BiasOnly(block, port) if extras and in_use and place == 0 else port
+    if offset not in blocks:
+        _replace(anatomy.base, stack.first, make.absent)
+
+
+@dataclass(frozen=True)
+class _Ports:
+    """Makes what stands for absent modules."""
+
+    width: int
+    dtype: torch.dtype
+
+    def absent(self, extras: int = 0) -> Absent:
+        return Absent(self.width, self.dtype, extras=extras)
+
+    def inlet(self, extras: int = 0, *, slot: int = 0) -> Absent:
+        return Inlet(self.width, self.dtype, extras=extras, slot=slot)
+
+    def outlet(self, extras: int = 0, encoder_at: int | None = None) -> Absent:
+        return Outlet(self.width, self.dtype, extras=extras, encoder_at=encoder_at)
+
+
+def _embedding_dtype(anatomy: Anatomy) -> torch.dtype:
+    return next(anatomy.base.get_submodule(anatomy.stacks[0].first[0]).parameters()).dtype
+
+
+def _replace(root: nn.Module, names: Iterable[str], make: Callable[[], nn.Module]) -> None:
+    """Put new modules in place of those of these names, where there are any."""
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        holder = root.get_submodule(parent)
+        if getattr(holder, child, None) is not None:
+            setattr(holder, child, make())

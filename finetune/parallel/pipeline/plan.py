@@ -1,0 +1,90 @@
+"""Pipeline schedules: which rank has which stages, how many pieces an update is cut into, what the bubble is."""
+
+from __future__ import annotations
+
+from ...errors import UserError
+
+_TWO_A_RANK = ("interleaved", "zero-bubble", "zbv")
+
+
+def schedules() -> dict[str, str]:
+    """A sentence for each `mesh.schedule`."""
+    return {
+        "gpipe": "all forward passes, then all backward passes; keeps the activations of every piece (1811.06965)",
+        "1f1b": "one forward, one backward in turn; keeps the activations of at most pp pieces (PipeDream-Flush)",
+        "interleaved": "1f1b with several stages a rank: a smaller bubble for more messages (PTD-P, 2104.04473)",
+        "zero-bubble": "interleaved with the adapters' gradients apart from the activations' (2401.10241); as there is "
+        "next to no weight gradient to fill a bubble with, it is made at once and the bubble is that of interleaved",
+        "zbv": "two stages a rank in a V: the rank of the first stage has the last one too (2401.10241, section 6)",
+    }
+
+
+def virtual_stages(schedule: str, virtual: int | None) -> int:
+    """Stages per rank.
+
+    Raises:
+        UserError: `virtual` does not go with `schedule`.
+    """
+    if schedule not in schedules():
+        raise UserError(f"mesh.schedule: {schedule!r} is none of {', '.join(schedules())}")
+    if schedule not in _TWO_A_RANK and virtual not in (None, 1):
+        raise UserError(
+            f"mesh.virtual: {schedule} holds one stage a rank, not {virtual}; take mesh.schedule interleaved"
+        )
+    if schedule == "zbv" and virtual not in (None, 2):
+        raise UserError(f"mesh.virtual: zbv holds two stages a rank, not {virtual}; set 2 or leave it out")
+    return virtual or (2 if schedule in _TWO_A_RANK else 1)
+
+
+def stages_of(rank: int, *, pp: int, virtual: int, schedule: str) -> tuple[int, ...]:
+    """The stages, ascending, of a pipeline rank."""
+    if schedule == "zbv":
+        return (rank, 2 * pp - 1 - rank)
+    return tuple(rank + i * pp for i in range(virtual))
+
+
+def rank_of(stage: int, *, pp: int, schedule: str) -> int:
+    """The pipeline rank of a stage."""
+    return min(stage, 2 * pp - 1 - stage) if schedule == "zbv" else stage % pp
+
+
+def bubble(pp: int, virtual: int, pieces: int, schedule: str) -> float:
+    """Idle time of a rank ÷ its busy time in one update, for stages of one cost and frozen backbones.
+
+    (pp − 1)/(virtual · pieces) by 2104.04473 §2.2. A backward pass without weight gradients takes as long as a forward
+    pass, so what zero-bubble schedules move into the bubble (2401.10241) is next to nothing; the V of `zbv` has the
+    same start and end as the loop of `interleaved`.
+    """
+    return (pp - 1) / (virtual_stages(schedule, virtual) * pieces)
+
+
+def full_pieces(pieces: int, *, pp: int, schedule: str) -> int:
+    """The least number of pieces ≥ `pieces` that the schedule takes; the pieces added hold nothing supervised."""
+    if schedule == "1f1b":
+        return max(pieces, pp)
+    if schedule in ("interleaved", "zero-bubble"):
+        while pieces % max(1, pieces // pp):
+            pieces += 1
+    return pieces
+
+
+def pieces_per_micro(rows: int, micros: int, *, pp: int, virtual: int, schedule: str, wanted: int | None = None) -> int:
+    """Into how many pieces each micro-batch of `rows` rows is cut.
+
+    Without `wanted`: what makes an update shortest, counting the bubble and rows of padding, up to four pieces a rank.
+
+    Raises:
+        UserError: more pieces than rows.
+    """
+    if wanted is not None:
+        if wanted > rows:
+            raise UserError(
+                f"mesh.microbatches: {rows} rows of a rank cannot be cut into {wanted} pieces; "
+                f"set at most {rows}, or raise train.batch_size"
+            )
+        return wanted
+
+    def time(n: int) -> float:
+        return -(-rows // n) * (full_pieces(micros * n, pp=pp, schedule=schedule) + (pp - 1) / virtual)
+
+    return min(range(1, min(rows, 4 * pp) + 1), key=lambda n: (time(n), n))

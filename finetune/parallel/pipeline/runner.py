@@ -1,0 +1,227 @@
+"""One update, evaluation and generation over the stages of a pipeline.
+
+Training runs torch's schedules (`torch.distributed.pipelining`) with the shapes given, so that no pass is spent on
+finding them out. All ranks know all rows, so only hidden states travel: masks, positions and labels are made on every
+stage, and the last one turns hidden states into the piece's loss without sending logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...config import Mesh, Task
+from ...evaluate.mode import evaluating
+from ...loss import Batch, Head, batch_loss, find_head
+from ..world import World
+from .absent import Absent
+from .families import Anatomy
+from .passing import Passing
+from .pieces import Piece, cut_micros
+from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
+from .stage import Around, Parts, Stage
+from .standin import StandIn
+
+
+class PipelineRunner:
+    """The stages of this rank and what is done with them. Every rank along `pp` calls every verb at once."""
+
+    def __init__(self, parts: Parts, *, mesh: Mesh, world: World) -> None:
+        """Collective along pp; before the first forward pass.
+
+        Args:
+            parts: the models of this rank's stages, cut (`cut_parts`), by ascending stage.
+        """
+        self.parts, self.mesh, self.world = parts, mesh, world
+        self.virtual = virtual_stages(mesh.schedule, mesh.virtual)
+        self.total = mesh.pp * self.virtual
+        indices = stages_of(world.index("pp"), pp=mesh.pp, virtual=self.virtual, schedule=mesh.schedule)
+        assert len(indices) == len(parts), (indices, len(parts))
+        self.stages = [Stage(parts[i], index, self.total) for i, index in enumerate(indices)]
+        self.passing = Passing(self.stages, mesh=mesh, world=world)
+        self._anatomy = Anatomy.of(parts[0])
+        self._encoder = len(self._anatomy.run(self._anatomy.stacks[0])) if len(self._anatomy.stacks) > 1 else None
+        self._alive = self._which_need_gradients()
+        self._starts = self._first_blocks()
+        self._pad_id = int(self._anatomy.causal.config.pad_token_id or 0)
+        self._dtype: torch.dtype | None = None
+        self._schedule: tuple[Any, Any] = (None, None)
+        self.stand_in = StandIn(parts, self.passing, config=self._anatomy.causal.config, world=world)
+        """What evaluation calls like the whole model."""
+
+    # ------------------------------------------------------------------ facts about all stages
+
+    def _which_need_gradients(self) -> list[bool]:
+        """For each stage, whether what it gives depends on a trained parameter."""
+        own = torch.zeros(self.total, device=self.world.device)
+        for stage in self.stages:
+            own[stage.index] = float(any(p.requires_grad for p in stage.part.parameters()))
+        return (self.world.sum(own, "pp").cumsum(0) > 0).tolist()
+
+    def _first_blocks(self) -> list[int]:
+        """The number of each stage's first block."""
+        own = torch.zeros(self.total, dtype=torch.int64, device=self.world.device)
+        for stage in self.stages:
+            absent = [isinstance(block, Absent) for block in Anatomy.of(stage.part).blocks]
+            own[stage.index] = absent.index(False)
+        return self.world.sum(own, "pp").tolist()
+
+    def _border(self, stage: int, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Meta tensors of what `stage` receives."""
+        rows, tokens = piece.inputs["input_ids"].shape
+        width, grad = self._anatomy.width, self._alive[stage - 1]
+
+        def meta(length: int) -> Tensor:
+            return torch.empty(rows, length, width, dtype=dtype, device="meta", requires_grad=grad)
+
+        if self._encoder is None or self._starts[stage] <= self._encoder:
+            return (meta(tokens),)
+        decoder = piece.inputs.get("decoder_input_ids")
+        return (meta(tokens if decoder is None else decoder.shape[1]), meta(tokens))
+
+    # ------------------------------------------------------------------ training
+
+    def forward_backward(
+        self,
+        micros: Sequence[Batch],
+        count: int,
+        *,
+        task: Task,
+        head: Head | None = None,
+        context: Callable[[int], contextlib.AbstractContextManager[Any]] | None = None,
+        scale: float = 1.0,
+        beat: Callable[[], None] = lambda: None,
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    ) -> Tensor:
+        """Gradients of Σ loss · `scale` ÷ `count` over the update's micro-batches.
+
+        Args:
+            micros: this data rank's rows; data ranks have equally many.
+            count: what the loss is divided by: supervised tokens of the update over all ranks.
+            head: of the last stage, where it is (`find_head`).
+            context: what surrounds a forward pass, by a number that is its own for each piece and stage.
+            scale: multiplies gradients, not the loss returned.
+            beat: called after every forward pass.
+            loss: (model, piece) → summed loss; by default `finetune.loss.batch_loss`.
+
+        Returns:
+            Σ loss ÷ count over these micro-batches, float32 scalar, on every pp rank.
+
+        Raises:
+            UserError: mesh.microbatches above the rows of a micro-batch.
+        """
+        pieces = self._pieces(micros)
+        around = self._around(context, beat)
+        if self._dtype is None:
+            self._dtype = self.passing.dtype(pieces[0], around)
+
+        def divided(part: nn.Module, piece: Any) -> Tensor:
+            total = loss(part, piece) if loss is not None else batch_loss(part, piece, task=task, head=head)
+            return total * (scale / count)
+
+        for stage in self.stages:
+            stage.begin(pieces, loss=divided, around=around, dtype=self._dtype)
+        number = torch.arange(len(pieces))
+        has_last = self.stages[-1].is_last
+        losses: list[Tensor] = []
+        options: dict[str, Any] = {"target": number, "losses": losses} if has_last else {}
+        first = (number,) if self.stages[0].index == 0 else ()
+        try:
+            self._schedule_for(pieces, self._dtype).step(*first, piece=number, return_outputs=False, **options)
+        finally:
+            for stage in self.stages:
+                stage.end()
+        total = torch.zeros((), device=self.world.device)
+        for value in losses:
+            total += value.detach() / scale
+        return self.world.sum(total, "pp")
+
+    def _pieces(self, micros: Sequence[Batch]) -> list[Piece]:
+        pp, schedule = self.mesh.pp, self.mesh.schedule
+        each = pieces_per_micro(
+            max(len(micro.labels) for micro in micros),
+            len(micros),
+            pp=pp,
+            virtual=self.virtual,
+            schedule=schedule,
+            wanted=self.mesh.microbatches,
+        )
+        total = full_pieces(each * len(micros), pp=pp, schedule=schedule)
+        pieces = cut_micros(micros, each=each, total=total, pad_id=self._pad_id)
+        return [piece.to(self.world.device) for piece in pieces]
+
+    def _around(self, context: Callable[[int], Any] | None, beat: Callable[[], None]) -> Around:
+        @contextlib.contextmanager
+        def around(piece: int, stage: int) -> Any:
+            with contextlib.nullcontext() if context is None else context(piece * self.total + stage):
+                yield
+            beat()
+
+        return around
+
+    def _schedule_for(self, pieces: list[Piece], dtype: torch.dtype) -> Any:
+        """torch's schedule for these shapes. Only the last one is kept: it holds a buffer for every piece."""
+        shapes = tuple((name, tuple(t.shape)) for name, t in pieces[0].inputs.items() if name.endswith("input_ids"))
+        key = (len(pieces), shapes)
+        if self._schedule[0] != key:
+            self._schedule = (None, None)
+            self._schedule = (key, self._new_schedule(pieces, dtype))
+        return self._schedule[1]
+
+    def _new_schedule(self, pieces: list[Piece], dtype: torch.dtype) -> Any:
+        from torch.distributed import pipelining as pp
+
+        kinds = {
+            "gpipe": pp.ScheduleGPipe,
+            "1f1b": pp.Schedule1F1B,
+            "interleaved": pp.ScheduleInterleaved1F1B,
+            "zero-bubble": pp.ScheduleInterleavedZeroBubble,
+            "zbv": pp.ScheduleZBVZeroBubble,
+        }
+        kind: Any = kinds[self.mesh.schedule]
+        stages = [self._torch_stage(stage, pieces[0], dtype) for stage in self.stages]
+        one_each = self.mesh.schedule in ("gpipe", "1f1b")
+        return kind(stages[0] if one_each else stages, len(pieces), loss_fn=lambda out, target: out, scale_grads=False)
+
+    def _torch_stage(self, stage: Stage, piece: Piece, dtype: torch.dtype) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
+        index = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        return PipelineStage(
+            stage,
+            stage.index,
+            self.total,
+            self.world.device,
+            input_args=self._border(stage.index, piece, dtype) if stage.index else index,
+            output_args=loss if stage.is_last else self._border(stage.index + 1, piece, dtype),
+            group=self.world.group("pp"),
+            # Schedules that part weight from input gradients run the graph twice, every checkpointed block once more
+            # for each of its adapters, and miss leaves that are no parameters (a regularizer's probes). A frozen
+            # backbone has no weight gradients to defer: make both at once.
+            dw_builder=lambda: lambda: None,
+        )
+
+    # ------------------------------------------------------------------ the head
+
+    def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
+        """The head whose loss needs no logits, agreed by all ranks; None on ranks without the last stage, too.
+
+        Args:
+            inputs: model keyword arguments of some rows. Collective over the whole mesh.
+        """
+        rows = len(next(iter(inputs.values())))
+        one = {name: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for name, v in inputs.items()}
+        with evaluating(self.parts):
+            found = self.passing.forward(
+                [one], lambda part, piece: find_head(part, piece.inputs, task=task), share=False
+            )
+        has_last = self.stages[-1].is_last
+        refused = torch.tensor(float(has_last and found[0] is None), device=self.world.device)
+        dist.all_reduce(refused)
+        return None if refused.item() else found[0]

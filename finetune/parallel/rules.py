@@ -1,0 +1,125 @@
+"""What of a recipe goes with what on a mesh: one table that refuses, and that the docs print.
+
+A rule is checked before a process is spawned and before a weight is read; what depends on the model itself (heads that
+divide, plans, stages) is checked on its skeleton. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config import Adapter, Classify, Mesh, Task, Train
+from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The parts of a recipe that rules look at."""
+
+    mesh: Mesh
+    train: Train
+    adapter: Adapter
+    task: Task
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`when` holds → `needs` must hold."""
+
+    setting: str
+    """What is asked for, as a flag and value."""
+    kind: str
+    """requires, or incompatible with."""
+    other: str
+    """The other side, as a flag and value."""
+    why: str
+    fix: str
+    """The nearest valid setting."""
+    broken: Callable[[Settings], bool]
+
+
+def _data_ranks(s: Settings) -> int:
+    return s.mesh.replicate * s.mesh.dp
+
+
+def _schedule_is_looped(s: Settings) -> bool:
+    return s.mesh.schedule in ("interleaved", "zero-bubble", "zbv")
+
+
+REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "train.batch_size", REQUIRES, "a multiple of mesh.replicate × mesh.dp",
+        "every data rank takes as many rows of a micro-batch", "round it up",
+        lambda s: s.train.batch_size % _data_ranks(s) != 0,
+    ),
+    Rule(
+        "mesh.zero: 1 or 2", REQUIRES, "mesh.dp > 1", "there is nothing to shard on one rank",
+        "leave mesh.zero at 3 or set mesh.dp", lambda s: s.mesh.zero != 3 and s.mesh.dp == 1,
+    ),
+    Rule(
+        "mesh.zero: 1 or 2", INCOMPATIBLE, "mesh.adapters: replicate", "these stages shard nothing but adapters",
+        "set mesh.adapters: shard", lambda s: s.mesh.zero != 3 and s.mesh.adapters == "replicate",
+    ),
+    Rule(
+        "mesh.adapters: replicate", REQUIRES, "mesh.dp > 1", "without shards adapters are whole anyway",
+        "leave it at shard", lambda s: s.mesh.adapters == "replicate" and s.mesh.dp * s.mesh.cp == 1,
+    ),
+    Rule(
+        "mesh.reshard: false", REQUIRES, "mesh.dp > 1", "nothing is gathered on one rank", "leave it at true",
+        lambda s: not s.mesh.reshard and s.mesh.dp * s.mesh.cp == 1,
+    ),
+    Rule(
+        "mesh.offload", REQUIRES, "mesh.dp > 1 and a CUDA device", "it moves FSDP2's shards to host memory",
+        "leave it off", lambda s: s.mesh.offload and (s.mesh.dp == 1 or s.train.device == "cpu"),
+    ),
+    Rule(
+        "mesh.sequence_parallel", REQUIRES, "mesh.tp > 1", "it splits tokens among tensor-parallel ranks",
+        "leave it off or set mesh.tp", lambda s: s.mesh.sequence_parallel and s.mesh.tp == 1,
+    ),
+    Rule(
+        "mesh.schedule, mesh.virtual, mesh.microbatches", REQUIRES, "mesh.pp > 1", "they describe a pipeline",
+        "leave them out or set mesh.pp",
+        lambda s: s.mesh.pp == 1
+        and (s.mesh.schedule != "1f1b" or s.mesh.virtual is not None or s.mesh.microbatches is not None),
+    ),
+    Rule(
+        "mesh.virtual > 1", REQUIRES, "mesh.schedule: interleaved, zero-bubble or zbv",
+        "gpipe and 1f1b hold one stage a rank", "set mesh.schedule: interleaved",
+        lambda s: (s.mesh.virtual or 1) > 1 and not _schedule_is_looped(s),
+    ),
+    Rule(
+        "mesh.schedule: zbv", REQUIRES, "mesh.virtual: 2", "its stages form a V", "leave mesh.virtual out",
+        lambda s: s.mesh.schedule == "zbv" and s.mesh.virtual not in (None, 2),
+    ),
+    Rule(
+        "mesh.cp > 1", INCOMPATIBLE, "every model", "context parallelism is not built yet",
+        "use mesh.tp with mesh.sequence_parallel for long rows", lambda s: s.mesh.cp > 1,
+    ),
+    Rule(
+        "adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that lie on other ranks",
+        "leave DoRA off or use mesh.dp", lambda s: s.adapter.dora and s.mesh.tp > 1,
+    ),
+    Rule(
+        "train.adapter_precision: bf16", REQUIRES, "train.precision: bf16", "a float32 layer cannot take bf16 factors",
+        "set train.precision: bf16", lambda s: s.train.adapter_precision == "bf16" and s.train.precision != "bf16",
+    ),
+    Rule(
+        "mesh.sequence_parallel", INCOMPATIBLE, "task.kind: classify",
+        "a head takes the last token, which one rank has", "leave it off",
+        lambda s: s.mesh.sequence_parallel and isinstance(s.task, Classify),
+    ),
+)  # fmt: skip
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise UserError for the first rule that `settings` break, with what, why and the nearest valid setting."""
+    for rule in RULES:
+        if rule.broken(settings):
+            raise UserError(f"{rule.setting} {_verb(rule.kind)} {rule.other}: {rule.why}; {rule.fix}")
+
+
+def _verb(kind: str) -> str:
+    return "needs" if kind == REQUIRES else "does not go with"
+

@@ -1,0 +1,13 @@
+"""Tensor parallelism (Shoeybi et al. 1909.08053): each rank computes its heads and columns of every block.
+
+Layers hold plain local tensors; the collectives sit at the borders of regions (attention, feed-forward), outside the
+adapters. With sequence parallelism (Korthikanti et al. 2205.05198) the residual stream between regions is split by
+tokens.
+"""
+
+from .apply import tensor_parallel
+from .check import check_tensor_plan
+from .plans import tensor_plans
+from .vocabulary import VocabularySlice, vocabulary_cross_entropy
+
+__all__ = ["VocabularySlice", "check_tensor_plan", "tensor_parallel", "tensor_plans", "vocabulary_cross_entropy"]

@@ -1,0 +1,142 @@
+"""Cutting a model for its tensor-parallel rank: local tensors in, collectives at the borders of its regions."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..layout import Layout
+from ..world import World
+from . import borders
+from .check import check_tensor_plan
+from .plans import Found, FoundRegion, backbone_of, find
+from .slicing import Cutter
+from .vocabulary import VocabularySlice, split_embedding, split_head
+
+_OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
+"""Keyword arguments of cross attention that enter a region besides its first input."""
+
+
+def tensor_parallel(model: nn.Module, *, world: World, sequence_parallel: bool = False) -> Layout:
+    """Cut `model` (PEFT or transformers, on meta or real; or a container `part0`, `part1`, … of pipeline stages) in
+    place for this rank of the axis `tp`, and say what was cut.
+
+    Comes after PEFT and after a pipeline's cut, before FSDP2. `requires_grad` stays as it was. With `sequence_parallel`
+    the residual stream is split by tokens wherever gradients are recorded (T must be a multiple of tp); without them,
+    as in evaluation and generation, it is whole.
+
+    Raises:
+        UserError: as `check_tensor_plan`.
+        RuntimeError: the model is cut already.
+    """
+    width = world.width("tp")
+    if width == 1:
+        return Layout()
+    group = world.group("tp")
+    cutter = Cutter(model, rank=world.index("tp"), width=width)
+    for part in _parts(model):
+        base = backbone_of(part)
+        if getattr(base, "tensor_parallel_width", 1) != 1:
+            raise RuntimeError("this model is cut for tensor parallelism already")
+        check_tensor_plan(part, tp=width, sequence_parallel=sequence_parallel)
+        found = find(part)
+        for place in found.regions:
+            _cut_region(place, cutter)
+            _border(place, group, sequence_parallel=sequence_parallel)
+        _cut_vocabulary(found, cutter, group)
+        if sequence_parallel:
+            _split_tokens(found, cutter, group)
+        base.tensor_parallel_width = width
+    return cutter.layout
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
+
+
+# --------------------------------------------------------------------------------------------- regions
+
+
+def _cut_region(place: FoundRegion, cutter: Cutter) -> None:
+    for layer in place.columns.values():
+        cutter.columns(layer, fused=place.region.fused)
+    cutter.row(place.row)
+    if place.bias is not None:
+        cutter.cut(place.bias.weight, 1)
+        place.bias.embedding_dim //= cutter.width
+    for count in place.region.counts:
+        setattr(place.entry, count, getattr(place.entry, count) // cutter.width)
+    cutter.summed(place.entry)
+
+
+def _border(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+    """Hooks on the entry's inputs and on the row layer's output, outside of adapters and of what replaces a forward."""
+
+    def enters(x: Tensor) -> Tensor:
+        return (
+            borders.enter_tokens(x, group) if sequence_parallel and torch.is_grad_enabled() else borders.enter(x, group)
+        )
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            args = (enters(args[0]), *args[1:])
+        else:
+            kwargs = {**kwargs, "hidden_states": enters(kwargs["hidden_states"])}
+        others = {name: enters(kwargs[name]) for name in _OTHER_INPUTS if isinstance(kwargs.get(name), Tensor)}
+        return args, {**kwargs, **others}
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        split = sequence_parallel and torch.is_grad_enabled()
+        return borders.leave_tokens(output, group) if split else borders.leave(output, group)
+
+    place.entry.register_forward_pre_hook(before, with_kwargs=True)
+    place.row.register_forward_hook(after)
+
+
+# --------------------------------------------------------------------------------------------- vocabulary
+
+
+def _cut_vocabulary(found: Found, cutter: Cutter, group: dist.ProcessGroup) -> None:
+    for embedding in found.embeddings.values():
+        held = _held(embedding.num_embeddings, cutter, group)
+        cutter.cut(embedding.weight, 0)
+        split_embedding(embedding, held)
+    if found.head is not None:
+        held = _held(found.head.out_features, cutter, group)
+        cutter.cut(found.head.weight, 0)
+        if found.head.bias is not None:
+            cutter.cut(found.head.bias, 0)
+        split_head(found.head, held)
+
+
+def _held(size: int, cutter: Cutter, group: dist.ProcessGroup) -> VocabularySlice:
+    rows = size // cutter.width
+    return VocabularySlice(cutter.rank * rows, (cutter.rank + 1) * rows, size, group)
+
+
+# --------------------------------------------------------------------------------------------- tokens
+
+
+def _split_tokens(found: Found, cutter: Cutter, group: dist.ProcessGroup) -> None:
+    """Between the first present block's input and the last norm's (else block's) output a rank has its tokens only."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not torch.is_grad_enabled():
+            return None
+        return (borders.split(args[0], borders.TOKENS, group), *args[1:])
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return borders.join(output, borders.TOKENS, group) if torch.is_grad_enabled() else output
+
+    blocks = list(found.blocks.values())
+    blocks[0].register_forward_pre_hook(before)
+    last = found.norm if found.norm is not None else blocks[-1]
+    last.register_forward_hook(after)
+    for module in (*blocks, *filter(None, [found.norm])):
+        cutter.summed(module)

@@ -1,0 +1,113 @@
+"""The collectives at the border of a tensor-parallel region, each with the collective that its gradient needs.
+
+A tensor at a border is *whole* (equal on every rank), a *summand* (the sum over ranks is meant), or a *part* (a slice
+along one dim). A gradient is of the same three kinds:
+
+    verb             forward               backward           (forward: value, backward: gradient)
+    enter            whole → whole         summand → whole    all-reduce in backward ("f" of Megatron-LM)
+    leave            summand → whole       whole → whole      all-reduce in forward ("g")
+    enter_tokens     part → whole          summand → part     all-gather; reduce-scatter in backward
+    leave_tokens     summand → part        part → whole       reduce-scatter; all-gather in backward
+    split            whole → part          part → whole       no traffic; all-gather in backward
+    join             part → whole          whole → part       all-gather; no traffic in backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TOKENS = 1
+"""The dim of tokens in hidden states [B, T, D]."""
+
+# torch 2.13 has renamed both
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_Move = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
+
+
+def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, whose gradient is a summand on each rank of what comes after."""
+    return _Border.apply(x, _same, _sum, 0, group) if x.requires_grad else x
+
+
+def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `x` over the ranks."""
+    return _Border.apply(x, _sum, _same, 0, group)
+
+
+def enter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All tokens of `x` [B, T/t, D] → [B, T, D], whose gradient is a summand on each rank."""
+    return _Border.apply(x, _gather, _scatter_sum, TOKENS, group)
+
+
+def leave_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's tokens of the sum of `x` [B, T, D] over the ranks → [B, T/t, D]."""
+    return _Border.apply(x, _scatter_sum, _gather, TOKENS, group)
+
+
+def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the whole `x` along `dim`."""
+    return _Border.apply(x, _part, _gather, dim, group)
+
+
+def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The whole of which every rank has the part `x` along `dim`; what comes after is the same on every rank."""
+    return _Border.apply(x, _gather, _part, dim, group)
+
+
+class _Border(torch.autograd.Function):
+    """`there` in forward, `back` on the gradient; itself differentiable, so Hessian products pass through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: _Move, back: _Move, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.moves = (there, back, dim, group)
+        return there(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        there, back, dim, group = ctx.moves
+        return _Border.apply(grad, back, there, dim, group), None, None, None, None
+
+
+def _same(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    width = _share(x, dim, group)
+    return x.narrow(dim, dist.get_rank(group) * width, width).contiguous()
+
+
+def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    parts = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+    _all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts.chunk(ranks), dim=dim) if dim % x.dim() else parts
+
+
+def _scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    width = _share(x, dim, group)
+    parts = torch.cat(x.split(width, dim=dim)) if dim % x.dim() else x.contiguous()
+    shape = list(x.shape)
+    shape[dim] = width
+    own = x.new_empty(shape)
+    _reduce_scatter(own, parts, group=group)
+    return own
+
+
+def _share(x: Tensor, dim: int, group: dist.ProcessGroup) -> int:
+    ranks = dist.get_world_size(group)
+    assert x.shape[dim] % ranks == 0, f"dim {dim} of {tuple(x.shape)} is not a multiple of {ranks} ranks"
+    return x.shape[dim] // ranks

@@ -1,0 +1,115 @@
+"""The vocabulary over tensor-parallel ranks: embedding, output head, and a cross entropy that gathers no logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import borders
+
+# Elements of one slice of logits: small enough for the caches of a CPU, large enough to fill a GPU.
+_SLICE = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """The tokens [start, stop) of `size` that this rank's rows of a head or embedding stand for."""
+
+    start: int
+    stop: int
+    size: int
+    group: dist.ProcessGroup
+
+
+def split_embedding(embedding: Any, held: VocabularySlice) -> None:
+    """Let `embedding`, already cut to `held`, look up any token: ids [B, T] → whole [B, T, D] on every rank."""
+    lookup = embedding.forward
+
+    def forward(input: Tensor) -> Tensor:
+        local = input - held.start
+        foreign = (local < 0) | (local >= held.stop - held.start)
+        rows = lookup(local.masked_fill(foreign, 0))
+        return borders.leave(rows.masked_fill(foreign.unsqueeze(-1), 0.0), held.group)
+
+    embedding.num_embeddings = held.stop - held.start
+    embedding.padding_idx = None  # of the whole vocabulary; it only stops a gradient, and the embedding is frozen
+    embedding.vocabulary = held
+    embedding.forward = forward
+
+
+def split_head(linear: Any, held: VocabularySlice) -> None:
+    """Let `linear`, already cut to `held`, give the logits of the whole vocabulary: [..., D] → [..., V].
+
+    A training loss that replaces `linear.forward` for a moment (`vocabulary_cross_entropy`) never gathers them.
+    """
+    local = linear.forward
+
+    def forward(input: Tensor) -> Tensor:
+        return borders.join(local(borders.enter(input, held.group)), -1, held.group)
+
+    linear.out_features = held.stop - held.start
+    linear.vocabulary = held
+    linear.forward = forward
+
+
+def vocabulary_cross_entropy(
+    hidden: Tensor, linear: nn.Linear, targets: Tensor, *, group: dist.ProcessGroup, start: int
+) -> Tensor:
+    """Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and cut by rows.
+
+    This rank has the rows of W from token `start` on; `hidden` and `targets` [n] (over the whole vocabulary) are equal
+    on every rank of `group`, and so are the result and its gradient. Logits exist for one slice of rows and this rank's
+    tokens at a time. Two all-reduces a slice carry the maximum, then the sum of exponentials and the target's logit;
+    one in backward sums the gradient of `hidden`. Under autocast the products are in its precision.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    return _VocabularyCrossEntropy.apply(hidden, linear.weight, linear.bias, targets - start, group)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        device = hidden.device.type
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        total = torch.zeros((), dtype=torch.float64 if device == "cpu" else torch.float32, device=hidden.device)
+        rows = max(_SLICE.get(device, 1 << 24) // weight.shape[0], 16)
+        with torch.autocast(device, enabled=False):
+            for first in range(0, len(hidden), rows):
+                part, wanted = hidden[first : first + rows], targets[first : first + rows, None]
+                own = ((wanted >= 0) & (wanted < weight.shape[0])).float()
+                wanted = wanted.clamp(0, weight.shape[0] - 1)
+                logits = F.linear(part, weight, bias).float()
+                peak = logits.amax(dim=1, keepdim=True)
+                dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+                logits.sub_(peak)
+                chosen = logits.gather(1, wanted) * own
+                logits.exp_()
+                sums = torch.cat([logits.sum(dim=1, keepdim=True), chosen], dim=1)
+                dist.all_reduce(sums, group=group)
+                norm, chosen = sums.split(1, dim=1)
+                total += (norm.log() - chosen).sum(dtype=total.dtype)
+                if gradient is not None:
+                    logits.div_(norm).scatter_add_(1, wanted, -own)
+                    torch.mm(logits.to(weight.dtype), weight, out=gradient[first : first + rows])
+        ctx.save_for_backward(gradient)
+        ctx.group = group
+        return total.float()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (summand,) = ctx.saved_tensors
+        gradient = summand * upstream.to(summand.dtype)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None, None, None, None

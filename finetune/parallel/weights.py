@@ -1,0 +1,208 @@
+"""Weights from safetensors files straight into what this rank holds of a model that was built on meta.
+
+No rank ever has a whole copy: of each tensor it reads the indices that its tensor-parallel slice and its FSDP2 chunk
+leave it, some rows at a time, and casts them on the way in. Where transformers has to convert tensors (stacked
+experts), rank 0 makes them with `from_pretrained` and every rank copies its part of each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..backbone import quiet_transformers
+from ..errors import UserError
+from .keys import Checkpoint
+from .layout import Layout, canonical
+from .placing import Runs, held, local, put
+from .world import World
+
+Progress = Callable[[int, int, float], None]
+"""Told (bytes read, bytes to read, bytes/s) about twice a second and at the end."""
+_PIECE = 8 << 20  # bytes of the file that are copied at once
+_OFTEN = 0.5  # seconds between two words of progress
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load_weights` did on this rank."""
+
+    bytes: int
+    """Read from the files, in their dtypes."""
+    seconds: float
+    unread: tuple[str, ...]
+    """Parameters of the model, by their full names, that no file has: adapters and new heads, still without values."""
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Give every tensor on meta uninitialised memory on `device`: of a DTensor the local shard only.
+
+    Other tensors (buffers, which were real all along) move to `device` with their values. Shared parameters stay
+    shared.
+    """
+    shared = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shared[id(parameter)].append((module, name))
+    # torch's own traversal, so that FSDP2 takes note of the new shards
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for (first, name), *others in shared.values():
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, checkpoint: Checkpoint, *, layout: Layout, world: World, say: Progress | None = None
+) -> Loaded:
+    """Fill the backbone's tensors in `model`: a whole model or a pipeline's part of it, wrapped by PEFT, cut, sharded.
+
+    Collective if and only if `checkpoint.converted` is not empty: then every rank of the default group calls it once.
+
+    Raises:
+        UserError: a file changed since its header was read, or transformers cannot convert it.
+    """
+    wanted, unread = _wanted(model, checkpoint)
+    files: dict[Path, list[tuple[str, Tensor]]] = defaultdict(list)
+    total = 0
+    for name, tensor in wanted:
+        assert checkpoint.shapes[name] == layout.shape(name, tensor.shape), name
+        if name in checkpoint.keys:
+            entry = checkpoint.entries[checkpoint.keys[name]]
+            files[entry.file].append((name, tensor))
+            total += local(tensor).numel() * entry.dtype.itemsize
+    watch = _Watch(total, say)
+    for file, tensors in files.items():
+        tensors.sort(key=lambda pair: checkpoint.entries[checkpoint.keys[pair[0]]].offset)
+        _read_file(file, tensors, checkpoint, layout, watch)
+    if checkpoint.converted:
+        converted = [(name, tensor) for name, tensor in wanted if name in checkpoint.converted]
+        _scatter_converted(converted, checkpoint, layout, world)
+    return Loaded(watch.done, watch.finish(), tuple(unread))
+
+
+def _wanted(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[tuple[str, Tensor]], list[str]]:
+    """The tensors to fill by canonical name (a name may come twice: a head and PEFT's copy of it), and the rest."""
+    new = {*checkpoint.missing, *checkpoint.mismatched} - set(checkpoint.keys)
+    wanted: list[tuple[str, Tensor]] = []
+    unread = []
+    for full, parameter in model.named_parameters():
+        name = canonical(full)
+        if name in checkpoint.keys or name in checkpoint.converted:
+            wanted.append((name, parameter))
+        else:
+            assert name in new or name not in checkpoint.shapes, name
+            unread.append(full)
+    wanted += [(canonical(n), b) for n, b in model.named_buffers() if canonical(n) in checkpoint.keys]
+    return [(name, tensor.detach()) for name, tensor in wanted], unread
+
+
+def _read_file(
+    file: Path, tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint, layout: Layout, watch: _Watch
+) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as source:
+            for name, tensor in tensors:
+                key = checkpoint.keys[name]
+                if tensor.ndim == 0:
+                    local(tensor).copy_(source.get_tensor(key))
+                    watch.add(checkpoint.entries[key].bytes)
+                    continue
+                view = source.get_slice(key)
+                size = checkpoint.entries[key].dtype.itemsize
+                for there, here in _pieces(held(tensor, layout.slices.get(name)), size):
+                    part = local(tensor)[here]
+                    part.copy_(view[there])
+                    watch.add(part.numel() * size)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read any more ({str(error).splitlines()[0]}); was it replaced?") from error
+
+
+def _pieces(held: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Slices of the file's tensor and of the local one that together cover it, each of at most `_PIECE` bytes."""
+    offsets = [list(itertools.accumulate((stop - start for start, stop in runs), initial=0)) for runs in held]
+    for numbers in itertools.product(*(range(len(runs)) for runs in held)):
+        box = [held[dim][number] for dim, number in enumerate(numbers)]
+        places = [offsets[dim][number] for dim, number in enumerate(numbers)]
+        row = itemsize
+        for start, stop in box[1:]:
+            row *= stop - start
+        rest = tuple(slice(start, stop) for start, stop in box[1:])
+        target = tuple(slice(p, p + stop - start) for p, (start, stop) in zip(places[1:], box[1:], strict=True))
+        step = max(1, _PIECE // row)
+        start, stop = box[0]
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            yield (slice(first, last), *rest), (slice(places[0] + first - start, places[0] + last - start), *target)
+
+
+def _scatter_converted(tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint, layout: Layout, world: World) -> None:
+    """Rank 0 loads the model as transformers does; its converted tensors go round one by one."""
+    state: dict[str, Tensor] = {}
+    problem: list[str | None] = [None]
+    if world.rank == 0:
+        try:
+            with quiet_transformers(), torch.random.fork_rng(devices=[]):
+                state = checkpoint.model_class.from_pretrained(
+                    checkpoint.directory,
+                    config=checkpoint.config,
+                    dtype=checkpoint.dtype,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,
+                ).state_dict()
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            problem = [f"{checkpoint.directory}: its weights cannot be converted: {str(error).splitlines()[0]}"]
+    if world.size > 1:
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0]:
+        raise UserError(problem[0])
+    here = defaultdict(list)
+    for name, tensor in tensors:
+        here[name].append(tensor)
+    for name in checkpoint.converted:
+        whole = state.pop(name).contiguous() if world.rank == 0 else None
+        if world.size > 1:
+            whole = _broadcast(whole, checkpoint.shapes[name], checkpoint.dtype, world)
+        for tensor in here[name]:
+            assert whole is not None
+            put(tensor, whole, layout.slices.get(name))
+
+
+def _broadcast(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: World) -> Tensor:
+    whole = torch.empty(shape, dtype=dtype, device=world.device) if tensor is None else tensor.to(world.device, dtype)
+    dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+    return whole
+
+
+class _Watch:
+    """Counts bytes and says how it goes."""
+
+    def __init__(self, total: int, say: Progress | None) -> None:
+        self.total, self.done = total, 0
+        self._say = say
+        self._start = self._last = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self.done += count
+        now = time.monotonic()
+        if self._say is not None and now - self._last >= _OFTEN:
+            self._last = now
+            self._say(self.done, self.total, self.done / (now - self._start))
+
+    def finish(self) -> float:
+        """Say it a last time; returns the seconds since the start."""
+        seconds = time.monotonic() - self._start
+        if self._say is not None:
+            self._say(self.done, self.total, self.done / max(seconds, 1e-9))
+        return seconds

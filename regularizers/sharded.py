@@ -1,0 +1,109 @@
+"""Parameters that FSDP2 keeps in parts between forward passes: the part at hand, and the whole of many at once.
+
+A sharded parameter is a DTensor, recognised by its `device_mesh`; it has one `Shard(dim)` placement, and for hybrid
+sharding a `Replicate` beside it. Along `dim` the ranks hold chunks of ⌈size/ranks⌉, the last ones shorter or empty.
+Inside a forward pass the same parameter is a plain tensor, and so it may stay after an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether `parameter` is kept in parts (a DTensor)."""
+    return hasattr(parameter, "device_mesh")
+
+
+def compute_device(parameter: Tensor) -> torch.device:
+    """Where `parameter` is computed with; its parts may wait in host memory."""
+    if not is_sharded(parameter):
+        return parameter.device
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    return torch.empty(0, device=mesh.device_type).device
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process holds of a parameter."""
+
+    tensor: Tensor
+    dim: int
+    bounds: tuple[tuple[int, int], ...]
+    """Half-open range along `dim` of every rank of `group`; one range if the parameter is whole here."""
+    rank: int
+    group: Any
+    """The process group whose ranks hold the other parts; None if the parameter is whole here."""
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Part:
+        """Without communication."""
+        parameter = parameter.detach()
+        if not is_sharded(parameter):
+            return cls(parameter, 0, ((0, parameter.shape[0]),), 0, None)
+        sharded: Any = parameter
+        mesh, local = sharded.device_mesh, sharded.to_local()
+        cuts = [(axis, placement.dim) for axis, placement in enumerate(sharded.placements) if placement.is_shard()]
+        assert len(cuts) <= 1, sharded.placements
+        if not cuts:
+            return cls(local, 0, ((0, local.shape[0]),), 0, None)
+        axis, dim = cuts[0]
+        size, ranks = sharded.shape[dim], mesh.size(axis)
+        chunk = -(-size // ranks)
+        bounds = tuple((min(rank * chunk, size), min((rank + 1) * chunk, size)) for rank in range(ranks))
+        part = cls(local, dim, bounds, mesh.get_local_rank(axis), mesh.get_group(axis))
+        assert local.shape[dim] == part.stop - part.start, (local.shape, part.bounds, part.rank)
+        return part
+
+    @property
+    def start(self) -> int:
+        """First index along `dim`."""
+        return self.bounds[self.rank][0]
+
+    @property
+    def stop(self) -> int:
+        """One past the last index along `dim`."""
+        return self.bounds[self.rank][1]
+
+
+@torch.no_grad()
+def gathered(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The whole of each parameter, where it is computed with. Collective if any of them is sharded: one all-gather for
+    each process group and dtype, whatever the number of parameters."""
+    import torch.distributed as dist
+
+    parts = [Part.of(parameter) for parameter in parameters]
+    whole = [part.tensor for part in parts]
+    batches: dict[tuple[Any, torch.dtype], list[int]] = {}
+    for index, part in enumerate(parts):
+        if part.group is not None:
+            batches.setdefault((part.group, part.tensor.dtype), []).append(index)
+    for (group, dtype), members in batches.items():
+        device, ranks = compute_device(parameters[members[0]]), len(parts[members[0]].bounds)
+        widths = [parameters[index].numel() // parameters[index].shape[parts[index].dim] for index in members]
+        counts = [
+            [(stop - start) * width for start, stop in parts[index].bounds]
+            for index, width in zip(members, widths, strict=True)
+        ]
+        longest = max(sum(count[rank] for count in counts) for rank in range(ranks))
+        mine = torch.cat([parts[index].tensor.reshape(-1).to(device) for index in members])
+        sent = torch.zeros(longest, dtype=dtype, device=device)
+        sent[: len(mine)] = mine
+        received = torch.empty(ranks, longest, dtype=dtype, device=device)
+        dist.all_gather_into_tensor(received.view(-1), sent, group=group)
+        pieces = [
+            row[: sum(lengths)].split(lengths) for row, lengths in zip(received, zip(*counts, strict=True), strict=True)
+        ]
+        for place, index in enumerate(members):
+            shape, dim = list(parameters[index].shape), parts[index].dim
+            chunks = [
+                pieces[rank][place].view(*shape[:dim], stop - start, *shape[dim + 1 :])
+                for rank, (start, stop) in enumerate(parts[index].bounds)
+            ]
+            whole[index] = torch.cat(chunks, dim)
+    return whole

@@ -1,0 +1,211 @@
+"""A job of several ranks ends with one message from the cause, the right code, in time, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from finetune.parallel.board import FolderBoard
+from finetune.parallel.watch import Beat, Watch
+
+CHILD = Path(__file__).resolve().parent.parent / "launch_children.py"
+PARENT = """
+import sys
+from pathlib import Path
+from finetune.parallel.launch import spawn
+code = spawn(sys.argv[2:], ranks=int(sys.argv[1]), resume=Path(sys.argv[4]))
+sys.exit(99 if "torch" in sys.modules else code)
+"""
+LIMIT_S = 60.0
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    errors: str
+    seconds: float
+
+
+def job(
+    folder: Path, scenario: str, *, ranks: int = 2, act: Callable[[subprocess.Popen[str]], None] | None = None
+) -> Ended:
+    """Run the scenario under our launcher; `act` is called when rank 0 has made some steps."""
+    command = [sys.executable, "-c", PARENT, str(ranks), str(CHILD), scenario, str(folder), "5"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = time.monotonic()
+    if act is not None:
+        while not (folder / "step").exists() or int((folder / "step").read_text() or 0) < 5:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() - started < LIMIT_S
+            time.sleep(0.02)
+        started = time.monotonic()
+        act(process)
+    out, errors = process.communicate(timeout=2 * LIMIT_S)
+    ended = Ended(process.returncode, out, errors, time.monotonic() - started)
+    assert not [rank for rank in range(ranks) if runs(pid_of(folder, rank))]
+    assert ended.seconds < LIMIT_S
+    return ended
+
+
+def pid_of(folder: Path, rank: int) -> int:
+    return int((folder / f"pid-{rank}").read_text())
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and no zombie that nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def messages(ended: Ended) -> list[str]:
+    return [line for line in ended.errors.splitlines() if line.startswith("flatshift: ")]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "code", "words"),
+    [
+        ("product", 2, "dp 3 makes 3 ranks, but 2 processes"),
+        ("early", 2, "rank 1 cannot read its rows"),
+        ("user", 2, "the rows of this rank are bad"),
+        ("memory", 3, "rank 1 ran out of memory"),
+        ("bug", 70, "KeyError: 'ours'"),
+        ("hang", 3, "in happen (step 5, update)"),
+    ],
+)
+def test_one_message_from_the_cause(tmp_path: Path, scenario: str, code: int, words: str) -> None:
+    ended = job(tmp_path, scenario)
+    assert ended.code == code, ended.errors
+    assert len(messages(ended)) == 1 and words in ended.errors
+    assert ended.errors.count("Traceback") == (scenario == "bug")
+
+
+def test_only_rank_0_has_the_terminal(tmp_path: Path) -> None:
+    ended = job(tmp_path, "done")
+    assert (ended.code, ended.out, ended.errors) == (0, "rank 0 is done\n", "")
+
+
+def test_another_recipe_on_a_rank(tmp_path: Path) -> None:
+    ended = job(tmp_path, "recipe", ranks=3)
+    assert ended.code == 2 and len(messages(ended)) == 1
+    assert "rank 2 runs train.seed: 1, rank 0 train.seed: 0" in ended.errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank(tmp_path: Path, rank: int) -> None:
+    ended = job(tmp_path, "steps", act=lambda _: os.kill(pid_of(tmp_path, rank), signal.SIGKILL))
+    assert ended.code == 3 and len(messages(ended)) == 1, ended.errors
+    assert f"rank {rank} (pid {pid_of(tmp_path, rank)}) was killed by signal 9 (SIGKILL)" in ended.errors
+    assert f"--resume {tmp_path}" in ended.errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank(tmp_path: Path, rank: int) -> None:
+    ended = job(tmp_path, "steps", act=lambda _: os.kill(pid_of(tmp_path, rank), signal.SIGSTOP))
+    assert ended.code == 3 and len(messages(ended)) == 1, ended.errors
+    assert f"rank {rank} (" in ended.errors and "has not answered for" in ended.errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    ended = job(tmp_path, "steps", act=lambda process: process.send_signal(number))
+    assert ended.code == 3 and len(messages(ended)) == 1, ended.errors
+    assert "interrupted: stopped after step" in ended.errors
+
+
+def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    def kill(process: subprocess.Popen[str]) -> None:
+        process.kill()
+        time.sleep(1)
+
+    assert job(tmp_path, "steps", act=kill).code == -signal.SIGKILL
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("scenario", "words"), [("user", "the rows of this rank are bad"), ("killed", "rank 1 (")]
+)
+def test_under_torchrun(tmp_path: Path, scenario: str, words: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(CHILD)]
+    done = subprocess.run([*command, scenario, str(tmp_path), "5"], capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    assert words in done.stderr and done.stderr.count("flatshift: ") == 1, done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_into_the_same_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1", "-m", "flatshift"]
+    settings = {"train.steps": 40, "train.save_every": 2, "train.batch_size": 2, "train.max_length": 32}
+    settings |= {"data.train.limit": 20, "data.dev.limit": 4, "data.test.limit": 4, "eval.bootstrap": 10}
+    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "train", "classify", "--out", str(out), *flags], stderr=subprocess.PIPE, text=True
+    )
+    while not (out / "state" / "step-4").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    for pid in (int(p.name) for p in Path("/proc").glob("[0-9]*")):
+        if parent_of(pid) == process.pid:
+            os.kill(pid, signal.SIGKILL)
+    assert process.communicate(timeout=200) and process.returncode == 0
+    assert (out / "eval.json").is_file() and "continues after step" in (out / "log.txt").read_text()
+
+
+def parent_of(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return None
+
+
+def watch(board: FolderBoard, ended: list[int], *, stall: float = 5.0) -> Watch:
+    return Watch(board, rank=0, size=3, stall=stall, end=ended.append)
+
+
+def beat(number: int, *, count: int, idle: float, hurried: bool = True) -> Beat:
+    return Beat(number, "elsewhere", 1, count, count, "update", idle, 0.2, hurried, "x.py:1 in f")
+
+
+@pytest.mark.parametrize(
+    ("beats", "words"),
+    [
+        ([(9, 9.0), (8, 9.0), (9, 8.0)], "rank 1 (elsewhere:1) hangs at x.py:1 in f (step 8, update)"),
+        ([(9, 9.0), (9, 9.0), (9, 8.0)], "no rank has made progress for 8 s (all are at step 9, update)"),
+        ([(9, 9.0), (8, 4.0), (9, 8.0)], None),
+        ([(1, 90.0), (1, 90.0), (1, 90.0)], None),
+    ],
+    ids=["one behind", "all alike", "one moved", "before the first updates"],
+)
+def test_who_is_furthest_behind(tmp_path: Path, beats: list[tuple[int, float]], words: str | None) -> None:
+    board = FolderBoard(tmp_path)
+    eye = watch(board, [])
+    eye._look_for_progress({r: beat(1, count=count, idle=idle) for r, (count, idle) in enumerate(beats)})
+    cause = board.get("cause")
+    assert (cause is None) if words is None else (words in str(cause))
+
+
+def test_an_unhurried_rank_is_waited_for(tmp_path: Path) -> None:
+    board = FolderBoard(tmp_path)
+    beats = {0: beat(1, count=9, idle=99.0, hurried=False), 1: beat(1, count=9, idle=99.0)}
+    watch(board, [])._look_for_progress(beats)
+    assert board.get("cause") is None
+
+
+def test_a_board_of_files(tmp_path: Path) -> None:
+    board = FolderBoard(tmp_path)
+    assert board.get("a") is None
+    board.put("a", "1")
+    board.put("a", "2")
+    assert board.get("a") == "2" and not board.claim("a", "3") and board.claim("b", "4")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]

@@ -1,0 +1,317 @@
+"""Tensor parallelism equals the whole model: loss, first gradients, logits and generation, on 2 and 4 processes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from finetune.config import Mesh
+from finetune.parallel.layout import Layout, canonical
+from finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
+from finetune.parallel.world import World
+from tests.distributed_ranks import run_ranks
+from tests.tensor_models import KINDS, VOCABULARY, adapted, backbone, inputs
+
+SPLIT_BY_TOKENS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "llama-classify")
+
+
+def _world() -> World:
+    return World.of(Mesh(tp=dist.get_world_size()), torch.device("cpu"))
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    grads = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            grads[canonical(name)] = parameter.grad.detach().clone()
+        else:
+            assert parameter.grad is None, name
+    return grads
+
+
+def _summed(grads: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    for name in sorted(layout.partial):
+        dist.all_reduce(grads[name])
+    return grads
+
+
+def _step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+def _compare(
+    kind: str,
+    *,
+    world: World,
+    dtype: torch.dtype = torch.float32,
+    sequence_parallel: bool = False,
+    checkpoint: bool = False,
+) -> dict[str, float]:
+    """Worst relative differences from the whole model, of which every rank makes its own copy."""
+    whole = adapted(kind).to(dtype)
+    local = copy.deepcopy(whole)
+    trains = {canonical(n): p.requires_grad for n, p in whole.named_parameters()}
+    batch = {name: v.to(dtype) if v.is_floating_point() else v for name, v in inputs(kind).items()}
+    loss = _step(whole, batch)
+    layout = tensor_parallel(local, world=world, sequence_parallel=sequence_parallel)
+    assert {canonical(n): p.requires_grad for n, p in local.named_parameters()}.items() <= trains.items()
+    if checkpoint:
+        local.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    own_loss = _step(local, batch)
+    wanted, grads = _gradients(whole), _summed(_gradients(local), layout)
+    assert wanted.keys() == grads.keys()
+    errors = [abs(float(own_loss - loss)) / float(loss)]
+    worst = 0.0
+    for name, grad in wanted.items():
+        part = layout.slices[name].take(grad) if name in layout.slices else grad
+        assert float(grad.abs().max()) > 1e-6, name
+        assert layout.shape(name, grads[name].shape) == tuple(grad.shape)
+        worst = max(worst, float((grads[name] - part).norm() / part.norm()))
+    whole.eval(), local.eval()
+    with torch.no_grad():
+        a, b = whole(**batch).logits, local(**batch).logits
+    same = [torch.empty_like(b) for _ in range(world.size)]
+    dist.all_gather(same, b)
+    assert all(torch.equal(b, other) for other in same)
+    assert a.shape == b.shape
+    return {"loss": errors[0], "grads": worst, "logits": float((a - b).norm() / a.norm())}
+
+
+def every_model(kinds: tuple[str, ...]) -> dict[str, dict[str, float]]:
+    """Both precisions: float32 is what users compare, float64 tells a wrong term from rounding."""
+    world = _world()
+    report = {}
+    for kind in kinds:
+        report[kind] = _compare(kind, world=world)
+        report[f"{kind}, exact"] = _compare(kind, world=world, dtype=torch.float64)
+        if kind in SPLIT_BY_TOKENS:
+            report[f"{kind}, tokens"] = _compare(kind, world=world, sequence_parallel=True)
+    report["llama, tokens, recomputed"] = _compare("llama", world=world, sequence_parallel=True, checkpoint=True)
+    report["t5, recomputed"] = _compare("t5", world=world, checkpoint=True)
+    return report
+
+
+def _judge(results: list[dict[str, dict[str, float]]]) -> None:
+    for report in results:
+        for kind, errors in report.items():
+            for what, error in errors.items():
+                assert error <= (1e-7 if "exact" in kind else 1e-5), (kind, what, error)
+
+
+def test_two_ranks_equal_the_whole_model() -> None:
+    _judge(run_ranks(every_model, 2, tuple(KINDS)))
+
+
+def test_four_ranks_equal_the_whole_model() -> None:
+    kinds = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "t5", "bert", "vit")
+    _judge(run_ranks(every_model, 4, kinds))
+
+
+# --------------------------------------------------------------------------------------------- the rest, on one spawn
+
+
+def rest() -> dict[str, Any]:
+    world = _world()
+    return {
+        "generation": {kind: _generation(kind, world) for kind in ("llama", "gpt2", "t5", "gemma3")},
+        "meta": [_meta(kind, world) for kind in ("llama-tied", "gpt2", "t5", "bert-masked")],
+        "vocabulary": _vocabulary(world),
+        "traffic": {mode: _traffic(world, sequence_parallel=mode) for mode in (False, True)},
+        "second": _second_call(world),
+        "curvature": _curvature(world),
+        "stages": {mode: _stages(world, sequence_parallel=mode) for mode in (False, True)},
+    }
+
+
+def _generation(kind: str, world: World) -> tuple[list, list]:
+    whole = adapted(kind).eval()
+    local = copy.deepcopy(whole)
+    tensor_parallel(local, world=world, sequence_parallel=kind in SPLIT_BY_TOKENS)
+    batch = {k: v for k, v in inputs(kind).items() if k != "labels"}
+    if kind != "t5":  # decoder-only models are asked with the padding on the left
+        batch = {k: v.flip(1) for k, v in batch.items()}
+    settings = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
+    return whole.generate(**batch, **settings).tolist(), local.generate(**batch, **settings).tolist()
+
+
+def _meta(kind: str, world: World) -> bool:
+    """The cut is the same on the meta device, and tied weights stay one parameter."""
+    real, meta = adapted(kind), adapted(kind, meta=True)
+    cut = [tensor_parallel(model, world=world) for model in (real, meta)]
+    shapes = [{n: (p.shape, p.requires_grad) for n, p in model.named_parameters()} for model in (real, meta)]
+    rows = [b.shape for n, b in meta.named_buffers() if n.endswith(".bias") and not b.is_meta]
+    if kind == "llama-tied":
+        assert meta.base_model.model.lm_head.weight is meta.base_model.model.model.embed_tokens.weight
+        assert {"lm_head.weight", "model.embed_tokens.weight"} <= cut[1].slices.keys()
+    has_row_biases = kind in ("gpt2", "bert-masked")
+    return cut[0] == cut[1] and shapes[0] == shapes[1] and bool(rows) == (world.rank > 0 and has_row_biases)
+
+
+def _vocabulary(world: World) -> dict[str, float]:
+    """Float32 with a bias, against float64 over the whole vocabulary."""
+    generator = torch.Generator().manual_seed(4)
+    n, width, size = 50, 16, 64
+    hidden = torch.randn(n, width, generator=generator, requires_grad=True)
+    weight, bias = torch.randn(size, width, generator=generator) * 2, torch.randn(size, generator=generator)
+    targets = torch.randint(size, (n,), generator=generator)
+    exact = F.cross_entropy(hidden.double() @ weight.double().T + bias.double(), targets, reduction="sum")
+    (wanted,) = torch.autograd.grad(exact * 0.5, hidden)
+    rows = size // world.size
+    start = rows * world.rank
+    linear = nn.Linear(width, rows).requires_grad_(False)
+    linear.weight.copy_(weight[start : start + rows])
+    linear.bias.copy_(bias[start : start + rows])
+    loss = vocabulary_cross_entropy(hidden, linear, targets, group=world.group("tp"), start=start)
+    (got,) = torch.autograd.grad(loss * 0.5, hidden)
+    empty = vocabulary_cross_entropy(hidden[:0], linear, targets[:0], group=world.group("tp"), start=start)
+    return {
+        "loss": float((loss - exact).detach().abs() / exact.detach()),
+        "grad": float((got - wanted).norm() / wanted.norm()),
+        "empty": float(empty),
+    }
+
+
+def _traffic(world: World, *, sequence_parallel: bool) -> dict[str, int]:
+    """Elements that the collectives of one step move by name, embedding and head apart."""
+    rows, tokens, blocks = 2, 8, 4
+    model = adapted("llama", num_hidden_layers=blocks)
+    model.get_input_embeddings().register_forward_hook(lambda m, a, out: out.requires_grad_())
+    tensor_parallel(model, world=world, sequence_parallel=sequence_parallel)
+    moved: dict[str, int] = {}
+    places = {"all_reduce": (dist, "all_reduce")}
+    places |= {name: (borders, f"_{name}") for name in ("all_gather", "reduce_scatter")}
+    real = {name: getattr(*place) for name, place in places.items()}
+
+    def count(name: str) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            size = max(a.numel() for a in args if isinstance(a, Tensor))
+            moved[f"{name} {size}"] = moved.get(f"{name} {size}", 0) + 1
+            return real[name](*args, **kwargs)
+
+        return counted
+
+    for name, place in places.items():
+        setattr(*place, count(name))
+    try:
+        _step(model, inputs("llama", rows=rows, tokens=tokens))
+    finally:
+        for name, place in places.items():
+            setattr(*place, real[name])
+    return moved
+
+
+def _second_call(world: World) -> str:
+    model = adapted("llama")
+    tensor_parallel(model, world=world)
+    try:
+        tensor_parallel(model, world=world)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _curvature(world: World) -> float:
+    """A Hessian-vector product of one local B equals the whole model's."""
+    whole = adapted("qwen2", attn_implementation="eager")
+    local = copy.deepcopy(whole)
+    layout = tensor_parallel(local, world=world)
+    products = []
+    for model in (whole, local):
+        b = dict(model.named_parameters())["base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight"]
+        (grad,) = torch.autograd.grad(model(**inputs("qwen2")).loss, b, create_graph=True)
+        direction = torch.ones_like(b)
+        inner = (grad * direction).sum()
+        if model is local:
+            inner = borders.leave(inner, dist.group.WORLD)
+        products.append(torch.autograd.grad(inner, b)[0])
+    wanted = layout.slices["model.layers.1.mlp.up_proj.lora_B.weight"].take(products[0])
+    return float((products[1] - wanted).norm() / wanted.norm())
+
+
+class _Through(nn.Module):
+    """What stands where another pipeline stage's module was."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+def _stages(world: World, *, sequence_parallel: bool) -> dict[str, float]:
+    """Two pipeline stages in one container: tokens are whole at the border between them."""
+    whole = adapted("llama")
+    container = nn.Module()
+    for stage in range(2):
+        part = copy.deepcopy(whole)
+        base = part.get_base_model()
+        base.model.layers[1 - stage] = _Through()
+        if stage:
+            base.model.embed_tokens = _Through()
+        else:
+            base.model.norm = base.lm_head = _Through()
+        container.add_module(f"part{stage}", part)
+    layout = tensor_parallel(container, world=world, sequence_parallel=sequence_parallel)
+    batch = inputs("llama")
+    loss = _step(whole, batch)
+    labels, ids = batch.pop("labels"), batch.pop("input_ids")
+    border = container.part0.get_base_model().model(input_ids=ids, **batch).last_hidden_state
+    assert border.shape[1] == ids.shape[1]
+    own_loss = container.part1(inputs_embeds=border, labels=labels, **batch).loss
+    own_loss.backward()
+    wanted, grads = _gradients(whole), _summed(_gradients(container), layout)
+    assert wanted.keys() == grads.keys()
+    parts = {name: layout.slices[name].take(g) if name in layout.slices else g for name, g in wanted.items()}
+    worst = max(float((grads[name] - part).norm() / part.norm()) for name, part in parts.items())
+    return {"loss": abs(float(own_loss.detach() - loss)) / float(loss), "grads": worst}
+
+
+def test_generation_meta_vocabulary_and_traffic() -> None:
+    rows, tokens, width, blocks = 2, 8, 32, 4
+    hidden = rows * tokens * width
+    for result in run_ranks(rest, 2):
+        for kind, (wanted, got) in result["generation"].items():
+            assert wanted == got, kind
+        assert all(result["meta"])
+        assert result["vocabulary"]["loss"] <= 1e-6
+        assert result["vocabulary"]["grad"] <= 1e-6
+        assert result["vocabulary"]["empty"] == 0
+        # a block: two all-reduces forward, two backward, of b·s·h; the embedding and the head's input one each
+        plain = {f"all_reduce {hidden}": 4 * blocks + 2, f"all_gather {rows * tokens * VOCABULARY}": 1}
+        assert result["traffic"][False] == plain
+        by_tokens = {
+            f"all_gather {hidden}": 4 * blocks + 2,
+            f"reduce_scatter {hidden}": 4 * blocks,
+            f"all_reduce {hidden}": 2,
+            f"all_gather {rows * tokens * VOCABULARY}": 1,
+        }
+        assert result["traffic"][True] == by_tokens
+        assert "already" in result["second"]
+        assert result["curvature"] <= 1e-5
+        assert all(error <= 1e-5 for errors in result["stages"].values() for error in errors.values())
+
+
+def test_one_rank_changes_nothing() -> None:
+    model = adapted("llama")
+    before = dict(model.named_modules())
+    layout = tensor_parallel(model, world=World.alone())
+    assert layout == Layout()
+    assert dict(model.named_modules()) == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("bert", "roberta", "vit", "llama-classify")])
+def test_models_of_these_tests_have_live_logits(kind: str) -> None:
+    """A parity test of a model that ignores its input would show nothing."""
+    model = backbone(kind)
+    batch = inputs(kind)
+    other = {**batch, "input_ids": batch["input_ids"].roll(1, 0)}
+    with torch.no_grad():
+        assert (model(**batch).logits - model(**other).logits).abs().max() > 0.05
