@@ -8,8 +8,11 @@ Both folders appear whole or not at all, hold safetensors only, and are re-opene
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,44 +23,95 @@ from experiments.preparing import Prepared, prepare
 from experiments.recipe import resume_recipe
 from finetune.atomic import replacing_directory, write_text
 from finetune.backbone import load_tokenizer, quiet_transformers, resolve_backbone
+from finetune.config import Mesh
 from finetune.data import iterate_eval
 from finetune.errors import UserError
 from finetune.rundir import refuse_nonempty
+
+_SUMMATION = 1e-5
+"""What float32 sums may add to the stored dtype's own rounding, relative to a row's largest value."""
+_MEMORY_SHARE = 0.5
 
 
 def merge(path: Path, out: Path) -> dict[str, Any]:
     """Write the backbone with the run's adapter folded in, in the backbone's own dtype, to the new directory `out`.
 
-    Folding is done in float32 and rounded once. Returns `{"dtype", "max_logit_difference", "largest_logit", "rows"}`:
-    the largest difference between backbone + adapter (float32) and the written model, read back, on rows of the run.
+    Folding is done in float32 and rounded once, file by file and some rows at a time: the whole model is never in
+    memory. Returns `{"dtype", "max_logit_difference", "largest_logit", "rows", "largest_rounding"}`: the largest
+    difference between backbone + adapter (float32) and the written model, read back, on rows of the run; None where
+    the model does not fit into memory; and, from some rows of every changed weight, the largest relative rounding.
     Raises UserError if `path` is no finished run or `out` is not empty.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from finetune.merging import NotByFiles
 
     recipe, prepared = _finished(path)
     refuse_nonempty(out)
-    exact = _in_float32(recipe)
-    model, tokenizer = build_judged(exact, exact.task, prepared.label_names, path / "adapter")
+    tokenizer = load_tokenizer(recipe.backbone)
+    dtype = stored_dtype(recipe)
+    with replacing_directory(out) as temporary:
+        try:
+            worst = _merge_by_files(recipe, prepared, path / "adapter", temporary, dtype)
+        except NotByFiles:
+            worst = None
+            _merge_in_memory(recipe, prepared, path / "adapter", temporary, dtype)
+        tokenizer.save_pretrained(temporary)
+        compared = _compare_logits(recipe, prepared, path / "adapter", temporary, dtype)
+    return {"dtype": str(dtype).removeprefix("torch."), **compared, "largest_rounding": worst}
+
+
+def _merge_by_files(recipe: Recipe, prepared: Prepared, adapter: Path, out: Path, dtype: Any) -> float:
+    """Weight files, config.json and generation_config.json; the largest relative rounding of some rows."""
+    import torch
+
+    from finetune.merging import merge_files, read_changes, spot_check
+    from finetune.parallel.skeleton import build_skeleton
+
+    model: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=prepared.label_names)
+    changes, _ = read_changes(model, adapter)
+    merge_files(model, adapter, out, dtype=dtype)
+    worst = spot_check(model.checkpoint, out, changes)
+    kinds = {entry.dtype for entry in model.checkpoint.entries.values() if entry.dtype.is_floating_point}
+    if not worst <= max(torch.finfo(kind).eps for kind in kinds) + _SUMMATION:
+        raise RuntimeError(f"the merged weights differ from backbone + adapter by {worst:.2g} of a row's largest value")
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    model.config.use_cache = True
+    model.config.save_pretrained(out)
+    if model.can_generate():
+        model.generation_config.save_pretrained(out)
+    return worst
+
+
+def _merge_in_memory(recipe: Recipe, prepared: Prepared, adapter: Path, out: Path, dtype: Any) -> None:
+    exact = _alone_in_float32(recipe)
+    model, _ = build_judged(exact, exact.task, prepared.label_names, adapter)
+    merged = model.merge_and_unload(safe_merge=True)
+    merged.config.use_cache = True
+    with quiet_transformers():
+        merged.to(dtype).save_pretrained(out)
+
+
+def _compare_logits(recipe: Recipe, prepared: Prepared, adapter: Path, out: Path, dtype: Any) -> dict[str, Any]:
+    """The written model, read back, beside backbone + adapter in float32, one after the other."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    weights = sum(file.stat().st_size for file in out.glob("*.safetensors")) // dtype.itemsize
+    if 4 * weights > available_memory() * _MEMORY_SHARE:
+        return {"max_logit_difference": None, "largest_logit": None, "rows": 0}
+    exact = _alone_in_float32(recipe)
+    model, tokenizer = build_judged(exact, exact.task, prepared.label_names, adapter)
     rows = (prepared.test or prepared.dev or prepared.train)[:8]
     batch = next(iterate_eval(rows, task=exact.task, batch_size=len(rows), pad_id=tokenizer.pad_token_id))
     inputs = {name: tensor.to(next(model.parameters()).device) for name, tensor in batch.inputs.items()}
-    model.eval()
     with torch.no_grad():
-        before = model(**inputs).logits.float()
-        merged = model.merge_and_unload(safe_merge=True)
-    dtype = _stored_dtype(recipe)
-    merged.config.use_cache = True
-    with replacing_directory(out) as temporary:
-        with quiet_transformers():
-            merged.to(dtype).save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-            kind = AutoModelForSequenceClassification if recipe.task.kind == "classify" else AutoModelForCausalLM
-            again = kind.from_pretrained(temporary, dtype=dtype, use_safetensors=True).to(before.device).eval()
-        with torch.no_grad():
-            after = again(**inputs).logits.float()
+        before = model.eval()(**inputs).logits.float()
+    del model
+    kind = AutoModelForSequenceClassification if recipe.task.kind == "classify" else AutoModelForCausalLM
+    with quiet_transformers(), torch.no_grad():
+        again = kind.from_pretrained(out, dtype=dtype, use_safetensors=True).to(before.device).eval()
+        after = again(**inputs).logits.float()
     return {
-        "dtype": str(dtype).removeprefix("torch."),
         "max_logit_difference": float((after - before).abs().max()),
         "largest_logit": float(before.abs().max()),
         "rows": len(rows),
@@ -136,19 +190,28 @@ def _require_adapter(path: Path) -> None:
         raise UserError(f"{path} is not finished; finish it with `flatshift train --resume {path}`")
 
 
-def _in_float32(recipe: Recipe) -> Recipe:
-    return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"))
+def _alone_in_float32(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"), mesh=Mesh())
 
 
-def _stored_dtype(recipe: Recipe) -> Any:
+def stored_dtype(recipe: Recipe) -> Any:
     """The dtype of the backbone's own weight files: of most of their values."""
-    import torch
-    from safetensors import safe_open
+    from finetune.parallel.index import read_index
 
-    sizes: dict[torch.dtype, int] = {}
-    for file in resolve_backbone(recipe.backbone).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                tensor = tensors.get_tensor(name)
-                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    sizes: dict[Any, int] = {}
+    for entry in read_index(resolve_backbone(recipe.backbone)).values():
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
     return max(sizes, key=sizes.__getitem__)
+
+
+def available_memory() -> int:
+    """Bytes of host memory that are free for this process: of the machine, and of the limit of its control group."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text(encoding="utf-8"))
+        free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
+    return free

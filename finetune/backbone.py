@@ -244,33 +244,24 @@ def auto_class(
     names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
     if not names or (num_labels is not None and len(names) != num_labels):
         raise ValueError("load_backbone(task=Classify) needs num_labels or label_names, and they must agree")
-    options = {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {label: i for i, label in enumerate(names)},
-    }
-    return AutoModelForSequenceClassification, options
-
-
-def _kind(task: Task) -> str:
-    return "sequence classification" if isinstance(task, Classify) else "causal language modelling"
+    by_name = {label: i for i, label in enumerate(names)}
+    return AutoModelForSequenceClassification, {
+        "num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": by_name
+    }  # fmt: skip
 
 
 def refusal(error: Exception, task: Task, where: str) -> UserError:
     """What the user is told where transformers cannot build or load a model for `task`."""
+    kind = "sequence classification" if isinstance(task, Classify) else "causal language modelling"
     if "Unrecognized configuration class" in str(error):
-        return UserError(f"{where}: transformers has no {_kind(task)} class for this architecture")
-    return UserError(f"{where} cannot be loaded for {_kind(task)}: {_first_line(error)}")
+        return UserError(f"{where}: transformers has no {kind} class for this architecture")
+    return UserError(f"{where} cannot be loaded for {kind}: {_first_line(error)}")
 
 
 def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) -> None:
-    """Check a model that was just built against its checkpoint, freeze it and note where it came from.
+    """Check a model against transformers' `report` of its checkpoint, freeze it and note where it came from.
 
-    Args:
-        report: transformers' loading report: `missing_keys` and `mismatched_keys`.
-
-    Raises:
-        UserError: an encoder as language model; or weights are missing that are not a new head's.
+    Raises UserError for an encoder as language model, and for missing weights that are not a new head's.
     """
     where = f"backbone {str(name)!r}"
     _check_causal(model, task, where)

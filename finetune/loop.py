@@ -132,7 +132,7 @@ def train_stage(
         regularizer.attach(engine.model, seed=derive(seed, "regularizer"), total_steps=train.steps, **where)
         try:
             loop.restore()
-            with without_input_casts(engine.model, train):
+            with without_input_casts(engine.model, train), watch.hurried(stage):
                 loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
         except KeyboardInterrupt as error:
             raise Interrupted(
@@ -195,6 +195,7 @@ class _Loop:
                 # bf16 rounds differently where shapes differ; a leak moves logits by far more than that
                 refuse_leaks(engine.judged, tolerance=0.1 if train.precision == "bf16" else 1e-3)
             self.head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=task)
+        engine.settle()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -396,6 +397,7 @@ class _Loop:
                 if micro.samples:
                     sums += torch.tensor([loss, right, batch.supervised], dtype=torch.float64)
                 self.engine.beat()
+        self.engine.settle()
         loss, right, count = share.add(sums.numpy()).tolist()
         figures = {"loss": loss / max(count, 1)}
         return {**figures, "accuracy": right / max(count, 1)} if isinstance(self.task, Classify) else figures

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from .parallel.index import INDEX, SINGLE, Entry, read_index
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CHUNK = 16 << 20  # bytes of float32 rows that are worked on at once
+_CHUNK = 8 << 20  # bytes of float32 rows that are worked on at once
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -64,7 +65,7 @@ class Change:
     def delta(self, start: int, stop: int) -> Tensor:
         """s·B·A at the file's rows `start:stop`, float32."""
         product = (self.b @ self.a[:, start:stop]).T if self.transposed else self.b[start:stop] @ self.a
-        return product * self.scale
+        return product.mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,11 @@ class _Piece:
     entry: Entry | None = None
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """In bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def chunks(self) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes | memoryview]:
         """The tensor's bytes in order, some at a time."""
         if self.entry is not None:
             yield from _copied(self.entry)
@@ -88,9 +90,9 @@ class _Piece:
         assert self.rows is not None
         for start, stop in _spans(self.shape):
             part = self.rows(start, stop).to(self.dtype).contiguous()
-            if part.is_floating_point() and not bool(torch.isfinite(part.float()).all()):
+            if not bool(torch.isfinite(part).all()):
                 raise UserError("the adapter makes weights that are not finite numbers; it cannot be merged")
-            yield part.flatten().view(torch.uint8).numpy().tobytes()
+            yield memoryview(part.flatten().view(torch.uint8).numpy())
 
 
 def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torch.dtype) -> dict[str, tuple[str, int]]:
@@ -118,25 +120,29 @@ def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torc
     for name, change in changes.items():
         entry = checkpoint.entries[keys[name]]
         piece = _Piece(entry.dtype, entry.shape, rows=_merged(entry, keys[name], change))
-        if [n for n, key in keys.items() if key == keys[name]] == [name]:
+        sharing = _sharing(checkpoint, name)
+        if len(sharing) > 1:
+            _untie(model, sharing)
+            added |= {other: _Piece(entry.dtype, entry.shape, entry=entry) for other in sharing[1:]} | added
+        if name == sharing[0]:
             pieces[entry.file.name][keys[name]] = piece
         else:
-            _untie(model, name)
             added[name] = piece
     for name, tensor in whole.items():
-        key = keys.get(name, name)
-        kept = checkpoint.entries[key].dtype if name in keys else dtype
-        piece = _Piece(kept, tuple(tensor.shape), rows=lambda start, stop, tensor=tensor: tensor[start:stop])
-        if name in keys:
-            pieces[checkpoint.entries[key].file.name][key] = piece
-        else:
+        kept = checkpoint.entries[keys[name]].dtype if name in keys else dtype
+        piece = _Piece(kept, tuple(tensor.shape), rows=partial(_span_of, tensor))
+        if name not in keys:
             added[name] = piece
+        elif len(_sharing(checkpoint, name)) == 1:
+            pieces[checkpoint.entries[keys[name]].file.name][keys[name]] = piece
+        else:
+            raise NotByFiles(f"{name} is replaced and tied")
     pieces[max(pieces)].update(added)
     for file, content in pieces.items():
         _write(out / file, content)
     if len(pieces) > 1 or SINGLE not in pieces:
         places = {key: file for file, content in pieces.items() for key in content}
-        total = sum(piece.bytes for content in pieces.values() for piece in content.values())
+        total = sum(piece.size for content in pieces.values() for piece in content.values())
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
     return {
         key: (file, piece.shape[0])
@@ -187,21 +193,22 @@ def spot_check(source: Any, out: Path, changes: dict[str, Change], *, rows: int 
     worst = 0.0
     for name, change in changes.items():
         key = source.keys[name]
-        before, after = source.entries[key], written[key if _is_own(source, name) else name]
+        there = key if name == _sharing(source, name)[0] else name
+        before, after = source.entries[key], written[there]
         wide = Change(change.a.double(), change.b.double(), change.scale, change.transposed, None)
         scale = _row_scale(before, key, change) if change.magnitude is not None else None
-        for start in {int(i * (before.shape[0] - 1) / max(rows - 1, 1)) for i in range(rows)}:
+        for start in {i * (before.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
             exact = _rows_of(before, key, start, start + 1).double() + wide.delta(start, start + 1)
             if scale is not None:
                 exact = exact * (scale if change.transposed else scale[start : start + 1, None]).double()
-            found = _rows_of(after, key if _is_own(source, name) else name, start, start + 1).double()
+            found = _rows_of(after, there, start, start + 1).double()
             worst = max(worst, float((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
     return worst
 
 
-def _is_own(checkpoint: Any, name: str) -> bool:
-    """Whether no tied weight shares the key of `name`."""
-    return [n for n, key in checkpoint.keys.items() if key == checkpoint.keys[name]] == [name]
+def _sharing(checkpoint: Any, name: str) -> list[str]:
+    """The names that are tied to one tensor of the files with `name`, the one that the tensor is named after first."""
+    return [other for other, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
 
 
 def _unchanged(checkpoint: Any) -> dict[str, dict[str, _Piece]]:
@@ -215,22 +222,26 @@ def _unchanged(checkpoint: Any) -> dict[str, dict[str, _Piece]]:
     return pieces
 
 
-def _untie(model: PreTrainedModel, name: str) -> None:
-    """From now on the model has two weights of its own where it tied them."""
+def _untie(model: PreTrainedModel, names: list[str]) -> None:
+    """From now on the model has a head of its own beside its embedding."""
     config = model.config.get_text_config()
-    if not getattr(config, "tie_word_embeddings", False):
-        raise NotByFiles(f"{name} is tied to another weight by its architecture")
+    if len(names) > 2 or not getattr(model.config, "tie_word_embeddings", config.tie_word_embeddings):
+        raise NotByFiles(f"{names[0]} is tied by the architecture")
     config.tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def _span_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[start:stop]
 
 
 def _merged(entry: Entry, key: str, change: Change) -> Rows:
     scale = _row_scale(entry, key, change) if change.magnitude is not None else None
 
     def rows(start: int, stop: int) -> Tensor:
-        weight = _rows_of(entry, key, start, stop).float() + change.delta(start, stop)
-        if scale is None:
-            return weight
-        return weight * (scale if change.transposed else scale[start:stop, None])
+        weight = change.delta(start, stop).add_(_rows_of(entry, key, start, stop))
+        if scale is not None:
+            weight.mul_(scale if change.transposed else scale[start:stop, None])
+        return weight
 
     return rows
 
@@ -240,7 +251,7 @@ def _row_scale(entry: Entry, key: str, change: Change) -> Tensor:
     assert change.magnitude is not None
     squares = torch.zeros_like(change.magnitude)
     for start, stop in _spans(entry.shape):
-        weight = _rows_of(entry, key, start, stop).float() + change.delta(start, stop)
+        weight = change.delta(start, stop).add_(_rows_of(entry, key, start, stop))
         if change.transposed:
             squares += weight.square().sum(dim=0)
         else:
@@ -283,9 +294,9 @@ def _write(file: Path, pieces: dict[str, _Piece]) -> None:
         header[key] = {
             "dtype": _NAMES[piece.dtype],
             "shape": list(piece.shape),
-            "data_offsets": [end, end + piece.bytes],
+            "data_offsets": [end, end + piece.size],
         }
-        end += piece.bytes
+        end += piece.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:

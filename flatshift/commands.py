@@ -22,7 +22,8 @@ from experiments.config import Recipe
 from experiments.recipe import Resolved, from_override, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
 from finetune.errors import UserError
 from finetune.parallel import agree, launch, voice
-from finetune.rundir import RECIPE
+from finetune.parallel.rules import Settings, check_settings
+from finetune.rundir import RECIPE, refuse_nonempty
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 
@@ -105,7 +106,7 @@ class SweepFlags:
 
 @dataclass(frozen=True)
 class EvalFlags:
-    """Judge a finished run again, on its own dev and test rows or on other files."""
+    """Judge a finished run again, on its own dev and test rows or on other files; on another mesh by --mesh.dp N, …"""
 
     run: Positional[Path]
     """Run directory."""
@@ -258,13 +259,14 @@ def _train(argv: list[str]) -> int:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
         found = resume_recipe(flags.resume, overrides)
         if launch.wants_ranks(found.recipe.mesh):
-            return _spawn_train(argv, found.recipe, flags.resume)
+            return _spawn("train", argv, found.recipe, flags.resume)
         return _trained(flags, lambda: _pipeline().resume(flags.resume, overrides, quiet=flags.json))
     resolved = load_recipe(flags.recipe, overrides)
     if launch.wants_ranks(resolved.recipe.mesh):
         new = flags.out or _dated(resolved)
+        refuse_nonempty(new)
         named = argv if flags.out is not None else [*argv, "--out", str(new)]
-        return _spawn_train(named, resolved.recipe, new)
+        return _spawn("train", named, resolved.recipe, new)
     if flags.out is not None and launch.restarted() and (flags.out / RECIPE).is_file():
         return _trained(flags, lambda: _pipeline().resume(flags.out, quiet=flags.json))
     out = flags.out
@@ -275,9 +277,11 @@ def _train(argv: list[str]) -> int:
     return _trained(flags, lambda: _pipeline().train(resolved, out, quiet=flags.json))
 
 
-def _spawn_train(argv: list[str], recipe: Recipe, run: Path) -> int:
+def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
+    """The same command line once more, as the ranks of the recipe's mesh."""
+    check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
     return launch.spawn(
-        ["-m", "flatshift", "train", *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
+        ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
     )
 
 
@@ -309,11 +313,16 @@ def _sweep(argv: list[str]) -> int:
 
 
 def _eval(argv: list[str]) -> int:
-    flags: EvalFlags = _parse(EvalFlags, "eval", argv)
+    rest, overrides = _split_overrides(argv, EvalFlags)
+    flags: EvalFlags = _parse(EvalFlags, "eval", rest)
+    recipe = resume_recipe(flags.run, overrides).recipe
+    if launch.wants_ranks(recipe.mesh):
+        return _spawn("eval", argv, recipe, flags.run)
     from experiments.evaluating import evaluate_run, render
 
-    result = evaluate_run(flags.run, data=flags.data, quiet=flags.json)
-    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    result = evaluate_run(flags.run, data=flags.data, overrides=overrides, quiet=flags.json)
+    if voice.rank() == 0:
+        print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
     return 0
 
 
@@ -333,6 +342,11 @@ def _merge(argv: list[str]) -> int:
     result = merge(flags.run, out)
     if flags.json:
         print(json.dumps({"out": str(out), **result}, indent=2))
+    elif result["max_logit_difference"] is None:
+        print(
+            f"{out}: {result['dtype']}; too large to be loaded here, so some rows of each weight were compared: they "
+            f"differ from backbone + adapter by at most {result['largest_rounding']:.2g} of the row's largest value"
+        )
     else:
         print(
             f"{out}: {result['dtype']}; logits differ from backbone + adapter by at most "

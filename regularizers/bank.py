@@ -7,7 +7,7 @@ and as few collectives on a mesh (`regularizers.rows`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,7 +171,12 @@ class Bank:
         """Copies per layer, so that the state does not depend on how layers are banked, with all rows of a layer, so
         that it does not depend on how they are cut. Collective on a mesh."""
         norms, ema = self.rows.whole(self.norms, self.ema)
-        whole = {"norms": norms, "ema": ema, "updates": self.updates, "skipped": self.skipped}
+        whole: dict[str, Sequence[Tensor] | Tensor] = {
+            "norms": norms,
+            "ema": ema,
+            "updates": self.updates,
+            "skipped": self.skipped,
+        }
         return {
             f"{branch.site.name}.{what}": parts[index].clone()
             for index, branch in enumerate(self.branches)

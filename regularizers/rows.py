@@ -35,6 +35,7 @@ class Rows:
         self._cut_layers = self._indices(cut) if any(cut) else None
         if any(cut):
             of_row = torch.tensor(cut, device=device)[self.owner]
+            self._cut_sizes = torch.tensor(self.sizes, device=device)[self._cut_layers]
             self._cut_rows, self._other_rows = of_row.nonzero()[:, 0], (~of_row).nonzero()[:, 0]
             self._cut_in_whole = self._spread(cut, [site.whole_rows for site in sites]).nonzero()[:, 0]
             starts = [0, *self.whole_sizes.cumsum(0).tolist()]
@@ -50,8 +51,8 @@ class Rows:
         """Mean of each layer's rows on all ranks, (layers,), for each of `values` (rows,)."""
         means = [layer_means(each, self.sizes) for each in values]
         if self._cut_layers is not None:
-            cut, sizes = self._cut_layers, torch.tensor(self.sizes, device=self._device)
-            sums = torch.stack([mean[cut] * sizes[cut] for mean in means])
+            cut = self._cut_layers
+            sums = torch.stack([mean[cut] * self._cut_sizes for mean in means])
             self._placement.sum_tensor(sums)
             for mean, total in zip(means, sums, strict=True):
                 mean[cut] = total / self.whole_sizes[cut]

@@ -77,6 +77,7 @@ def gathered(parameters: Sequence[Tensor]) -> list[Tensor]:
     each process group and dtype, whatever the number of parameters."""
     import torch.distributed as dist
 
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has renamed it
     parts = [Part.of(parameter) for parameter in parameters]
     whole = [part.tensor for part in parts]
     batches: dict[tuple[Any, torch.dtype], list[int]] = {}
@@ -95,7 +96,7 @@ def gathered(parameters: Sequence[Tensor]) -> list[Tensor]:
         sent = torch.zeros(longest, dtype=dtype, device=device)
         sent[: len(mine)] = mine
         received = torch.empty(ranks, longest, dtype=dtype, device=device)
-        dist.all_gather_into_tensor(received.view(-1), sent, group=group)
+        all_gather(received.view(-1), sent, group=group)
         pieces = [
             row[: sum(lengths)].split(lengths) for row, lengths in zip(received, zip(*counts, strict=True), strict=True)
         ]

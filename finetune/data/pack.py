@@ -70,12 +70,13 @@ def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None) -> N
     import torch
 
     from ..evaluate.mode import evaluating
+    from ..evaluate.perplexity import vocabulary_size
 
     device = next(model.parameters()).device
     if tolerance is None:
         halved = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
         tolerance = 5e-2 if halved else 1e-3
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
+    vocabulary = vocabulary_size(model)
     tokens = torch.arange(16, device=device).mul_(7).add_(3).remainder_(vocabulary)[None]  # B=1 T=16
     positions = torch.arange(8, device=device)[None]
     advice = "set task.pack: false"

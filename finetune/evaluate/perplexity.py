@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,6 +86,7 @@ def document_nats(
     return share.add(nats), share.add(tokens)
 
 
-def vocabulary_size(model: torch.nn.Module) -> int:
-    """V, as the width of the input embedding."""
-    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator, union-attr]
+def vocabulary_size(model: Any) -> int:
+    """V, as the width of the input embedding where this process has one."""
+    embeddings = getattr(model, "get_input_embeddings", None)
+    return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)

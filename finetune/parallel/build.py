@@ -68,7 +68,7 @@ def _on_mesh(
     say: Callable[[str], None],
     dtype: torch.dtype,
 ) -> Engine:
-    from .pipeline import cut_parts, make_runner
+    from .pipeline import PipelineRunner, cut_parts
     from .shard import shard
     from .skeleton import build_skeleton
     from .tensor import check_tensor_plan, tensor_parallel
@@ -83,14 +83,13 @@ def _on_mesh(
     checkpoint, deviation = base.checkpoint, float(getattr(base.config, "initializer_range", 0.02))
     if mesh.tp > 1:
         check_tensor_plan(model, tp=mesh.tp, sequence_parallel=mesh.sequence_parallel)
-    stages = None
     if mesh.pp > 1:
-        model, stages = cut_parts(model, whole, mesh=mesh, world=world, tokens=train.max_length)
+        model, _ = cut_parts(model, whole, mesh=mesh, world=world, tokens=train.max_length)
     shapes = {canonical(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
     checkpoint_activations(model, train.checkpointing)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
-    materialize(model, world.device)
+    materialize(model, world.device, offload=mesh.offload)
 
     def progress(done: int, total: int, rate: float) -> None:
         if done == total:
@@ -102,10 +101,9 @@ def _on_mesh(
         world,
         layout=layout,
         sharding=sharding,
+        runner=PipelineRunner(model, mesh=mesh, world=world) if mesh.pp > 1 else None,
         multiple=mesh.tp if mesh.sequence_parallel else 1,
     )
-    if stages is not None:
-        engine.runner = make_runner(model, stages, mesh=mesh, world=world, engine=engine)
     _initialise(engine, shapes, loaded.unread, seed=train.seed, deviation=deviation)
     return engine
 

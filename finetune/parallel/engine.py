@@ -150,6 +150,11 @@ class Engine:
             head = head if verdict.item() else None
         return head
 
+    def settle(self) -> None:
+        """After forward passes without backward: free weights that FSDP2 still holds gathered."""
+        if self.sharding is not None:
+            self.sharding.settle()
+
     # ------------------------------------------------------------------ one update
 
     def forward_backward(
@@ -243,6 +248,7 @@ class Engine:
         """
         if self.world.size == 1:
             return {name: tensor.detach() for name, tensor in tensors.items()}
+        self.settle()
         found = placing.whole_all(tensors, like=tensors, layout=self.layout, world=self.world)
         found = {name: tensor.cpu() for name, tensor in found.items()}
         return {name: t for part in self._gather_objects(found, "pp") for name, t in part.items()}
@@ -256,6 +262,7 @@ class Engine:
         """
         if self.world.size == 1:
             return copy_tensors(wholes, tensors, where=where)
+        self.settle()
         present = {name for part in self._gather_objects(sorted(tensors), "pp") for name in part}
         if odd := sorted(present ^ wholes.keys()):
             raise UserError(

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 _WRAPPER = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
+# not where PEFT nests adapters of stacked experts: `experts.base_layer.lora_A` beside `experts.lora_A`
+_BASE_LAYER = re.compile(r"\.base_layer(?!\.lora_)")
 _PART = re.compile(r"^part\d+\.")
 
 
@@ -25,7 +27,7 @@ def canonical(name: str) -> str:
     `part1.base_model.model.model.layers.3.q_proj.base_layer.weight` → `model.layers.3.q_proj.weight`.
     """
     name = _WRAPPER.sub("", _PART.sub("", name))
-    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    name = _BASE_LAYER.sub("", name.removeprefix("base_model.model."))
     name = name.replace(".modules_to_save.default", "").replace(".original_module", "").replace(".default", "")
     return f"{name}.weight" if name.endswith(".lora_magnitude_vector") else name
 

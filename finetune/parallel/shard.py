@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -22,9 +23,6 @@ from ..errors import UserError
 from .layout import canonical
 from .placing import local
 from .world import World
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 # A first dim that does not divide is still cut if it is this many times the ranks: the remainder is then negligible.
 _LONG = 64
@@ -142,11 +140,15 @@ def _ends(root: nn.Module) -> list[nn.Module]:
 
 def _fsdp_mesh(world: World) -> DeviceMesh:
     """One-dimensional over dp and cp, or with replicate as first dim (HSDP)."""
-    inner = world.flat(*(axis for axis in ("dp", "cp") if world.width(axis) > 1))
+    inner = [axis for axis in ("dp", "cp") if world.width(axis) > 1]
     if world.width("replicate") == 1:
-        return inner
-    assert world.mesh is not None and inner.mesh_dim_names is not None
-    return world.mesh["replicate", inner.mesh_dim_names[0]]
+        return world.flat(*inner)
+    if len(inner) == 1:
+        return world.submesh("replicate", *inner)
+    assert world.mesh is not None
+    ranks = world.mesh.mesh.permute(0, 4, 1, 2, 3)[world.index("pp"), world.index("tp")].flatten(1)
+    groups = [world.group("replicate"), world.group(*inner)]
+    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "_".join(inner)))
 
 
 def _placement(width: int) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..backbone import quiet_transformers
 from ..errors import UserError
@@ -42,19 +43,26 @@ class Loaded:
     """Parameters of the model, by their full names, that no file has: adapters and new heads, still without values."""
 
 
-def materialize(model: nn.Module, device: torch.device | str) -> None:
+def materialize(model: nn.Module, device: torch.device | str, *, offload: bool = False) -> None:
     """Give every tensor on meta uninitialised memory on `device`: of a DTensor the local shard only.
 
     Other tensors (buffers, which were real all along) move to `device` with their values. Shared parameters stay
     shared.
+
+    Args:
+        offload: FSDP2's shards lie in host memory (`mesh.offload`), only the rest on `device`.
     """
     shared = defaultdict(list)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 shared[id(parameter)].append((module, name))
-    # torch's own traversal, so that FSDP2 takes note of the new shards
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+    def move(tensor: Tensor) -> Tensor:
+        place = "cpu" if offload and isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
+
+    model._apply(move)  # torch's own traversal, so that FSDP2 takes note of the new shards
     for (first, name), *others in shared.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]

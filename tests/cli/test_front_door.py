@@ -26,6 +26,7 @@ def flatshift(*arguments: str, cwd: Path | None = None, timeout: float = 120) ->
         ["recipes", "list"],
         ["train", "wamup"],
         ["train", "warmup", "--trian.steps", "3"],
+        ["train", "warmup", "--mesh.dp", "3"],
         ["nonsense"],
     ],
 )
@@ -70,7 +71,8 @@ def test_help_is_quick() -> None:
         (["train", "wamup"], "'warmup'"),
         (["train", "warmup", "--train.stpes", "3"], "'steps'"),
         (["train", "warmup", "--train.steps"], "needs a value"),
-        (["train", "warmup", "--mesh.tp", "2"], "--mesh.tp"),
+        (["train", "warmup", "--mesh.dp", "3"], "mesh.dp"),
+        (["train", "warmup", "--mesh.tpp", "2"], "'tp'"),
         (["train", "warmup", "--regularizer.sigma", "-1"], "sigma"),
         (["select", "--pool", "p.jsonl"], "--out"),
         (["select", "--pool", "p.jsonl", "--out", "x"], "--budget"),

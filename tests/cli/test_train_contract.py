@@ -245,8 +245,9 @@ def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str
     assert not (tmp_path / "out").exists()
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_more_processes_than_ranks_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     assert run(["train", "classify", "--out", str(tmp_path / "out")]) == 2
     assert "2 processes" in capsys.readouterr().err and not (tmp_path / "out").exists()
 

@@ -107,12 +107,13 @@ def fill(model: nn.Module, names: Any, layout: Layout) -> None:
         put(parameter, drawn(name, layout.shape(canonical(name), parameter.shape)), layout.slices.get(canonical(name)))
 
 
-def reference(kind: str, directory: Path, *, rank: int = 4, dtype: torch.dtype = torch.float32) -> Any:
+def reference(kind: str, directory: Path, **more: Any) -> Any:
+    """The same model whole, loaded by transformers."""
     from finetune.backbone import quiet_transformers
 
     with quiet_transformers():
-        model = auto(kind).from_pretrained(directory, **options(kind))
-    model = adapted(model, kind, rank=rank, dtype=dtype)
+        model = auto(kind).from_pretrained(directory, dtype=more.get("precision", torch.float32), **options(kind))
+    model = adapted(model, kind, rank=more.get("rank", 4), dtype=more.get("dtype", torch.float32))
     materialize(model, "cpu")
     new = [n for n, _ in model.named_parameters() if "lora_" in n or (kind == "bert" and "classifier" in n)]
     fill(model, new, Layout())
@@ -121,7 +122,7 @@ def reference(kind: str, directory: Path, *, rank: int = 4, dtype: torch.dtype =
 
 def sharded(kind: str, directory: Path, mesh: Mesh, world: World, **more: Any) -> tuple[Any, Any, Any]:
     """A model that was built on meta, sharded over `mesh` and filled, its sharding and its loading report."""
-    model = empty_model(auto(kind), directory, dtype=torch.float32, **options(kind))
+    model = empty_model(auto(kind), directory, dtype=more.get("precision", torch.float32), **options(kind))
     checkpoint = Checkpoint.of(model, directory)
     model = adapted(model, kind, rank=more.get("rank", 4), dtype=more.get("dtype", torch.float32))
     assert all(p.is_meta for p in model.parameters())
@@ -148,7 +149,9 @@ def rows(kind: str) -> dict[str, Tensor]:
 def loss_sum(model: nn.Module, kind: str, batch: dict[str, Tensor]) -> Tensor:
     labels = batch["labels"]
     more = {"labels": labels} if kind == "t5" else {}
-    logits = model(input_ids=batch["input_ids"], **more).logits
+    narrow = next(p for p in model.parameters() if not p.requires_grad).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        logits = model(input_ids=batch["input_ids"], **more).logits
     if kind in ("llama", "gpt2", "mixtral"):
         logits, labels = logits[:, :-1], labels[:, 1:]
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="sum")
@@ -189,10 +192,9 @@ def compare(directories: dict[str, Path], cases: list[tuple[str, dict[str, Any],
     """Each case: (kind, settings of the mesh, more): how far the sharded update is from the whole one."""
     found = []
     for kind, settings, more in cases:
-        dtype = more.get("dtype", torch.float32)
         mesh = Mesh(**settings)
         world = World.of(mesh, CPU)
-        single = reference(kind, directories[kind], rank=more.get("rank", 4), dtype=dtype)
+        single = reference(kind, directories[kind], **more)
         (true := loss_sum(single, kind, rows(kind)) / count(kind, rows(kind))).backward()
         truth = {canonical(n): p.grad for n, p in single.named_parameters() if p.requires_grad}
         model, sharding, loaded = sharded(kind, directories[kind], mesh, world, **more)
@@ -269,6 +271,7 @@ ON_FOUR = [
     ("gpt2", {"dp": 4}, {"rank": 2, "checkpointing": "full"}),  # r below the ranks: cut along another dim
     ("bert", {"dp": 4}, {"rank": 3}),  # heads of 3 classes over 4 ranks
     ("llama", {"dp": 4}, {"dtype": torch.bfloat16}),
+    ("llama", {"dp": 4}, {"precision": torch.bfloat16}),
 ]
 
 
@@ -276,7 +279,7 @@ def test_four_ranks_make_the_update_of_one(directories):
     results = run_ranks(compare, 4, directories, ON_FOUR, timeout=300)
     for (kind, mesh, more), *ranks in zip(ON_FOUR, *results, strict=True):
         case, first = (kind, mesh, more, ranks), ranks[0]
-        coarse = more.get("dtype") == torch.bfloat16
+        coarse = torch.bfloat16 in more.values()
         assert first["loss"] < (1e-4 if coarse else 1e-6) and first["grads"] < (2e-2 if coarse else 1e-5), case
         assert first["same"], case
         copies = mesh.get("replicate", 1)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from finetune.config import Mesh
+from finetune.parallel.keys import Checkpoint
 from finetune.parallel.layout import Layout, canonical
+from finetune.parallel.skeleton import empty_model
 from finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
+from finetune.parallel.weights import load_weights, materialize
 from finetune.parallel.world import World
 from tests.distributed_ranks import run_ranks
 from tests.tensor_models import KINDS, VOCABULARY, adapted, backbone, inputs
 
+READ = {
+    "gpt2": "AutoModelForCausalLM",
+    "t5": "AutoModelForSeq2SeqLM",
+    "bert-masked": "AutoModelForMaskedLM",
+    "vit": "AutoModelForImageClassification",
+}
 SPLIT_BY_TOKENS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "llama-classify")
 
 
@@ -109,18 +120,18 @@ def _judge(results: list[dict[str, dict[str, float]]]) -> None:
 
 
 def test_two_ranks_equal_the_whole_model() -> None:
-    _judge(run_ranks(every_model, 2, tuple(KINDS)))
+    _judge(run_ranks(every_model, 2, tuple(KINDS), timeout=170))
 
 
 def test_four_ranks_equal_the_whole_model() -> None:
     kinds = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "t5", "bert", "vit")
-    _judge(run_ranks(every_model, 4, kinds))
+    _judge(run_ranks(every_model, 4, kinds, timeout=170))
 
 
 # --------------------------------------------------------------------------------------------- the rest, on one spawn
 
 
-def rest() -> dict[str, Any]:
+def rest(saved: dict[str, str]) -> dict[str, Any]:
     world = _world()
     return {
         "generation": {kind: _generation(kind, world) for kind in ("llama", "gpt2", "t5", "gemma3")},
@@ -129,6 +140,7 @@ def rest() -> dict[str, Any]:
         "traffic": {mode: _traffic(world, sequence_parallel=mode) for mode in (False, True)},
         "second": _second_call(world),
         "curvature": _curvature(world),
+        "loaded": {kind: _loaded(kind, Path(folder), world) for kind, folder in saved.items()},
         "stages": {mode: _stages(world, sequence_parallel=mode) for mode in (False, True)},
     }
 
@@ -149,12 +161,13 @@ def _meta(kind: str, world: World) -> bool:
     real, meta = adapted(kind), adapted(kind, meta=True)
     cut = [tensor_parallel(model, world=world) for model in (real, meta)]
     shapes = [{n: (p.shape, p.requires_grad) for n, p in model.named_parameters()} for model in (real, meta)]
-    rows = [b.shape for n, b in meta.named_buffers() if n.endswith(".bias") and not b.is_meta]
+    plain = [m for m in meta.modules() if "bias" in vars(m)]
+    assert all(not m.bias.any() and m.bias.device.type == "cpu" for m in plain)
     if kind == "llama-tied":
         assert meta.base_model.model.lm_head.weight is meta.base_model.model.model.embed_tokens.weight
         assert {"lm_head.weight", "model.embed_tokens.weight"} <= cut[1].slices.keys()
     has_row_biases = kind in ("gpt2", "bert-masked")
-    return cut[0] == cut[1] and shapes[0] == shapes[1] and bool(rows) == (world.rank > 0 and has_row_biases)
+    return cut[0] == cut[1] and shapes[0] == shapes[1] and bool(plain) == (world.rank > 0 and has_row_biases)
 
 
 def _vocabulary(world: World) -> dict[str, float]:
@@ -177,7 +190,7 @@ def _vocabulary(world: World) -> dict[str, float]:
     return {
         "loss": float((loss - exact).detach().abs() / exact.detach()),
         "grad": float((got - wanted).norm() / wanted.norm()),
-        "empty": float(empty),
+        "empty": float(empty.detach()),
     }
 
 
@@ -238,6 +251,20 @@ def _curvature(world: World) -> float:
     return float((products[1] - wanted).norm() / wanted.norm())
 
 
+def _loaded(kind: str, folder: Path, world: World) -> float:
+    """Cut on meta and then read from a file, the backbone gives the logits of the whole one."""
+    whole = backbone(kind)
+    cut = empty_model(getattr(transformers, READ[kind]), folder, dtype=torch.float32).requires_grad_(False)
+    checkpoint = Checkpoint.of(cut, folder)
+    layout = tensor_parallel(cut, world=world)
+    materialize(cut, world.device)
+    load_weights(cut, checkpoint, layout=layout, world=world)
+    batch = inputs(kind)
+    with torch.no_grad():
+        a, b = whole(**batch).logits, cut(**batch).logits
+    return float((a - b).norm() / a.norm())
+
+
 class _Through(nn.Module):
     """What stands where another pipeline stage's module was."""
 
@@ -273,10 +300,13 @@ def _stages(world: World, *, sequence_parallel: bool) -> dict[str, float]:
     return {"loss": abs(float(own_loss.detach() - loss)) / float(loss), "grads": worst}
 
 
-def test_generation_meta_vocabulary_and_traffic() -> None:
+def test_generation_loading_vocabulary_traffic_and_stages(tmp_path: Path) -> None:
+    saved = {kind: str(tmp_path / kind) for kind in READ}
+    for kind, folder in saved.items():
+        backbone(kind).save_pretrained(folder)
     rows, tokens, width, blocks = 2, 8, 32, 4
     hidden = rows * tokens * width
-    for result in run_ranks(rest, 2):
+    for result in run_ranks(rest, 2, saved, timeout=170):
         for kind, (wanted, got) in result["generation"].items():
             assert wanted == got, kind
         assert all(result["meta"])
@@ -293,6 +323,7 @@ def test_generation_meta_vocabulary_and_traffic() -> None:
             f"all_gather {rows * tokens * VOCABULARY}": 1,
         }
         assert result["traffic"][True] == by_tokens
+        assert all(error <= 1e-5 for error in result["loaded"].values()), result["loaded"]
         assert "already" in result["second"]
         assert result["curvature"] <= 1e-5
         assert all(error <= 1e-5 for errors in result["stages"].values() for error in errors.values())

@@ -117,3 +117,16 @@ def test_sequence_parallel_where_blocks_do_not_begin_with_a_norm_alone(kind: str
 
 def test_sequence_parallel_needs_tensor_parallel() -> None:
     assert "mesh.tp is 1" in _refusal(adapted("llama", meta=True), tp=1, sequence_parallel=True)
+
+
+def test_a_pipeline_stage_that_has_only_the_position_bias_of_a_block() -> None:
+    model = adapted("t5", meta=True)
+    base = model.get_base_model()
+    attention = base.encoder.block[0].layer[0].SelfAttention
+    for name in ("q", "k", "v", "o"):
+        delattr(attention, name)
+    del base.encoder.block[0].layer[1:]
+    check_tensor_plan(model, tp=2, sequence_parallel=False)
+    found = find(model)
+    assert "encoder.block.0" not in found.blocks
+    assert [entry is attention for _, entry in found.biases] == [True, False]

@@ -26,39 +26,38 @@ def dummy(like: Tensor) -> Tensor:
 class Absent(nn.Module):
     """Stands for a module of another stage: token ids (...) become zeros (..., width), hidden states pass through."""
 
-    def __init__(self, width: int, dtype: torch.dtype, *, extras: int = 0) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False) -> None:
         """
         Args:
             width: D.
             dtype: of what an embedding returns.
-            extras: a block returns a tuple of the hidden states and so many other values, here None; 0: no tuple.
+            t5: it is a block of T5, called with (hidden, mask, position bias, encoder states, …), that returns
+                (hidden, position bias, bias of cross attention).
         """
         super().__init__()
-        self.width, self.dtype, self.extras = width, dtype, extras
+        self.width, self.dtype, self.t5 = width, dtype, t5
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         value = _first_tensor(args, kwargs)
         if not value.is_floating_point():
             value = torch.zeros((), dtype=self.dtype, device=value.device).expand(*value.shape, self.width)
-        return self._returned(self.passed(value, args))
+        value = self.passed(value, args)
+        return (value, args[2], None) if self.t5 else value
 
     def passed(self, value: Tensor, args: tuple[Any, ...]) -> Tensor:
         """What comes out for the hidden states `value`."""
         return value
 
-    def _returned(self, value: Tensor) -> Any:
-        return (value, *(None,) * self.extras) if self.extras else value
-
 
 class Inlet(Absent):
     """Returns what the stage received, while something is planted; it passes on what it gets else."""
 
-    def __init__(self, width: int, dtype: torch.dtype, *, extras: int = 0, slot: int = 0) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False, slot: int = 0) -> None:
         """
         Args:
             slot: which of the received tensors goes here: 0 hidden states, 1 the encoder's states.
         """
-        super().__init__(width, dtype, extras=extras)
+        super().__init__(width, dtype, t5=t5)
         self.slot = slot
         self.planted: Tensor | None = None
 
@@ -72,8 +71,8 @@ class Outlet(Absent):
     `encoder_at` is the position of the encoder's states among a decoder block's arguments; None without them.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, *, extras: int = 0, encoder_at: int | None = None) -> None:
-        super().__init__(width, dtype, extras=extras)
+    def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False, encoder_at: int | None = None) -> None:
+        super().__init__(width, dtype, t5=t5)
         self.encoder_at = encoder_at
         self.taken: tuple[Tensor, ...] = ()
 
@@ -94,7 +93,7 @@ class BiasOnly(Absent):
             block: the T5 block; all but its relative bias is given up.
             port: what hidden states do here.
         """
-        super().__init__(port.width, port.dtype, extras=port.extras)
+        super().__init__(port.width, port.dtype, t5=True)
         attention: Any = block.layer[0].SelfAttention  # type: ignore[index, union-attr]
         for name in ("q", "k", "v", "o"):
             delattr(attention, name)
@@ -103,10 +102,8 @@ class BiasOnly(Absent):
         self.layer = nn.ModuleList([holder])
         self.port = port
 
-    def forward(
-        self, hidden: Tensor, attention_mask: Any = None, position_bias: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(hidden, position bias (1, heads, T, T), None), as the block returns."""
         attention: Any = self.layer[0].SelfAttention
-        value, *_ = self.port(hidden, attention_mask, position_bias, *args)
+        value, *_ = self.port(hidden, *args)
         return value, attention.compute_bias(hidden.shape[1], hidden.shape[1], device=hidden.device), None

@@ -192,8 +192,8 @@ def _cut_encoder_decoder(anatomy: Anatomy, blocks: range, make: _Ports) -> None:
     encoder, decoder = anatomy.stacks
     border = len(anatomy.run(encoder))
     inside = blocks.stop > border
-    _cut_stack(anatomy, encoder, blocks, make, extras=2)
-    _cut_stack(anatomy, decoder, blocks, make, border, extras=2, outlet=inside, encoder_at=_ENCODER_STATES)
+    _cut_stack(anatomy, encoder, blocks, make, t5=True)
+    _cut_stack(anatomy, decoder, blocks, make, border, t5=True, outlet=inside, encoder_at=_ENCODER_STATES)
     if blocks.start > border:
         _replace(anatomy.base, encoder.last, lambda: make.inlet(slot=1))
         _replace(anatomy.base, ("encoder.dropout",), nn.Identity)  # what comes in has been through it
@@ -210,7 +210,7 @@ def _cut_stack(
     make: _Ports,
     offset: int = 0,
     *,
-    extras: int = 0,
+    t5: bool = False,
     outlet: bool = True,
     encoder_at: int | None = None,
 ) -> None:
@@ -221,13 +221,13 @@ def _cut_stack(
         number = offset + place
         if number in blocks:
             continue
-        port = make.absent(extras)
+        port = make.absent(t5)
         if number == blocks.start - 1:
-            port = make.inlet(extras)
+            port = make.inlet(t5)
         elif number == blocks.stop and outlet:
-            port = make.outlet(extras, encoder_at)
+            port = make.outlet(t5, encoder_at)
         # a T5 stack makes its position bias in its first block
-        modules[place] = BiasOnly(block, port) if extras and in_use and place == 0 else port
+        modules[place] = BiasOnly(block, port) if t5 and in_use and place == 0 else port
     if offset not in blocks:
         _replace(anatomy.base, stack.first, make.absent)
 
@@ -239,14 +239,14 @@ class _Ports:
     width: int
     dtype: torch.dtype
 
-    def absent(self, extras: int = 0) -> Absent:
-        return Absent(self.width, self.dtype, extras=extras)
+    def absent(self, t5: bool = False) -> Absent:
+        return Absent(self.width, self.dtype, t5=t5)
 
-    def inlet(self, extras: int = 0, *, slot: int = 0) -> Absent:
-        return Inlet(self.width, self.dtype, extras=extras, slot=slot)
+    def inlet(self, t5: bool = False, *, slot: int = 0) -> Absent:
+        return Inlet(self.width, self.dtype, t5=t5, slot=slot)
 
-    def outlet(self, extras: int = 0, encoder_at: int | None = None) -> Absent:
-        return Outlet(self.width, self.dtype, extras=extras, encoder_at=encoder_at)
+    def outlet(self, t5: bool = False, encoder_at: int | None = None) -> Absent:
+        return Outlet(self.width, self.dtype, t5=t5, encoder_at=encoder_at)
 
 
 def _embedding_dtype(anatomy: Anatomy) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .absent import Inlet, Outlet
 
@@ -126,14 +127,12 @@ class Stage(nn.Module):
         """Free gathered weights: nothing frees those of a forward pass that no backward pass followed."""
         for unit in self._units:
             for module in unit.modules():
-                if hasattr(module, "reshard"):
+                if isinstance(module, FSDPModule):
                     module.reshard()
 
 
 def _fsdp_roots(part: nn.Module) -> list[Any]:
     """FSDP2 modules that no other contains."""
-    from torch.distributed.fsdp import FSDPModule
-
     roots: list[Any] = []
     inside: set[int] = set()
     for module in part.modules():

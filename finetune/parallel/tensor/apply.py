@@ -37,13 +37,17 @@ def tensor_parallel(model: nn.Module, *, world: World, sequence_parallel: bool =
     if width == 1:
         return Layout()
     group = world.group("tp")
-    cutter = Cutter(model, rank=world.index("tp"), width=width)
+    cutter = Cutter(model, rank=world.index("tp"), width=width, device=world.device)
     for part in _parts(model):
         base = backbone_of(part)
         if getattr(base, "tensor_parallel_width", 1) != 1:
             raise RuntimeError("this model is cut for tensor parallelism already")
         check_tensor_plan(part, tp=width, sequence_parallel=sequence_parallel)
         found = find(part)
+        for region, entry in found.biases:
+            bias: Any = entry.get_submodule(str(region.bias))
+            cutter.cut(bias.weight, 1)
+            bias.embedding_dim //= width
         for place in found.regions:
             _cut_region(place, cutter)
             _border(place, group, sequence_parallel=sequence_parallel)
@@ -65,9 +69,6 @@ def _cut_region(place: FoundRegion, cutter: Cutter) -> None:
     for layer in place.columns.values():
         cutter.columns(layer, fused=place.region.fused)
     cutter.row(place.row)
-    if place.bias is not None:
-        cutter.cut(place.bias.weight, 1)
-        place.bias.embedding_dim //= cutter.width
     for count in place.region.counts:
         setattr(place.entry, count, getattr(place.entry, count) // cutter.width)
     cutter.summed(place.entry)

@@ -162,7 +162,6 @@ class FoundRegion:
     columns: dict[str, nn.Module]
     row: nn.Module
     block: str
-    bias: nn.Embedding | None = None
 
 
 @dataclass
@@ -172,6 +171,8 @@ class Found:
     plan: Plan
     blocks: dict[str, nn.Module] = field(default_factory=dict)
     regions: list[FoundRegion] = field(default_factory=list)
+    biases: list[tuple[Region, nn.Module]] = field(default_factory=list)
+    """Entry modules with a bias to cut: also of a block of which a pipeline stage has nothing else."""
     embeddings: dict[str, nn.Embedding] = field(default_factory=dict)
     wrapped: dict[str, nn.Module] = field(default_factory=dict)
     """Embeddings or an output head that PEFT has wrapped."""
@@ -189,8 +190,10 @@ def find(model: nn.Module) -> Found:
     found = Found(plan)
     for name, module in base.named_modules():
         if _ends(name, plan.blocks) and any(True for _ in module.parameters()):
-            found.blocks[name] = module
-            found.regions += _regions(plan, name, module)
+            found.biases += _biases(plan, module)
+            if any(True for _ in linears(module)):
+                found.blocks[name] = module
+                found.regions += _regions(plan, name, module)
         elif any(_ends(name, suffix) for suffix in plan.embeddings):
             if isinstance(module, nn.Embedding):
                 found.embeddings[name] = module
@@ -234,10 +237,14 @@ def _regions(plan: Plan, name: str, block: nn.Module) -> list[FoundRegion]:
             {layer: modules[layer] for layer in region.columns if layer in modules},
             modules[region.row],
             name,
-            getattr(modules[region.entry], region.bias, None) if region.bias else None,
         )
         for region in present
     ]
+
+
+def _biases(plan: Plan, block: nn.Module) -> list[tuple[Region, nn.Module]]:
+    modules = dict(block.named_modules())
+    return [(r, modules[r.entry]) for r in plan.regions if r.bias and f"{r.entry}.{r.bias}" in modules]
 
 
 def _ends(name: str, suffix: str) -> bool:

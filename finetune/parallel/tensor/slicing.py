@@ -13,8 +13,13 @@ from ..layout import Layout, Slice, canonical
 class Cutter:
     """Cuts parameters of `model` for the `rank`-th of `width` ranks and writes down what it cut."""
 
-    def __init__(self, model: nn.Module, *, rank: int, width: int) -> None:
+    def __init__(self, model: nn.Module, *, rank: int, width: int, device: torch.device) -> None:
+        """
+        Args:
+            device: where the model will be, should its parameters be on meta yet.
+        """
         self.rank = rank
+        self.device = device
         self.width = width
         self.layout = Layout()
         self._holders: dict[int, list[tuple[nn.Module, str, str]]] = {}
@@ -66,10 +71,12 @@ class Cutter:
         base = _base(layer)
         self.cut(base.weight, 0 if _transposed(base) else 1)
         if base.bias is not None and self.rank:
-            # Outputs are summed over the ranks and the bias belongs into the sum once.
-            zero = torch.zeros(base.bias.shape, dtype=base.bias.dtype, device=_real(base.bias))
+            # Outputs are summed over the ranks and the bias belongs into the sum once. A plain attribute: neither a
+            # parameter nor a buffer, so that nothing is read into it.
+            device = self.device if base.bias.is_meta else base.bias.device
+            zero = torch.zeros(base.bias.shape, dtype=base.bias.dtype, device=device)
             del base.bias
-            base.register_buffer("bias", zero, persistent=False)
+            base.bias = zero
         for down in getattr(layer, "lora_A", {}).values():
             self.cut(down.weight, 1)
             down.in_features //= self.width
@@ -100,7 +107,3 @@ def _resize(layer: Any, base: Any, own: str, peft: str, width: int) -> None:
     setattr(base, own, getattr(base, own) // width)
     if layer is not base:
         setattr(layer, peft, getattr(layer, peft) // width)
-
-
-def _real(parameter: nn.Parameter) -> torch.device:
-    return torch.device("cpu") if parameter.is_meta else parameter.device
