@@ -128,8 +128,9 @@ def train_stage(
         return done
     with cpu_threads(train.threads):
         loop = _Loop(engine, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed)
-        where = {} if engine.placement is None else {"placement": engine.placement}
-        regularizer.attach(engine.model, seed=derive(seed, "regularizer"), total_steps=train.steps, **where)
+        regularizer.attach(
+            engine.model, seed=derive(seed, "regularizer"), total_steps=train.steps, placement=engine.placement
+        )
         try:
             loop.restore()
             with without_input_casts(engine.model, train), watch.hurried(stage):

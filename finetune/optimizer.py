@@ -30,7 +30,7 @@ class AdapterOptimizer:
         # One fused pass over all of them where the device has it.
         fused = all(p.device.type in {"cpu", "cuda"} for p in self.parameters.values())
         self._adam = torch.optim.AdamW(
-            list(self._updated.values()),
+            [{"params": list(self._updated.values())}],  # a pipeline stage may have none
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,

@@ -90,27 +90,31 @@ def test_bubble_is_that_of_the_order_which_torch_runs(schedule: str, name: str, 
     ]
     orders = getattr(pipelining, name)(stages, pieces, loss_fn=lambda out, target: out).pipeline_order
     queues = {rank: [action for action in order if action is not None] for rank, order in orders.items()}
+    assert simulated_idle(queues, total) == pytest.approx(bubble(pp, virtual, pieces, schedule))
+
+
+def simulated_idle(queues: dict[int, list[Any]], total: int) -> float:
+    """Idle ÷ busy time of a rank that runs torch's actions in order, waiting for what each needs."""
     done: dict[tuple[str, int, int], float] = {}
     clock, busy = dict.fromkeys(queues, 0.0), dict.fromkeys(queues, 0.0)
     while any(queues.values()):
+        left = sum(map(len, queues.values()))
         for rank, queue in queues.items():
             while queue:
-                stage, piece = queue[0].stage_index, queue[0].microbatch_index
-                kind = str(queue[0].computation_type)
+                stage, piece, kind = queue[0].stage_index, queue[0].microbatch_index, queue[0].computation_type.value
                 if kind == "F":
                     before = [("F", stage - 1, piece)] if stage else []
-                elif kind == "W":
-                    queue.pop(0)
-                    continue
                 else:
                     before = [("B", stage + 1, piece)] if stage < total - 1 else [("F", stage, piece)]
-                if any(event not in done for event in before):
-                    break
-                clock[rank] = max([clock[rank], *(done[event] for event in before)]) + 1
-                busy[rank] += 1
-                done["F" if kind == "F" else "B", stage, piece] = clock[rank]
+                if kind != "W":
+                    if any(event not in done for event in before):
+                        break
+                    clock[rank] = max([clock[rank], *(done[event] for event in before)]) + 1
+                    busy[rank] += 1
+                    done["F" if kind == "F" else "B", stage, piece] = clock[rank]
                 queue.pop(0)
-    assert max(clock.values()) / busy[0] - 1 == pytest.approx(bubble(pp, virtual, pieces, schedule))
+        assert sum(map(len, queues.values())) < left, "the order waits for itself"
+    return max(clock.values()) / busy[0] - 1
 
 
 # ------------------------------------------------------------------------------------------------ splits and the cut
