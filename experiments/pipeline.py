@@ -153,8 +153,14 @@ def execute(
     report: bool = True,
     world: World | None = None,
 ) -> dict[str, Any]:
-    """Run every part that is not finished yet; returns eval.json. On a mesh every rank calls this."""
-    world = world or World.alone(resolve_device(recipe.train.device))
+    """Run every part that is not finished yet; returns eval.json. On a mesh every rank calls this.
+
+    world: this rank's place in the recipe's mesh; None for a single process.
+    """
+    if world is None:
+        if recipe.mesh.size > 1:
+            raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1")
+        world = World.alone(resolve_device(recipe.train.device))
     run = dataclasses.replace(run, writes=world.is_main)
     with cpu_threads(recipe.train.threads), graceful_stop(console.say) as stop:
         started = time.monotonic()

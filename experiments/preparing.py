@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from experiments.config import Recipe
-from finetune.config import Classify, Columns, Completion, Files, LanguageModel, Task
+from finetune.config import Classify, Columns, Completion, Files, LanguageModel, Seq2Seq, Task
 from finetune.data import (
     Encoded,
     Example,
@@ -161,6 +161,8 @@ def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: 
 def _encoded(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: list[Row], task: Task, labels: tuple[str, ...] | None
 ) -> Encoded | None:
+    from finetune.backbone import decoder_start
+
     if not rows:
         return None
     return encode(
@@ -170,6 +172,7 @@ def _encoded(
         max_length=recipe.train.max_length,
         label_names=labels,
         bad_rows=recipe.data.bad_rows,
+        decoder_start=decoder_start(recipe.backbone) if isinstance(task, Seq2Seq) else None,
     )
 
 
@@ -177,6 +180,6 @@ def class_names(rows: list[Row], task: Task) -> tuple[str, ...] | None:
     """The classes in head order, from the task or the training rows; None for a task without classes."""
     if isinstance(task, Classify) and task.labels is not None:
         return task.labels
-    if isinstance(task, LanguageModel) or (isinstance(task, Completion) and task.score != "rank"):
+    if isinstance(task, LanguageModel | Seq2Seq) or (isinstance(task, Completion) and task.score != "rank"):
         return None
     return sort_labels(row.values["label"] for row in rows if row.values.get("label") is not None)

@@ -211,7 +211,7 @@ def _features(
     name = embedder.path if isinstance(embedder, Encoder) else recipe.backbone
     if not name:
         raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
-    from finetune.backbone import hidden_state_encoder
+    from finetune.features import hidden_state_encoder
     from selection import pool_features
 
     encode = hidden_state_encoder(name, max_length=embedder.max_length, device=recipe.train.device)

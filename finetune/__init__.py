@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapter import attach_adapter, load_adapter, save_adapter, trainable
     from .backbone import checksum, load_backbone, load_tokenizer, resolve_backbone
-    from .config import Adapter, Classify, Completion, Data, Evaluate, LanguageModel, Mesh, Optimizer, Task, Train
+    from .config import (
+        Adapter,
+        Classify,
+        Completion,
+        Data,
+        Evaluate,
+        LanguageModel,
+        Mesh,
+        Optimizer,
+        Seq2Seq,
+        Task,
+        Train,
+    )
     from .errors import Interrupted, UserError
     from .loop import Diverged, StageResult, train_stage
     from .memory import memory_plan, plan_lines
@@ -32,6 +44,7 @@ _HOMES = {
         "LanguageModel",
         "Mesh",
         "Optimizer",
+        "Seq2Seq",
         "Task",
         "Train",
     ),
@@ -54,6 +67,7 @@ __all__ = [
     "Mesh",
     "Optimizer",
     "RunDirectory",
+    "Seq2Seq",
     "StageResult",
     "Task",
     "Train",

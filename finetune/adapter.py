@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .atomic import replacing_directory
-from .config import Adapter, Classify, Task
+from .config import Adapter, Task
 from .errors import UserError
 from .parallel.layout import canonical
 from .seeds import torch_generator
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 _ADAPTER = "default"
+_PEFT_TASKS = {"classify": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}  # else CAUSAL_LM
 
 
 # --------------------------------------------------------------------------------------------- attaching
@@ -76,7 +77,7 @@ def _lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new
 
     targets: str | list[str] = _targets(backbone, adapter.targets)
     return LoraConfig(
-        task_type="SEQ_CLS" if isinstance(task, Classify) else "CAUSAL_LM",
+        task_type=_PEFT_TASKS.get(task.kind, "CAUSAL_LM"),
         r=adapter.rank,
         lora_alpha=adapter.alpha if adapter.alpha is not None else 2 * adapter.rank,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlparse
@@ -20,11 +20,10 @@ from urllib.parse import urlparse
 import torch
 
 from . import assets
-from .config import Classify, Task
+from .config import Classify, Completion, LanguageModel, Seq2Seq, Task
 from .errors import UserError
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -175,12 +174,30 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        raise UserError(f"backbone {str(name)!r}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"backbone {str(name)!r}: its tokenizer cannot be loaded: {first_line(error)}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError(f"backbone {str(name)!r}: its tokenizer has neither a pad nor an end-of-sequence token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def decoder_start(name: str | Path) -> int:
+    """The token that the decoder of the backbone `name` begins with.
+
+    Raises:
+        UserError: as `resolve_backbone`; or the backbone has no decoder that reads an encoder.
+    """
+    directory = resolve_backbone(name)
+    for file in ("config.json", "generation_config.json"):
+        if (directory / file).is_file():
+            start = json.loads((directory / file).read_text(encoding="utf-8")).get("decoder_start_token_id")
+            if start is not None:
+                return int(start)
+    raise UserError(
+        f"backbone {str(name)!r}: config.json has no decoder_start_token_id, so it is not an encoder-decoder; take "
+        "`task.kind: completion` for a decoder"
+    )
 
 
 def load_backbone(
@@ -227,7 +244,7 @@ def load_backbone(
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
             raise
-        raise UserError(f"{where}: its weights are damaged or cut short: {_first_line(error)}") from error
+        raise UserError(f"{where}: its weights are damaged or cut short: {first_line(error)}") from error
     model, report = loaded
     finish(model, report, name=name, task=task)
     return model.to(device)
@@ -237,8 +254,10 @@ def auto_class(
     task: Task, *, num_labels: int | None, label_names: Sequence[str] | None
 ) -> tuple[type[Any], dict[str, Any]]:
     """transformers' class for `task` and the settings of its config: the classes of a head."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
+    if isinstance(task, Seq2Seq):
+        return AutoModelForSeq2SeqLM, {}
     if not isinstance(task, Classify):
         return AutoModelForCausalLM, {}
     names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
@@ -252,10 +271,14 @@ def auto_class(
 
 def refusal(error: Exception, task: Task, where: str) -> UserError:
     """What the user is told where transformers cannot build or load a model for `task`."""
-    kind = "sequence classification" if isinstance(task, Classify) else "causal language modelling"
+    kinds = {"classify": "sequence classification", "seq2seq": "encoder-decoder"}
+    kind = kinds.get(task.kind, "causal language modelling")
     if "Unrecognized configuration class" in str(error):
-        return UserError(f"{where}: transformers has no {kind} class for this architecture")
-    return UserError(f"{where} cannot be loaded for {kind}: {_first_line(error)}")
+        return UserError(
+            f"{where}: transformers has no {kind} class for this architecture; `task.kind: seq2seq` is for "
+            "encoder-decoders (T5, BART), language-model and completion are for decoders, classify is for most"
+        )
+    return UserError(f"{where} cannot be loaded for {kind}: {first_line(error)}")
 
 
 def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) -> None:
@@ -285,7 +308,7 @@ def _check_causal(model: PreTrainedModel, task: Task, where: str) -> None:
 
     config = model.config
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-    if not isinstance(task, Classify) and encoder:
+    if isinstance(task, LanguageModel | Completion) and encoder:
         raise UserError(
             f"{where} is an encoder ({config.model_type}) whose tokens see the future, so it cannot be trained as a "
             "language model; take `task.kind: classify` or a decoder"
@@ -306,7 +329,8 @@ def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, 
     return tuple(absent)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an exception of another library says, for an error of ours."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -352,49 +376,3 @@ def position_limit(model: torch.nn.Module) -> int | None:
     # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
     used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
     return min((t.num_embeddings - u for t, u in zip(tables, used, strict=True)), default=None)
-
-
-# --------------------------------------------------------------------------------------------- as a feature extractor
-
-
-def hidden_state_encoder(
-    name: str | Path, *, max_length: int, device: str = "auto"
-) -> Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]:
-    """`encode(texts)` → (last hidden states [B, T, D] float32, mask [B, T]) of any transformers encoder or decoder.
-
-    For selection, which pools them and never loads a model itself. Texts are cut after `max_length` tokens and padded
-    on the right.
-
-    Raises:
-        UserError: as `resolve_backbone` and `resolve_device`.
-    """
-    from transformers import AutoModel
-
-    place = resolve_device(device)
-    tokenizer = load_tokenizer(name)
-    tokenizer.padding_side = "right"
-    try:
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
-            model = AutoModel.from_pretrained(
-                resolve_backbone(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"encoder {str(name)!r} cannot be loaded: {_first_line(error)}") from error
-    if getattr(model.config, "is_encoder_decoder", False):
-        model = model.get_encoder()
-    model.requires_grad_(False).eval().to(place)
-
-    @torch.no_grad()
-    def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        batch = tokenizer(
-            list(texts),
-            padding=True,
-            truncation=True,
-            max_length=max_length,
-            return_tensors="pt",
-            return_token_type_ids=False,
-        ).to(place)
-        states = model(**batch).last_hidden_state
-        return states.float().cpu().numpy(), batch["attention_mask"].cpu().numpy()
-
-    return encode

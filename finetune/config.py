@@ -62,7 +62,26 @@ class Classify:
     """Class names in head order; by default the sorted labels of all training rows, those beyond `limit` too."""
 
 
-Task = LanguageModel | Completion | Classify
+@dataclass(frozen=True, kw_only=True)
+class Seq2Seq:
+    """An encoder-decoder reads the prompt and writes the target (T5, BART); the whole target is supervised."""
+
+    kind: Literal["seq2seq"] = "seq2seq"
+    prompt: str = "{text}"
+    """Template over the row's columns, read by the encoder; at most `train.max_length` tokens."""
+    target: str = "{label}"
+    """Template over the row's columns, written by the decoder and closed by the end-of-sequence token; at most
+    `train.max_length` tokens."""
+    score: Literal["perplexity", "generate"] = "perplexity"
+    """How dev and test are judged besides perplexity: `generate` greedily and compare (exact match)."""
+    max_new_tokens: int = 64
+    """Longest generated answer, tokens (score: generate)."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, max_new_tokens=(1, None))
+
+
+Task = LanguageModel | Completion | Classify | Seq2Seq
 
 
 @dataclass(frozen=True, kw_only=True)

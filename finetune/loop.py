@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from .atomic import write_json
-from .backbone import position_limit
 from .checkpoint import Checkpoint, clone, drop_checkpoints, latest_checkpoint, pack, save_checkpoint, unpack
 from .config import Classify, Evaluate, Optimizer, Task, Train
 from .errors import Interrupted, UserError
@@ -119,7 +118,7 @@ def train_stage(
             another adapter.
     """
     engine = model if isinstance(model, Engine) else Engine.alone(model)
-    _check_length(engine.peft, batches)
+    _check_length(engine, batches)
     if train.best == "accuracy" and not isinstance(task, Classify):
         raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
     done = _done(run, stage, train)
@@ -144,8 +143,8 @@ def train_stage(
         return loop.finish()
 
 
-def _check_length(model: PeftModel, batches: Batches) -> None:
-    limit = position_limit(model)
+def _check_length(engine: Engine, batches: Batches) -> None:
+    limit = engine.position_limit()
     if limit is not None and batches.max_length > limit:
         raise UserError(f"train.max_length: {batches.max_length} is above this backbone's {limit} positions")
 

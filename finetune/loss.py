@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import Classify, Task
+from .config import Classify, Seq2Seq, Task
 
 IGNORED = -100
 # Elements of one slice of logits: small enough for the caches of a CPU, large enough to fill a GPU.
@@ -60,12 +60,13 @@ def loss_sum(logits: Tensor, labels: Tensor, *, task: Task) -> Tensor:
     """Cross entropy in nats summed over supervised items, float32 scalar.
 
     Args:
-        logits: [B, T, V] (language models: position t predicts the label at t + 1) or [B, C] (Classify).
+        logits: [B, T, V] (language models: position t predicts the label at t + 1; Seq2Seq: the label at t) or
+            [B, C] (Classify).
         labels: [B, T] with -100 where unsupervised, or [B].
     """
     if isinstance(task, Classify):
         return F.cross_entropy(logits.float(), labels, reduction="sum")
-    rows, targets = _supervised(logits, labels)
+    rows, targets = _supervised(logits, labels, task)
     return F.cross_entropy(rows.float(), targets, reduction="sum")
 
 
@@ -75,14 +76,14 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
         return loss_sum(model(**batch.inputs).logits, batch.labels, task=task)
 
     def cost(hidden: Tensor) -> Tensor:
-        return _head_loss(hidden, head.linear, batch.labels).view(1, 1, 1)
+        return _head_loss(hidden, head.linear, batch.labels, task).view(1, 1, 1)
 
     with head.computing(cost):
         return model(**batch.inputs).logits.sum()
 
 
-def _head_loss(hidden: Tensor, linear: nn.Linear, labels: Tensor) -> Tensor:
-    rows, targets = _supervised(hidden, labels)
+def _head_loss(hidden: Tensor, linear: nn.Linear, labels: Tensor, task: Task) -> Tensor:
+    rows, targets = _supervised(hidden, labels, task)
     held: Any = getattr(linear, "vocabulary", None)
     if held is None:
         return linear_cross_entropy(rows, linear, targets)
@@ -95,7 +96,7 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task) -> Hea
     """The plain head of `model`, or None where only the model's own forward pass gives its logits.
 
     Watches the head on the first row of `inputs` (model keyword arguments), in evaluation mode without gradients: it
-    must see one hidden state a token, compute nothing but W h + b, and its output must be the model's, bit for bit.
+    must see one hidden state a token (of the decoder, where there is one), compute nothing but W h + b, and its output must be the model's, bit for bit.
     Under FSDP2 every rank of the mesh calls this at once.
     """
     if isinstance(task, Classify):
@@ -127,7 +128,8 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task) -> Hea
     if len(seen) != 1:
         return None
     hidden, out, own = seen[0]
-    return head if own and hidden.shape[:2] == first[:1].shape[:2] and torch.equal(out, logits) else None
+    tokens = one["decoder_input_ids"] if isinstance(task, Seq2Seq) else first[:1]
+    return head if own and hidden.shape[:2] == tokens.shape[:2] and torch.equal(out, logits) else None
 
 
 def _plain(linear: nn.Linear) -> bool:
@@ -136,11 +138,18 @@ def _plain(linear: nn.Linear) -> bool:
     return kinds[0] is nn.Linear or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
 
 
-def _supervised(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _supervised(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """Rows of `values` [B, T, D] that predict a supervised token, [n, D], and these tokens [n]."""
-    targets = labels[:, 1:]
+    values, targets = aligned(values, labels, task)
     mask = targets != IGNORED
-    return values[:, :-1][mask], targets[mask]
+    return values[mask], targets[mask]
+
+
+def aligned(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    """Positions of `values` [B, T, ...] and the labels they predict: a decoder of Seq2Seq reads its own shifted."""
+    if isinstance(task, Seq2Seq):
+        return values, labels
+    return values[:, :-1], labels[:, 1:]
 
 
 def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What each command accepts: one dataclass of flags per command, handed to the study that does the work.
+"""From a command line to the study that does the work, in this process or as the ranks of a mesh.
 
 Dotted flags (`--train.steps 100`) and plain recipe keys (`--backbone gpt2`) are laid over the recipe's YAML tree and
 go through the same strict builder; a command's own flags are parsed by tyro. Nothing here imports torch.
@@ -10,13 +10,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
-from tyro.conf import Positional
 
 from experiments.config import Recipe
 from experiments.recipe import Resolved, from_override, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
@@ -24,152 +22,20 @@ from finetune.errors import UserError
 from finetune.parallel import agree, launch, voice
 from finetune.parallel.rules import Settings, check_settings
 from finetune.rundir import RECIPE, refuse_nonempty
+from flatshift.flags import (
+    DemoFlags,
+    DoctorFlags,
+    EvalFlags,
+    ExportFlags,
+    MergeFlags,
+    RecipesFlags,
+    ReportFlags,
+    SelectFlags,
+    SweepFlags,
+    TrainFlags,
+)
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
-
-
-@dataclass(frozen=True)
-class DemoFlags:
-    """Select, train, compare and sweep on the shipped samples; ends with a report and its path."""
-
-    out: Path = Path("flatshift-demo")
-    """Directory to make; must not exist or be empty."""
-
-
-@dataclass(frozen=True)
-class SelectFlags:
-    """Choose warm-up records from a pool for a target, by a recipe's `select` block or by flags."""
-
-    recipe: Positional[str | None] = None
-    """Recipe file or shipped recipe; optional when --pool, --target and --budget are given."""
-    pool: tuple[str, ...] = ()
-    """Candidate files: JSONL (.gz .xz .zst), CSV, Parquet; globs; `sample:pool`."""
-    target: tuple[str, ...] = ()
-    """Files with samples of the task."""
-    budget: int | None = None
-    """Records to choose."""
-    out: Path | None = None
-    """Directory to make (required); must not exist or be empty."""
-    method: str | None = None
-    """gotd, random, knn or dsir."""
-    embedder: str | None = None
-    """tfidf, backbone, or the directory or hub name of an encoder."""
-    pool_features: str | None = None
-    """Your own features of the pool: .npy, row i for record i."""
-    target_features: str | None = None
-    """Your own features of the target: .npy."""
-    epsilon: float | None = None
-    """Entropic regularisation, as a multiple of the mean cost (gotd)."""
-    seed: int | None = None
-    """Seed of every random draw."""
-    text_column: str | None = None
-    """Column that holds the text."""
-    id_column: str | None = None
-    """Column that holds a record's id."""
-    domain_column: str | None = None
-    """Column that names a record's domain (report only)."""
-    bad_rows: Literal["refuse", "skip"] | None = None
-    """Stop at a malformed record, or skip and count it."""
-    json: bool = False
-    """Print the manifest as JSON."""
-
-
-@dataclass(frozen=True)
-class TrainFlags:
-    """Fine-tune an adapter by a recipe. Any recipe key is a flag: --train.steps 100 --adapter.rank 4."""
-
-    recipe: Positional[str | None] = None
-    """Recipe file or shipped recipe (`flatshift recipes list`)."""
-    out: Path | None = None
-    """Run directory to make; by default runs/DATE-TIME-NAME."""
-    resume: Path | None = None
-    """Continue this run directory exactly where it stopped."""
-    json: bool = False
-    """Print eval.json when done."""
-
-
-@dataclass(frozen=True)
-class SweepFlags:
-    """Run a recipe over a grid of dotted keys and seeds; finished cells are never run again."""
-
-    recipe: Positional[str]
-    """Recipe file or shipped recipe."""
-    grid: tuple[str, ...] = ()
-    """key=v1,v2,… for each axis; by default the recipe's own `sweep.grid`."""
-    seeds: int | None = None
-    """Values of train.seed: 0, 1, …; by default the recipe's own `sweep.seeds`."""
-    out: Path | None = None
-    """Sweep directory (required); an existing one is continued."""
-    jobs: int = 1
-    """Processes that work on cells at the same time."""
-
-
-@dataclass(frozen=True)
-class EvalFlags:
-    """Judge a finished run again, on its own dev and test rows or on other files; on another mesh by --mesh.dp N, …"""
-
-    run: Positional[Path]
-    """Run directory."""
-    data: tuple[str, ...] = ()
-    """Files to judge on instead; the split is called `data`."""
-    json: bool = False
-    """Print exactly what eval.json would hold."""
-
-
-@dataclass(frozen=True)
-class ReportFlags:
-    """Make one offline HTML page from run, selection, sweep or study directories."""
-
-    runs: Positional[tuple[Path, ...]]
-    """Directories."""
-    out: Path | None = None
-    """HTML file; by default report.html in the first directory."""
-
-
-@dataclass(frozen=True)
-class MergeFlags:
-    """Fold a run's adapter into its backbone: a model folder that plain transformers loads."""
-
-    run: Positional[Path]
-    """Run directory."""
-    out: Path | None = None
-    """Folder to make; by default RUN_DIR/merged."""
-    json: bool = False
-    """Print dtype and logit difference as JSON."""
-
-
-@dataclass(frozen=True)
-class ExportFlags:
-    """Write a run's adapter as a hub-ready folder: PEFT files, tokenizer, and a model card made from the run."""
-
-    run: Positional[Path]
-    """Run directory."""
-    out: Path | None = None
-    """Folder to make; by default RUN_DIR/export."""
-
-
-@dataclass(frozen=True)
-class RecipesFlags:
-    """List, show or copy the shipped recipes."""
-
-    action: Positional[Literal["list", "show", "copy"]]
-    """What to do."""
-    name: Positional[str | None] = None
-    """Which recipe (show, copy)."""
-    to: Positional[Path | None] = None
-    """File to write (copy); by default NAME.yaml here."""
-    json: bool = False
-    """Print the list as JSON."""
-
-
-@dataclass(frozen=True)
-class DoctorFlags:
-    """Environment, versions, devices, shadowed names, what is missing and how to get it."""
-
-    deep: bool = False
-    """Import torch as well and list its devices."""
-    json: bool = False
-    """Print as JSON."""
 
 
 def _split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]:

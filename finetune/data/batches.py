@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import Classify, Task
+from ..config import Classify, Completion, LanguageModel, Task
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .encoding import IGNORE, Example
@@ -28,10 +28,11 @@ class MicroBatch:
 
     inputs: dict[str, Tensor]
     """Model keyword arguments, (B, T) int64: `input_ids`, and `attention_mask` (right padding) or, in packed rows,
-    `position_ids` instead. The model must use no cache (`config.use_cache` false): packing relies on it."""
+    `position_ids` instead; seq2seq has `decoder_input_ids` (B, its own T) too, whose padding needs no mask because it
+    follows what a decoder may see. The model must use no cache (`config.use_cache` false): packing relies on it."""
     labels: Tensor
-    """(B, T) int64 aligned with `input_ids`, −100 where unsupervised (always at the first token of a sample); or the
-    classes, (B,)."""
+    """(B, T) int64 aligned with `input_ids`, −100 where unsupervised (always at the first token of a sample), or with
+    `decoder_input_ids`; or the classes, (B,)."""
     supervised: int
     """Labels that the loss sums over: tokens, or examples for classification."""
     samples: int
@@ -56,7 +57,11 @@ class _Store:
         self.segments = None
         if examples and examples[0].segments is not None:
             self.segments = self._flat(example.segments for example in examples)
-        if self.classify:
+        self.answers = None
+        if examples and examples[0].decoder_ids is not None:
+            self.answers = _Answers(examples)
+            self.counts = self.answers.counts
+        elif self.classify:
             self.labels = np.array([example.labels for example in examples], dtype=np.int64)
             self.counts = np.ones(len(examples), dtype=np.int64)
         else:
@@ -69,6 +74,11 @@ class _Store:
 
     def span(self, i: int) -> slice:
         return slice(self.offsets[i], self.offsets[i + 1])
+
+    @property
+    def work(self) -> np.ndarray:
+        """Tokens of each example on all sides."""
+        return self.lengths if self.answers is None else self.lengths + self.answers.lengths
 
     def collate(self, rows: Sequence[tuple[int, ...]], pad_id: int, multiple: int = 1) -> MicroBatch:
         width = max(int(self.lengths[list(row)].sum()) for row in rows)
@@ -85,7 +95,7 @@ class _Store:
             for i in row:
                 span, stop = self.span(i), start + int(self.lengths[i])
                 ids[r, start:stop] = self.ids[span]
-                if not self.classify:
+                if not self.classify and self.answers is None:
                     labels[r, start:stop] = self.labels[span]
                     labels[r, start] = IGNORE
                 if self.segments is not None:
@@ -103,8 +113,30 @@ class _Store:
         if self.segments is not None:
             inputs["token_type_ids"] = torch.from_numpy(segments)
         flat = [i for row in rows for i in row]
+        if self.answers is not None:
+            decoder, labels = self.answers.collate(flat, pad_id)
+            inputs["decoder_input_ids"] = torch.from_numpy(decoder)
         target = self.labels[flat] if self.classify else labels
         return MicroBatch(inputs, torch.from_numpy(target), int(self.counts[flat].sum()), len(flat), tuple(rows))
+
+
+class _Answers:
+    """What decoders read and write, by example."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self.read = [np.array(example.decoder_ids, dtype=np.int32) for example in examples]
+        self.written = [np.array(example.labels, dtype=np.int32) for example in examples]
+        self.lengths = np.array([len(ids) for ids in self.read], dtype=np.int64)
+        self.counts = np.array([(labels != IGNORE).sum() for labels in self.written], dtype=np.int64)
+
+    def collate(self, rows: Sequence[int], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Decoder inputs and labels of these examples, (B, T) int64, padded on the right."""
+        shape = (len(rows), int(self.lengths[rows].max()))
+        ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+        for r, i in enumerate(rows):
+            ids[r, : self.lengths[i]] = self.read[i]
+            labels[r, : self.lengths[i]] = self.written[i]
+        return ids, labels
 
 
 class Batches:
@@ -148,14 +180,16 @@ class Batches:
         self.batch_size, self.accumulate, self.seed = batch_size, accumulate, seed
         self.max_length, self.pad_id = max_length, pad_id
         self.share, self.multiple = share, multiple
-        self.packed = not isinstance(task, Classify) and task.pack
+        self.packed = isinstance(task, LanguageModel | Completion) and task.pack
         self._store = _Store(examples, task)
-        longest = int(self._store.lengths.argmax())
-        if self._store.lengths[longest] > max_length:
-            raise UserError(
-                f"{examples[longest].where}: {self._store.lengths[longest]} tokens do not fit train.max_length "
-                f"{max_length}; encode with the same max_length"
-            )
+        answers = self._store.answers
+        for lengths in [self._store.lengths, *([] if answers is None else [answers.lengths])]:
+            longest = int(lengths.argmax())
+            if lengths[longest] > max_length:
+                raise UserError(
+                    f"{examples[longest].where}: {lengths[longest]} tokens do not fit train.max_length "
+                    f"{max_length}; encode with the same max_length"
+                )
         empty = np.flatnonzero(self._store.counts == 0)
         if len(empty):
             raise UserError(f"{examples[int(empty[0])].where}: this sample has no supervised token")
@@ -232,18 +266,19 @@ def iterate_eval(
     """Every example once, longest first (least padding, and memory peaks at once), in rows of one sample.
 
     Arguments:
-        max_tokens: fewer rows at a time where rows × length would be more than this.
+        max_tokens: fewer rows at a time where rows × length (of all sides) would be more than this.
         share: (i, n): only every n-th row of each batch, from the i-th on. As many batches come on every rank; one
             that has no row for this rank comes with its first row and `samples` 0.
         multiple: pad rows to a multiple of so many tokens.
     """
     store = _Store(examples, task)
-    order = np.argsort(-store.lengths, kind="stable")
+    work = store.work
+    order = np.argsort(-work, kind="stable")
     start = 0
     while start < len(order):
         rows = batch_size
         if max_tokens is not None:
-            rows = max(1, min(rows, max_tokens // int(store.lengths[order[start]])))
+            rows = max(1, min(rows, max_tokens // int(work[order[start]])))
         batch = order[start : start + rows]
         mine = batch[share[0] :: share[1]]
         micro = store.collate([(int(i),) for i in (mine if len(mine) else batch[:1])], pad_id, multiple)

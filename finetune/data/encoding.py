@@ -4,10 +4,14 @@
 - completion: `prefix prompt completion eos`; the completion and its eos are supervised. Prompt and completion are
   tokenised apart and joined, so no token spans the boundary and generation continues from exactly this prompt.
   Too long: the prompt loses its left, then the completion its right.
+- seq2seq: the encoder reads the prompt and the decoder writes the target, both in the tokenizer's own template; the
+  target is closed by eos and supervised throughout. The decoder reads the target behind its start token, one place
+  later. Too long: each loses its right end.
 - classify: the tokenizer's own template around one text or a pair; too long: the longer text loses its right end first.
 
 `prefix` is what the tokenizer puts in front, else its beginning-of-sequence token, else nothing. The first token of a
-sample is never supervised, because nothing precedes it; so the supervised tokens of a sample are the labels ≠ −100.
+causal sample is never supervised, because nothing precedes it; so the supervised tokens of a sample are the labels
+≠ −100.
 Special tokens written out in the text are read as special tokens, as the tokenizer does.
 """
 
@@ -19,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..config import Classify, Completion, LanguageModel, Task
+from ..config import Classify, Completion, LanguageModel, Seq2Seq, Task
 from ..errors import UserError
 from .rows import Row, missing_column
 from .specials import Specials
@@ -40,7 +44,8 @@ class Example:
 
     input_ids: list[int]
     labels: list[int] | int
-    """Aligned with `input_ids` (the model shifts), −100 where unsupervised; a class for classification."""
+    """Aligned with `input_ids` (the model shifts) or with `decoder_ids`, −100 where unsupervised; a class for
+    classification."""
     id: str
     where: str
     bytes: int = 0
@@ -52,7 +57,9 @@ class Example:
     gold: int | None = None
     """Which of `choices` is the row's own."""
     answer: str | None = None
-    """The whole completion (score: generate)."""
+    """The whole completion or target (score: generate)."""
+    decoder_ids: list[int] | None = None
+    """What the decoder reads, as long as `labels`: its start token, then the labels but the last (seq2seq)."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,11 @@ def required_columns(task: Task) -> tuple[str, ...]:
         return ("text",)
     if isinstance(task, Classify):
         return ("text", "label")
-    names = [*Template(task.prompt, "task.prompt").columns, *Template(task.completion, "task.completion").columns]
-    return tuple(dict.fromkeys(names))
+    if isinstance(task, Seq2Seq):
+        answer = Template(task.target, "task.target")
+    else:
+        answer = Template(task.completion, "task.completion")
+    return tuple(dict.fromkeys([*Template(task.prompt, "task.prompt").columns, *answer.columns]))
 
 
 def sort_labels(labels: Iterable[str]) -> tuple[str, ...]:
@@ -118,6 +128,7 @@ def encode(
     max_length: int,
     label_names: Sequence[str] | None = None,
     bad_rows: Literal["refuse", "skip"] = "refuse",
+    decoder_start: int | None = None,
 ) -> Encoded:
     """Encode `rows` for `task` in rows of at most `max_length` tokens.
 
@@ -125,17 +136,18 @@ def encode(
         label_names: classes in head order; else the task's, else the sorted labels of these rows. Needed (and found)
             for classification and for completions that are ranked.
         bad_rows: refuse, or skip and count, rows that have nothing to supervise.
+        decoder_start: the token that a decoder begins with (`finetune.backbone.decoder_start`); for seq2seq.
     Raises:
         UserError: a label outside the classes, a column that a template needs, a row with nothing to supervise (unless
             skipped), a `max_length` that leaves no room.
     """
-    specials = Specials.of(tokenizer)
+    specials = Specials.of(tokenizer, begin=not isinstance(task, Seq2Seq))
     room = (
         max_length - len(specials.prefix) - len(specials.middle) - max(len(specials.suffix), len(specials.pair_suffix))
     )
     if room < 2:
         raise UserError(f"train.max_length: {max_length} leaves no room beside the special tokens; give at least 8")
-    maker = _Maker(tokenizer, specials, max_length)
+    maker = _Maker(tokenizer, specials, max_length, decoder_start)
     if isinstance(task, Classify):
         return _encode_classes(rows, task, maker, label_names, bad_rows)
     return _encode_texts(rows, task, maker, label_names, bad_rows)
@@ -143,7 +155,7 @@ def encode(
 
 def _encode_texts(
     rows: Iterable[Row],
-    task: LanguageModel | Completion,
+    task: LanguageModel | Completion | Seq2Seq,
     maker: _Maker,
     label_names: Sequence[str] | None,
     bad_rows: str,
@@ -159,7 +171,12 @@ def _encode_texts(
     skipped: list[str] = []
     truncated = 0
     for chunk in _chunks(rows):
-        made = maker.completions(chunk, task, names) if isinstance(task, Completion) else maker.documents(chunk)
+        if isinstance(task, Seq2Seq):
+            made = maker.pairs(chunk, task)
+        elif isinstance(task, Completion):
+            made = maker.completions(chunk, task, names)
+        else:
+            made = maker.documents(chunk)
         for row, (example, cut) in zip(chunk, made, strict=True):
             if isinstance(example, str):
                 _refuse_or_skip(row, example, bad_rows, skipped)
@@ -219,8 +236,11 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 class _Maker:
     """Tokenises a chunk at once and puts the pieces together."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, specials: Specials, max_length: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, specials: Specials, max_length: int, decoder_start: int | None
+    ) -> None:
         self.tokenizer = tokenizer
+        self.decoder_start = decoder_start
         self.specials = specials
         self.max_length = max_length
         eos = tokenizer.eos_token_id
@@ -286,6 +306,39 @@ class _Maker:
             )
             made.append((example, cut))
         return made
+
+    def pairs(self, rows: Sequence[Row], task: Seq2Seq) -> list[tuple[Example | str, bool]]:
+        if self.decoder_start is None:
+            raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the backbone's decoder begins with")
+        ask, answer = Template(task.prompt, "task.prompt"), Template(task.target, "task.target")
+        prompts = self.tokens([ask.fill(row) for row in rows])["input_ids"]
+        texts = [answer.fill(row) for row in rows]
+        batch = self.tokens(texts)
+        made: list[tuple[Example | str, bool]] = []
+        for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
+            source, cut_prompt = self._closed(prompt, self.specials.suffix)
+            labels, cut_target = self._closed(ids, self.end)
+            cut = cut_prompt or cut_target
+            if not ids or not source:
+                made.append((f"the {'prompt' if ids else 'target'} is empty", cut))
+                continue
+            room = self.max_length - len(self.specials.prefix) - len(self.end)
+            example = Example(
+                source,
+                labels,
+                row.id,
+                row.where,
+                self._bytes(texts[i], batch, i, 0, min(len(ids), room)),
+                answer=texts[i] if task.score == "generate" else None,
+                decoder_ids=[self.decoder_start, *labels[:-1]],
+            )
+            made.append((example, cut))
+        return made
+
+    def _closed(self, ids: Sequence[int], end: tuple[int, ...]) -> tuple[list[int], bool]:
+        """The tokenizer's template around `ids`, closed by `end`, and whether the ids lost their right to fit."""
+        room = self.max_length - len(self.specials.prefix) - len(end)
+        return [*self.specials.prefix, *ids[:room], *end], len(ids) > room
 
     def _choices(
         self, rows: Sequence[Row], template: Template, names: tuple[str, ...]

@@ -21,15 +21,16 @@ class Specials:
     """token_type_ids of A with what precedes B, and of B with what follows; None where the model takes none."""
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Specials:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, begin: bool = True) -> Specials:
         """The tokenizer's own template where it has one.
 
         Where it has none (GPT-2, most small decoders): the beginning-of-sequence token, if there is one, goes in
-        front, and the separator or end-of-sequence token between the texts of a pair.
+        front (unless `begin` is false: what a decoder writes begins with another token), and the separator or
+        end-of-sequence token between the texts of a pair.
         """
         prefix, _, suffix = _runs(tokenizer, "a")
         pair_prefix, middle, pair_suffix = _runs(tokenizer, "a", "b")
-        if not prefix and not suffix and tokenizer.bos_token_id is not None:
+        if begin and not prefix and not suffix and tokenizer.bos_token_id is not None:
             prefix = (tokenizer.bos_token_id,)
         if not middle and not pair_prefix and not pair_suffix:
             joint = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from .board import JOIN_SECONDS, Silent, job_board
+from .board import JOIN_SECONDS, Silent, reach_board
 from .voice import rank, read_cause, several
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ def word_of_main(name: str, text: str) -> str:
     Raises:
         UserError: rank 0 did not give its word in time.
     """
-    board = job_board() if several() else None
-    if board is None:
+    if not several():
         return text
+    board = reach_board()
     try:
         if rank() == 0:
             board.put(name, text)

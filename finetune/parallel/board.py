@@ -15,8 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..errors import UserError
+
 FOLDER = "FLATSHIFT_BOARD"
-STORE_SECONDS = 10.0
+STORE_SECONDS, CONNECT_SECONDS = 10.0, 60.0
+JOIN_SECONDS = 180.0
+"""How long ranks wait for each other at the start; machines may import at very different speeds."""
 
 
 class Silent(Exception):
@@ -124,9 +128,21 @@ def job_board() -> Board | None:
         if not hosted_by_agent() and os.environ["RANK"] == "0":
             job_store()
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
         return StoreBoard(dist.PrefixStore(f"flatshift/{attempt()}", store))
     return None
+
+
+def reach_board() -> Board:
+    """The board of the job that this process is a rank of. Raises UserError if there is none to be reached."""
+    board = job_board()
+    if board is None:
+        raise UserError(
+            f"rank {os.environ.get('RANK')} cannot reach the other ranks at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')}; look whether rank 0 was started, and at the network"
+        )
+    return board
 
 
 @functools.cache
@@ -149,9 +165,6 @@ def job_store() -> Any:
         master_listen_fd=int(descriptor) if host and descriptor else None,
     )
     return dist.PrefixStore(f"flatshift-group/{attempt()}", store)
-
-
-JOIN_SECONDS = 180.0
 
 
 def hosted_by_agent() -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..adapter import copy_tensors, load_adapter, lora_only, read_adapter, save_adapter, trainable, write_adapter
+from ..backbone import position_limit
 from ..config import Task
 from ..errors import UserError
 from ..evaluate.share import Share
@@ -134,6 +135,14 @@ class Engine:
         found: list[Any] = [None] * self.world.width(*axes)
         dist.all_gather_object(found, item, group=self.world.group(*axes))
         return found
+
+    def position_limit(self) -> int | None:
+        """Longest row, tokens, of a table of learned positions, whichever pipeline stage has it; None without one."""
+        limit = position_limit(self.model)
+        if self.world.width("pp") > 1:
+            limits = [found for found in self._gather_objects(limit, "pp") if found is not None]
+            return min(limits, default=None)
+        return limit
 
     def usable(self, head: Head | None) -> Head | None:
         """`head` where `judged` has it: a pipeline's stand-in gives logits only."""

@@ -24,14 +24,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..config import Mesh
 from ..errors import UserError
-from .board import FOLDER, JOIN_SECONDS, FolderBoard, attempt
-from .voice import PATIENT_GRACE, Cause, claim_cause, read_cause, sign_off
+from .board import FOLDER, JOIN_SECONDS, FolderBoard, attempt, job_store, reach_board
+from .voice import PATIENT_GRACE, Cause, claim_cause, rank, read_cause, sign_off
 
 if TYPE_CHECKING:
     import torch
@@ -141,19 +142,19 @@ def _start(
         FOLDER: str(folder / "board"),
     }
     processes: list[subprocess.Popen[bytes]] = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if rank == 0:
+    for number in range(ranks):
+        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        if number == 0:
             own["FLATSHIFT_STORE_FD"] = str(held.fileno())
-        with _kept(folder, rank).open("wb") as kept:
+        with _kept(folder, number).open("wb") as kept:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *command],
                     env={**os.environ, **shared, **own},
                     stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else kept,
-                    stderr=None if rank == 0 else kept,
-                    pass_fds=(held.fileno(),) if rank == 0 else (),
+                    stdout=None if number == 0 else kept,
+                    stderr=None if number == 0 else kept,
+                    pass_fds=(held.fileno(),) if number == 0 else (),
                     start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which forwards it once
                 )
             )
@@ -299,30 +300,41 @@ def join(mesh: Mesh, device: str) -> World:
     if processes == 1:
         return World.alone(place)
     watch.start(mesh.stall)
+    _await_all(processes)
     _make_group(place, processes)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     return World.of(mesh, place)
 
 
+def _await_all(processes: int) -> None:
+    """Return when every rank is on the board, which rank 0 finds out. Raises UserError if one stays out."""
+    board, deadline = reach_board(), time.monotonic() + JOIN_SECONDS
+    missing = set(range(processes)) if rank() == 0 else set()
+    while missing or board.get("all-here") is None:
+        missing -= {other for other in missing if board.get(f"beat-{other}") is not None}
+        if rank() == 0 and not missing:
+            board.put("all-here", "")
+        if time.monotonic() > deadline:
+            absent = f"rank {min(missing)}" if missing else "some rank"
+            raise UserError(
+                f"{absent} did not come within {JOIN_SECONDS:.0f} s; look whether all {processes} were started"
+            )
+        time.sleep(0.05)
+
+
 def _make_group(device: torch.device, processes: int) -> None:
     import torch.distributed as dist
 
-    from .board import job_store
-
-    try:
-        # Collectives have no limit of their own: the watch knows a slow update from a hung rank.
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            store=job_store(),
-            rank=int(os.environ["RANK"]),
-            world_size=processes,
-        )
-    except dist.DistError as error:
-        raise UserError(
-            f"rank {os.environ['RANK']} did not reach the other ranks at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} within {JOIN_SECONDS:.0f} s; look whether all {processes} were started"
-        ) from error
+    # Practically no limit of its own: one rank may work for long while the others wait, and the watch knows a slow
+    # update from a hung one.
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=job_store(),
+        rank=rank(),
+        world_size=processes,
+        timeout=timedelta(days=7),
+    )
 
 
 def _device(name: str, processes: int) -> torch.device:

@@ -85,6 +85,11 @@ RULES: tuple[Rule, ...] = (
         and (s.mesh.schedule != "1f1b" or s.mesh.virtual is not None or s.mesh.microbatches is not None),
     ),
     Rule(
+        "mesh.microbatches", REQUIRES, "as many rows on a data rank", "a piece of a micro-batch holds at least one row",
+        "lower it or raise train.batch_size",
+        lambda s: (s.mesh.microbatches or 1) > max(s.train.batch_size // _data_ranks(s), 1),
+    ),
+    Rule(
         "mesh.virtual > 1", REQUIRES, "mesh.schedule: interleaved, zero-bubble or zbv",
         "gpipe and 1f1b hold one stage a rank", "set mesh.schedule: interleaved",
         lambda s: (s.mesh.virtual or 1) > 1 and not _schedule_is_looped(s),

@@ -132,9 +132,7 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("scenario", "words"), [("user", "the rows of this rank are bad"), ("killed", "rank 1 (")]
-)
+@pytest.mark.parametrize(("scenario", "words"), [("user", "the rows of this rank are bad"), ("killed", "rank 1 (")])
 def test_under_torchrun(tmp_path: Path, scenario: str, words: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(CHILD)]
     done = subprocess.run([*command, scenario, str(tmp_path), "5"], capture_output=True, text=True, timeout=200)

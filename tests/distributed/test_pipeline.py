@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed_ranks import run_ranks
 from torch import Tensor, nn
+
+from tests.distributed_ranks import run_ranks
 
 VOCABULARY = 64
 STEPS = 3

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from finetune.adapter import attach_adapter
-from finetune.backbone import checksum, hidden_state_encoder, load_backbone, load_tokenizer, resolve_backbone
+from finetune.backbone import checksum, load_backbone, load_tokenizer, resolve_backbone
 from finetune.config import Adapter, Classify, Completion, LanguageModel
 from finetune.errors import UserError
+from finetune.features import hidden_state_encoder
 from tests.finetune_models import save_backbone
 
 
