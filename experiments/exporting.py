@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import Recipe
-from experiments.judging import build_judged
+from experiments.judging import lay_out
 from experiments.preparing import Prepared, prepare
 from experiments.recipe import resume_recipe
 from finetune.atomic import replacing_directory, write_text
-from finetune.backbone import load_tokenizer, quiet_transformers, resolve_backbone
+from finetune.backbone import auto_class, load_tokenizer, quiet_transformers, resolve_backbone
 from finetune.config import Mesh
 from finetune.data import iterate_eval
 from finetune.errors import UserError
@@ -84,7 +84,7 @@ def _merge_by_files(recipe: Recipe, prepared: Prepared, adapter: Path, out: Path
 
 def _merge_in_memory(recipe: Recipe, prepared: Prepared, adapter: Path, out: Path, dtype: Any) -> None:
     exact = _alone_in_float32(recipe)
-    model, _ = build_judged(exact, exact.task, prepared.label_names, adapter)
+    model = lay_out(exact, exact.task, prepared.label_names, adapter=adapter)[0].model
     merged = model.merge_and_unload(safe_merge=True)
     merged.config.use_cache = True
     with quiet_transformers():
@@ -94,20 +94,19 @@ def _merge_in_memory(recipe: Recipe, prepared: Prepared, adapter: Path, out: Pat
 def _compare_logits(recipe: Recipe, prepared: Prepared, adapter: Path, out: Path, dtype: Any) -> dict[str, Any]:
     """The written model, read back, beside backbone + adapter in float32, one after the other."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     weights = sum(file.stat().st_size for file in out.glob("*.safetensors")) // dtype.itemsize
     if 4 * weights > available_memory() * _MEMORY_SHARE:
         return {"max_logit_difference": None, "largest_logit": None, "rows": 0}
     exact = _alone_in_float32(recipe)
-    model, tokenizer = build_judged(exact, exact.task, prepared.label_names, adapter)
+    whole, tokenizer = lay_out(exact, exact.task, prepared.label_names, adapter=adapter)
     rows = (prepared.test or prepared.dev or prepared.train)[:8]
     batch = next(iterate_eval(rows, task=exact.task, batch_size=len(rows), pad_id=tokenizer.pad_token_id))
-    inputs = {name: tensor.to(next(model.parameters()).device) for name, tensor in batch.inputs.items()}
+    inputs = {name: tensor.to(whole.device) for name, tensor in batch.inputs.items()}
     with torch.no_grad():
-        before = model.eval()(**inputs).logits.float()
-    del model
-    kind = AutoModelForSequenceClassification if recipe.task.kind == "classify" else AutoModelForCausalLM
+        before = whole.model.eval()(**inputs).logits.float()
+    del whole
+    kind, _ = auto_class(recipe.task, num_labels=None, label_names=prepared.label_names)
     with quiet_transformers(), torch.no_grad():
         again = kind.from_pretrained(out, dtype=dtype, use_safetensors=True).to(before.device).eval()
         after = again(**inputs).logits.float()

@@ -48,14 +48,6 @@ def lay_out(
     return engine, load_tokenizer(recipe.backbone)
 
 
-def build_judged(
-    recipe: Recipe, task: Task, label_names: tuple[str, ...] | None, adapter: Path | None
-) -> tuple[Any, Any]:
-    """The whole model with a saved adapter in this one process, and its tokenizer."""
-    engine, tokenizer = lay_out(recipe, task, label_names, adapter=adapter)
-    return engine.model, tokenizer
-
-
 def judge(
     recipe: Recipe,
     engine: Engine,

@@ -188,16 +188,19 @@ def decoder_start(name: str | Path) -> int:
     Raises:
         UserError: as `resolve_backbone`; or the backbone has no decoder that reads an encoder.
     """
+    from transformers import AutoConfig, GenerationConfig
+
     directory = resolve_backbone(name)
-    for file in ("config.json", "generation_config.json"):
-        if (directory / file).is_file():
-            start = json.loads((directory / file).read_text(encoding="utf-8")).get("decoder_start_token_id")
-            if start is not None:
-                return int(start)
-    raise UserError(
-        f"backbone {str(name)!r}: config.json has no decoder_start_token_id, so it is not an encoder-decoder; take "
-        "`task.kind: completion` for a decoder"
-    )
+    with quiet_transformers():
+        start = getattr(AutoConfig.from_pretrained(directory, trust_remote_code=False), "decoder_start_token_id", None)
+        if start is None and (directory / "generation_config.json").is_file():
+            start = GenerationConfig.from_pretrained(directory).decoder_start_token_id
+    if not isinstance(start, int):
+        raise UserError(
+            f"backbone {str(name)!r}: config.json has no decoder_start_token_id, so it is no encoder-decoder; take "
+            "`task.kind: completion` for a decoder"
+        )
+    return start
 
 
 def load_backbone(

@@ -237,7 +237,8 @@ class Mesh:
     pp: int = 1
     """Pipeline stages: each holds a run of blocks (GPipe, PTD-P)."""
     cp: int = 1
-    """Context-parallel ranks: each holds a slice of every row's tokens."""
+    """Context-parallel ranks: each holds 1/cp of every row's tokens and gathers keys and values in attention (rows are
+    padded to a multiple of 2·cp tokens). For rows that do not fit one device; dp sends less where they do."""
     auto: bool = False
     """Choose the axes for the devices at hand and print why; axes that are set stay as they are."""
     zero: Literal[1, 2, 3] = 3

@@ -145,8 +145,10 @@ def train_stage(
 
 def _check_length(engine: Engine, batches: Batches) -> None:
     limit = engine.position_limit()
-    if limit is not None and batches.max_length > limit:
-        raise UserError(f"train.max_length: {batches.max_length} is above this backbone's {limit} positions")
+    longest = -(-batches.max_length // engine.multiple) * engine.multiple
+    if limit is not None and longest > limit:
+        padded = f", padded to {longest} for the mesh," if longest > batches.max_length else ""
+        raise UserError(f"train.max_length: {batches.max_length}{padded} is above this backbone's {limit} positions")
 
 
 def _done(run: RunDirectory, stage: str, train: Train) -> StageResult | None:
@@ -254,9 +256,10 @@ class _Loop:
             "scheduler": {**asdict(self.settings), "steps": self.train.steps},
             "regularizer": type(self.regularizer).__name__,
         }
-        if self.engine.is_main:
-            save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self.train.keep)
-        self.engine.world.wait()
+        with watch.unhurried("saving a checkpoint"):
+            if self.engine.is_main:
+                save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self.train.keep)
+            self.engine.world.wait()
         self.saved_step = self.progress.step
 
     def _place(self) -> dict[str, Any]:
@@ -332,8 +335,8 @@ class _Loop:
 
     @contextlib.contextmanager
     def _context(self, step: int, micro: int) -> Iterator[None]:
-        """Precision, and dropout that draws from (seed, step, micro-batch, data rank): equal within a row's ranks."""
-        index, width = self.engine.share
+        """Precision, and dropout that draws from (seed, step, micro-batch, rank): equal where tokens are equal."""
+        index, width = self.engine.stream
         who = (index,) if width > 1 else ()
         draws = seeded(derive(self.seed, "dropout", step, micro, *who), self.device) if self.random else None
         with draws or contextlib.nullcontext(), self._precision():
@@ -347,7 +350,8 @@ class _Loop:
     def judge(self, started: float) -> None:
         """Dev loss of the live adapter; keep it if it is the best so far, count a miss otherwise."""
         state = self.progress
-        figures = self.dev_metrics()
+        with watch.unhurried("dev evaluation"):
+            figures = self.dev_metrics()
         line = {"attempt": self.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
         self.run.log_metrics(self.stage, **line, time_s=round(time.monotonic() - started, 4))
         if math.isfinite(figures["loss"]) and self._better(figures):

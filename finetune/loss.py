@@ -96,8 +96,8 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task) -> Hea
     """The plain head of `model`, or None where only the model's own forward pass gives its logits.
 
     Watches the head on the first row of `inputs` (model keyword arguments), in evaluation mode without gradients: it
-    must see one hidden state a token (of the decoder, where there is one), compute nothing but W h + b, and its output must be the model's, bit for bit.
-    Under FSDP2 every rank of the mesh calls this at once.
+    must see one hidden state a token (of the decoder, where there is one), compute nothing but W h + b, and its output
+    must be the model's, bit for bit. Under FSDP2 every rank of the mesh calls this at once.
     """
     if isinstance(task, Classify):
         return None
@@ -146,10 +146,13 @@ def _supervised(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Ten
 
 
 def aligned(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """Positions of `values` [B, T, ...] and the labels they predict: a decoder of Seq2Seq reads its own shifted."""
+    """Positions of `values` [B, T, ...] and the labels they predict: a decoder of Seq2Seq reads its own shifted.
+
+    Labels may be T + 1, where the last position's next token is known (context parallelism).
+    """
     if isinstance(task, Seq2Seq):
         return values, labels
-    return values[:, :-1], labels[:, 1:]
+    return values[:, : labels.shape[1] - 1], labels[:, 1:]
 
 
 def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:

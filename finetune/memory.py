@@ -71,6 +71,9 @@ def _saved_bytes(model: nn.Module, tokens: int, train: Train) -> int:
 
     device = next(model.parameters()).device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
     training = model.training
     devices = [device] if device.type == "cuda" else []
     model.train()
@@ -82,7 +85,7 @@ def _saved_bytes(model: nn.Module, tokens: int, train: Train) -> int:
             without_input_casts(model, train),
             torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
         ):
-            output = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            output = model(**inputs).logits
             total = sum(storages.values())
             del output
         return total

@@ -17,6 +17,7 @@ from typing import Any
 import tyro
 
 from experiments.config import Recipe
+from experiments.meshing import axis_flags, mesh_flags, named_axes
 from experiments.recipe import Resolved, from_override, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
 from finetune.errors import UserError
 from finetune.parallel import agree, launch, voice
@@ -124,17 +125,22 @@ def _train(argv: list[str]) -> int:
         if flags.out is not None:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
         found = resume_recipe(flags.resume, overrides)
+        if chosen := mesh_flags(found.recipe, given=named_axes(overrides)):
+            return _train([*argv, *chosen])
         if launch.wants_ranks(found.recipe.mesh):
             return _spawn("train", argv, found.recipe, flags.resume)
         return _trained(flags, lambda: _pipeline().resume(flags.resume, overrides, quiet=flags.json))
     resolved = load_recipe(flags.recipe, overrides)
+    if chosen := mesh_flags(resolved.recipe):
+        return _train([*argv, *chosen])
     if launch.wants_ranks(resolved.recipe.mesh):
         new = flags.out or _dated(resolved)
         refuse_nonempty(new)
         named = argv if flags.out is not None else [*argv, "--out", str(new)]
         return _spawn("train", named, resolved.recipe, new)
     if flags.out is not None and launch.restarted() and (flags.out / RECIPE).is_file():
-        return _trained(flags, lambda: _pipeline().resume(flags.out, quiet=flags.json))
+        _, axes = _split_overrides(axis_flags(resolved.recipe.mesh), TrainFlags)  # there may be fewer ranks than before
+        return _trained(flags, lambda: _pipeline().resume(flags.out, axes, quiet=flags.json))
     out = flags.out
     if out is None and voice.several():
         if launch.restarts_allowed():
@@ -182,6 +188,8 @@ def _eval(argv: list[str]) -> int:
     rest, overrides = _split_overrides(argv, EvalFlags)
     flags: EvalFlags = _parse(EvalFlags, "eval", rest)
     recipe = resume_recipe(flags.run, overrides).recipe
+    if chosen := mesh_flags(recipe, given=named_axes(overrides)):
+        return _eval([*argv, *chosen])
     if launch.wants_ranks(recipe.mesh):
         return _spawn("eval", argv, recipe, flags.run)
     from experiments.evaluating import evaluate_run, render

@@ -28,18 +28,23 @@ class Span:
 def panel_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[list[Span]]:
     """One list of spans for every sample of the batch, padding left out, special tokens shown.
 
-    The samples of a packed row come apart at the restarts of `position_ids`.
+    The samples of a packed row come apart at the restarts of `position_ids`. What an encoder reads is followed by an
+    arrow and what its decoder writes.
     """
     ids = micro.inputs["input_ids"].tolist()
     labels = micro.labels.tolist()
     shown: list[list[Span]] = []
+    decoder = "decoder_input_ids" in micro.inputs
     for row, samples in enumerate(micro.rows):
         for start, stop in _samples(micro, row, len(samples)):
-            if micro.labels.ndim == 1:
+            if decoder or micro.labels.ndim == 1:
                 marks = [False] * (stop - start)
             else:
                 marks = [label != IGNORE for label in labels[row][start:stop]]
             shown.append(_spans(ids[row][start:stop], marks, tokenizer))
+        if decoder:
+            written = [label for label in labels[row] if label != IGNORE]
+            shown[-1] += [Span(" → ", False), *_spans(written, [True] * len(written), tokenizer)]
     return shown
 
 
@@ -99,7 +104,8 @@ def first_batch_panel(
 
 
 def _real_tokens(micro: MicroBatch) -> int:
-    return sum(stop - start for r, row in enumerate(micro.rows) for start, stop in _samples(micro, r, len(row)))
+    read = sum(stop - start for r, row in enumerate(micro.rows) for start, stop in _samples(micro, r, len(row)))
+    return read + (micro.supervised if "decoder_input_ids" in micro.inputs else 0)
 
 
 def _shorten(text: str, width: int) -> str:

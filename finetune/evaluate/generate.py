@@ -29,14 +29,16 @@ def generate_answers(
 ) -> list[str]:
     """The model's greedy answer to each example's prompt (what precedes its first supervised token), stripped.
 
-    Prompts are padded on the left, so that every answer follows its prompt directly; the cache is used; nothing is
-    drawn. An answer ends at the end-of-sequence token or after `max_new_tokens`.
+    Prompts are padded on the left, so that every answer follows its prompt directly; an encoder's are its whole input,
+    padded on the right, and answers follow the decoder's start token. The cache is used; nothing is drawn. An answer
+    ends at the end-of-sequence token or after `max_new_tokens`.
 
     Raises:
         UserError: prompt and answer do not fit the backbone's positions.
     """
     from transformers import GenerationConfig
 
+    start = examples[0].decoder_ids[0] if examples[0].decoder_ids is not None else None
     prompts = [prompt_of(example) for example in examples]
     _check_room(model, examples, prompts, max_new_tokens)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
@@ -48,18 +50,20 @@ def generate_answers(
         pad_token_id=pad_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
+        decoder_start_token_id=start,
     )
     answers: dict[int, str] = {}
     more = {"synced_gpus": True} if share.lockstep else {}
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     for batch in batched(order, batch_size):
         index, counts = share.mine(batch)
-        ids, mask = padded([prompts[i] for i in index], pad_id, left=True)
+        ids, mask = padded([prompts[i] for i in index], pad_id, left=start is None)
         with forward_precision(device, autocast_dtype):
             out = model.generate(
                 input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config, **more
             )
-        texts = tokenizer.batch_decode(out[:, ids.shape[1] :].cpu(), skip_special_tokens=True)
+        said = out[:, ids.shape[1] if start is None else 1 :]
+        texts = tokenizer.batch_decode(said.cpu(), skip_special_tokens=True)
         if counts:
             answers |= {i: text.strip() for i, text in zip(index, texts, strict=True)}
     answers = share.union(answers)
@@ -72,7 +76,9 @@ def exact_matches(answers: Sequence[str], examples: Sequence[Example]) -> list[f
 
 
 def prompt_of(example: Example) -> list[int]:
-    """The tokens before the first supervised one."""
+    """The tokens before the first supervised one; all that an encoder reads."""
+    if example.decoder_ids is not None:
+        return example.input_ids
     assert isinstance(example.labels, list)
     return example.input_ids[: next(i for i, label in enumerate(example.labels) if label != IGNORE)]
 
@@ -82,7 +88,9 @@ def _check_room(model: Any, examples: Sequence[Example], prompts: list[list[int]
         raise UserError(f"task.max_new_tokens: {max_new_tokens} leaves no answer; give at least 1")
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and len(prompts[longest]) + max_new_tokens > limit:
+    apart = examples[longest].decoder_ids is not None  # encoder and decoder count their own positions
+    together = max(len(prompts[longest]), 1 + max_new_tokens) if apart else len(prompts[longest]) + max_new_tokens
+    if limit is not None and together > limit:
         raise UserError(
             f"{examples[longest].where}: a prompt of {len(prompts[longest])} tokens and task.max_new_tokens "
             f"{max_new_tokens} do not fit the backbone's {limit} positions; lower train.max_length or max_new_tokens"

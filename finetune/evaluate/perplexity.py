@@ -10,31 +10,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import LanguageModel
+from ..config import LanguageModel, Task
 from ..data.batches import iterate_eval
 from ..data.encoding import IGNORE, Example
+from ..loss import aligned
 from .mode import forward_precision
 from .share import ALONE, Share
 
+_CAUSAL = LanguageModel()
 _SLICE = 1 << 24
 """Logits that are turned into float32 at once: 64 MiB."""
 _LOGITS = 1 << 28
 """Logits that exist at once, at most (one row always may): 1 GiB in float32."""
 
 
-def token_nats(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def token_nats(logits: Tensor, labels: Tensor, task: Task = _CAUSAL) -> tuple[Tensor, Tensor]:
     """−log p of every supervised token.
 
     Arguments:
-        logits: (B, T, V); position t predicts the token at t + 1.
+        logits: (B, T, V); position t predicts the token at t + 1 (seq2seq: the label at t).
         labels: (B, T), −100 where unsupervised.
     Returns:
         nats (n,) float32, and the row (n,) that each belongs to.
     """
-    targets = labels[:, 1:]
+    scores, targets = aligned(logits, labels, task)
     mask = targets != IGNORE
     rows = mask.nonzero()[:, 0]
-    scores, wanted = logits[:, :-1][mask], targets[mask]
+    scores, wanted = scores[mask], targets[mask]
     size = max(1, _SLICE // logits.shape[-1])
     parts = [
         F.cross_entropy(scores[i : i + size].float(), wanted[i : i + size], reduction="none")
@@ -50,13 +52,15 @@ def document_nats(
     *,
     batch_size: int,
     pad_id: int,
+    task: Task = _CAUSAL,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Summed −log p of the supervised tokens of each example, and their number.
 
-    The model is called as it stands: put it into evaluation mode before (`evaluating`).
+    The model is called as it stands: put it into evaluation mode before (`evaluating`). `task` says how the examples
+    were encoded; all causal tasks are alike here.
 
     Returns:
         nats (N,) float64 and tokens (N,) int64, in the order of `examples`.
@@ -65,7 +69,7 @@ def document_nats(
     vocabulary = vocabulary_size(model)
     batches = iterate_eval(
         examples,
-        task=LanguageModel(),
+        task=task,
         batch_size=batch_size,
         pad_id=pad_id,
         max_tokens=_LOGITS // vocabulary,
@@ -78,7 +82,7 @@ def document_nats(
             logits = model(**batch.inputs, use_cache=False).logits
         if not micro.samples:
             continue
-        each, rows = token_nats(logits, batch.labels)
+        each, rows = token_nats(logits, batch.labels, task)
         index = np.array([row[0] for row in micro.rows])
         sums = torch.zeros(len(index), dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())
         nats[index] = sums.cpu().numpy()

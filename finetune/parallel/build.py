@@ -68,6 +68,7 @@ def _on_mesh(
     say: Callable[[str], None],
     dtype: torch.dtype,
 ) -> Engine:
+    from .context import ContextParallel, check_context
     from .pipeline import PipelineRunner, cut_parts
     from .shard import shard
     from .skeleton import build_skeleton
@@ -83,10 +84,15 @@ def _on_mesh(
     checkpoint, deviation = base.checkpoint, float(getattr(base.config, "initializer_range", 0.02))
     if mesh.tp > 1:
         check_tensor_plan(model, tp=mesh.tp, sequence_parallel=mesh.sequence_parallel)
+    if mesh.cp > 1:
+        check_context(model)
     if mesh.pp > 1:
         model, _ = cut_parts(model, whole, mesh=mesh, world=world, tokens=train.max_length)
     shapes = {canonical(name): p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
+    tokens = ContextParallel(world) if mesh.cp > 1 else None
+    if tokens is not None:
+        tokens.attach(model)
     checkpoint_activations(model, train.checkpointing)
     sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
     materialize(model, world.device, offload=mesh.offload)
@@ -102,7 +108,8 @@ def _on_mesh(
         layout=layout,
         sharding=sharding,
         runner=PipelineRunner(model, mesh=mesh, world=world) if mesh.pp > 1 else None,
-        multiple=mesh.tp if mesh.sequence_parallel else 1,
+        tokens=tokens,
+        multiple=(1 if tokens is None else tokens.multiple) * (mesh.tp if mesh.sequence_parallel else 1),
     )
     _initialise(engine, shapes, loaded.unread, seed=train.seed, deviation=deviation)
     return engine

@@ -26,13 +26,14 @@ from ..backbone import position_limit
 from ..config import Task
 from ..errors import UserError
 from ..evaluate.share import Share
-from ..loss import Head, batch_loss, find_head
+from ..loss import Batch, Head, batch_loss, find_head
 from . import placing
 from .layout import Layout
-from .world import DATA, World
+from .world import DATA, TOKENS, World
 
 if TYPE_CHECKING:
     from ..data import MicroBatch
+    from .context import ContextParallel
     from .pipeline.runner import PipelineRunner
     from .shard import Sharding
 
@@ -51,6 +52,7 @@ class Engine:
         layout: Layout | None = None,
         sharding: Sharding | None = None,
         runner: PipelineRunner | None = None,
+        tokens: ContextParallel | None = None,
         multiple: int = 1,
     ) -> None:
         """
@@ -59,11 +61,12 @@ class Engine:
             layout: the tensor-parallel cut.
             sharding: what FSDP2 holds; None without it.
             runner: the pipeline; None without one.
+            tokens: what splits rows among the cp ranks; None without context parallelism.
             multiple: rows come padded to a multiple of so many tokens.
         """
         self.model, self.world, self.multiple = model, world, multiple
         self.layout = layout or Layout()
-        self.sharding, self.runner = sharding, runner
+        self.sharding, self.runner, self.tokens = sharding, runner, tokens
         self.parameters: dict[str, nn.Parameter] = trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.beat: Callable[[], None] = lambda: None
@@ -92,6 +95,11 @@ class Engine:
         return self.world.index(*DATA), self.world.width(*DATA)
 
     @property
+    def stream(self) -> tuple[int, int]:
+        """(i, n): this rank is the i-th of n that see different tokens, so that their dropout differs."""
+        return self.world.index(*TOKENS), self.world.width(*TOKENS)
+
+    @property
     def gradient_scale(self) -> float:
         """By how much the loss is multiplied before backward, because FSDP2 averages gradients where a sum is meant."""
         return float(self.sharding.group) if self.sharding is not None else 1.0
@@ -112,21 +120,21 @@ class Engine:
 
     @property
     def evaluation(self) -> Share:
-        """This rank's part of an evaluation."""
+        """This rank's part of an evaluation, in which cp ranks take whole rows of their own."""
         if self.world.size == 1:
             return Share()
-        index, width = self.share
+        index, width = self.stream
         return Share(
             index,
             width,
             multiple=self.multiple,
             lockstep=self.sharding is not None and bool(self.sharding.units),
-            add=lambda array: self.world.sum(torch.from_numpy(array).to(self.device), *DATA).cpu().numpy(),
+            add=lambda array: self.world.sum(torch.from_numpy(array).to(self.device), *TOKENS).cpu().numpy(),
             union=self._union,
         )
 
     def _union(self, items: Mapping[int, Any]) -> dict[int, Any]:
-        found = self._gather_objects(items, *DATA)
+        found = self._gather_objects(items, *TOKENS)
         return {key: value for part in found for key, value in part.items()}
 
     def _gather_objects(self, item: Any, *axes: str) -> list[Any]:
@@ -187,13 +195,17 @@ class Engine:
             for index, micro in enumerate(micros):
                 if self.sharding is not None:
                     self.sharding.set_sync(last=index + 1 == len(micros))
-                with context(index):
-                    loss = batch_loss(self.model, micro.to(self.device), task=task, head=head) / count
+                with context(index), self._part(micro.to(self.device)) as mine:
+                    loss = batch_loss(self.model, mine, task=task, head=head) / count
                 (loss if scale == 1 else loss * scale).backward()
                 total += loss.detach()
                 self.beat()
         self._reduce_gradients()
-        return self.world.sum(total, *DATA, "cp")
+        return self.world.sum(total, *TOKENS)
+
+    def _part(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Batch]:
+        """This rank's tokens of `micro`."""
+        return contextlib.nullcontext(micro) if self.tokens is None else self.tokens.part(micro)
 
     def _reduce_gradients(self) -> None:
         """Sum what no one has summed yet: over tp the gradients of factors that are whole there, over the data axes
@@ -201,7 +213,7 @@ class Engine:
         summands = [p for name, p in self.parameters.items() if name in self.layout.partial]
         self._all_reduce(summands, "tp")
         held = self.sharding.held if self.sharding is not None else frozenset()
-        self._all_reduce([p for name, p in self.parameters.items() if name not in held], *DATA, "cp")
+        self._all_reduce([p for name, p in self.parameters.items() if name not in held], *TOKENS)
 
     def _all_reduce(self, parameters: Iterable[nn.Parameter], *axes: str) -> None:
         if self.world.width(*axes) == 1:

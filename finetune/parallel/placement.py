@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, Slice, canonical
-from .world import DATA, World
+from .world import TOKENS, World
 
 
 class MeshPlacement:
@@ -30,7 +30,7 @@ class MeshPlacement:
         self._world.sum(tensor, "tp")
 
     def sum_data(self, tensor: Tensor) -> None:
-        self._world.sum(tensor, *DATA, "cp")
+        self._world.sum(tensor, *TOKENS)
 
     def sum_pipeline(self, tensor: Tensor) -> None:
         self._world.sum(tensor, "pp")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..config import Adapter, Classify, Mesh, Task, Train
+from ..config import Adapter, Classify, Mesh, Seq2Seq, Task, Train
 from ..errors import UserError
 
 
@@ -56,11 +56,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "mesh.zero: 1 or 2", REQUIRES, "mesh.dp > 1", "there is nothing to shard on one rank",
-        "leave mesh.zero at 3 or set mesh.dp", lambda s: s.mesh.zero != 3 and s.mesh.dp == 1,
+        "leave mesh.zero at 3 or set mesh.dp", lambda s: s.mesh.zero != 3 and s.mesh.dp * s.mesh.cp == 1,
     ),
     Rule(
         "mesh.zero: 1 or 2", INCOMPATIBLE, "mesh.adapters: replicate", "these stages shard nothing but adapters",
         "set mesh.adapters: shard", lambda s: s.mesh.zero != 3 and s.mesh.adapters == "replicate",
+    ),
+    Rule(
+        "mesh.zero: 2", INCOMPATIBLE, "mesh.pp > 1", "a pipeline reduces gradients once an update, which is mesh.zero: 1",
+        "set mesh.zero: 1", lambda s: s.mesh.zero == 2 and s.mesh.pp > 1,
     ),
     Rule(
         "mesh.adapters: replicate", REQUIRES, "mesh.dp > 1", "without shards adapters are whole anyway",
@@ -72,7 +76,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "mesh.offload", REQUIRES, "mesh.dp > 1 and a CUDA device", "it moves FSDP2's shards to host memory",
-        "leave it off", lambda s: s.mesh.offload and (s.mesh.dp == 1 or s.train.device == "cpu"),
+        "leave it off", lambda s: s.mesh.offload and (s.mesh.dp * s.mesh.cp == 1 or s.train.device == "cpu"),
+    ),
+    Rule(
+        "mesh.offload", REQUIRES, "mesh.zero: 3", "the other stages shard no weights", "set mesh.zero: 3",
+        lambda s: s.mesh.offload and s.mesh.zero != 3,
+    ),
+    Rule(
+        "train.device: cuda:N", REQUIRES, "one rank", "each rank takes the device of its own number",
+        "set train.device: cuda", lambda s: s.train.device.startswith("cuda:") and s.mesh.size > 1,
     ),
     Rule(
         "mesh.sequence_parallel", REQUIRES, "mesh.tp > 1", "it splits tokens among tensor-parallel ranks",
@@ -90,6 +102,11 @@ RULES: tuple[Rule, ...] = (
         lambda s: (s.mesh.microbatches or 1) > max(s.train.batch_size // _data_ranks(s), 1),
     ),
     Rule(
+        "mesh.microbatches", REQUIRES, "as many rows of a micro-batch on each data rank", "a piece has at least one row",
+        "lower it, or raise train.batch_size",
+        lambda s: (s.mesh.microbatches or 0) > s.train.batch_size // _data_ranks(s),
+    ),
+    Rule(
         "mesh.virtual > 1", REQUIRES, "mesh.schedule: interleaved, zero-bubble or zbv",
         "gpipe and 1f1b hold one stage a rank", "set mesh.schedule: interleaved",
         lambda s: (s.mesh.virtual or 1) > 1 and not _schedule_is_looped(s),
@@ -99,8 +116,16 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.mesh.schedule == "zbv" and s.mesh.virtual not in (None, 2),
     ),
     Rule(
-        "mesh.cp > 1", INCOMPATIBLE, "every model", "context parallelism is not built yet",
-        "use mesh.tp with mesh.sequence_parallel for long rows", lambda s: s.mesh.cp > 1,
+        "mesh.cp > 1", INCOMPATIBLE, "task.kind: classify", "a head takes the last token, which one rank has",
+        "use mesh.dp", lambda s: s.mesh.cp > 1 and isinstance(s.task, Classify),
+    ),
+    Rule(
+        "mesh.cp > 1", INCOMPATIBLE, "task.kind: seq2seq", "encoder and decoder have rows of their own",
+        "use mesh.dp", lambda s: s.mesh.cp > 1 and isinstance(s.task, Seq2Seq),
+    ),
+    Rule(
+        "mesh.cp > 1", INCOMPATIBLE, "mesh.pp > 1", "a stage would have to pass on parts of rows",
+        "use mesh.tp", lambda s: s.mesh.cp > 1 and s.mesh.pp > 1,
     ),
     Rule(
         "adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that lie on other ranks",

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from ..config import Mesh
@@ -94,6 +101,8 @@ def shard(model: nn.Module, *, mesh: Mesh, world: World, reshard: bool | None = 
         for unit in [*_units(root, ignored), root]:
             fully_shard(unit, **options)
             expected += 1
+        if hasattr(root, "generate"):  # it calls parts of the model, not the root whose weights it needs gathered
+            register_fsdp_forward_method(root, "generate")
     return _report(model, expected=expected, ignored=ignored, whole=whole, world=world, each=mesh.zero == 2)
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 DATA = ("replicate", "dp")
+TOKENS = (*DATA, "cp")
 
 
 @dataclass(frozen=True)

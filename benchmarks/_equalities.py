@@ -1,0 +1,333 @@
+"""Tiny models, learnable rows and one training run, for comparing the same training on different meshes.
+
+A *subject* is what is trained (a model and a regularizer), a *layout* is how (a mesh, accumulation, packing, where it
+is stopped and resumed). A *course* is what came out: the losses of all updates and the gradients of the first. The
+product's own stage loop makes it (`finetune.loop.train_stage` over `build_engine`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from finetune.backbone import quiet_transformers
+from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Mesh, Optimizer, Seq2Seq, Task, Train
+from finetune.data import Batches
+from finetune.data.encoding import Example
+from finetune.errors import Interrupted
+from finetune.loop import train_stage
+from finetune.parallel.build import build_engine
+from finetune.parallel.engine import Engine
+from finetune.parallel.placing import local
+from finetune.parallel.world import World
+from finetune.rundir import RunDirectory
+from finetune.seeds import torch_generator
+from regularizers import GGPO, Plain, Regularizer, build
+
+STEPS, SEED = 16, 7
+LABELS = ("0", "1", "2")
+VOCABULARY, SAMPLES, LENGTHS = 256, 24, (17, 22)
+BATCH = 8
+"""Rows of an update."""
+ROW = 64
+"""Tokens of a packed row: always three samples."""
+ADAPTER = Adapter(rank=4, alpha=64)
+OPTIMIZER = Optimizer(lr=1e-3, eps=1e-6, schedule="linear")
+B_DEVIATION = 0.02
+REGULARIZERS: dict[str, Any] = {"plain": Plain(), "ggpo": GGPO(sigma=0.05, refresh=4, ema=0.5)}
+MODELS = ("llama", "qwen3", "gpt2", "t5", "bert")
+
+_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 8}
+_IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_SPREAD = {"initializer_range": 0.14, "max_position_embeddings": 128}
+_DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_GPT2 = {"n_embd": 64, "n_layer": 8, "n_head": 8, "n_positions": 128, "initializer_range": 0.14}
+_GPT2_DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_T5 = {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 4, "num_heads": 8, "dropout_rate": 0.0}
+_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_IDS, **_SPREAD, "num_key_value_heads": 4}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SIZES, **_IDS, **_SPREAD, "num_key_value_heads": 4, "head_dim": 8}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**_GPT2, **_GPT2_DRY, **_IDS}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", {**_T5, **_IDS, "decoder_start_token_id": 0}),
+    "bert": ("BertModel", "BertConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.1}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained."""
+
+    model: str
+    regularizer: str
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.regularizer}"
+
+    def task(self, *, packed: bool) -> Task:
+        """Language models may be packed."""
+        if self.model == "bert":
+            return Classify(labels=LABELS)
+        return Seq2Seq() if self.model == "t5" else LanguageModel(pack=packed)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How it is trained, on `mesh` and after `stops` updates each on the next of `others`."""
+
+    name: str
+    mesh: Mesh = field(default_factory=Mesh)
+    others: tuple[Mesh, ...] = ()
+    stop: int = STEPS
+    accumulate: int = 1
+    packed: bool = False
+    whole: bool = False
+    """Every update takes all samples; what a packed run is compared with, because packing changes the order."""
+    checkpointing: Any = "none"
+    models: tuple[str, ...] = MODELS
+
+    @property
+    def ranks(self) -> int:
+        """Processes that it takes."""
+        return max(mesh.size for mesh in (self.mesh, *self.others))
+
+    @property
+    def reference(self) -> Layout:
+        """The run in one process that it must equal."""
+        return WHOLE if self.whole else ALONE
+
+    def train(self) -> Train:
+        """Of the stage: the same rows an update, however they are cut."""
+        rows = SAMPLES if self.whole else BATCH
+        rows = rows // 3 if self.packed else rows
+        return Train(
+            steps=STEPS,
+            batch_size=rows // self.accumulate,
+            accumulate=self.accumulate,
+            seed=SEED,
+            max_length=ROW,
+            checkpointing=self.checkpointing,
+            save_every=0,
+            device="cpu",
+            threads=1,
+        )
+
+
+ALONE = Layout("one process")
+WHOLE = Layout("one process, all samples in every update", whole=True)
+
+
+@dataclass
+class Course:
+    """What came out. On ranks that only looked on, nothing."""
+
+    losses: list[float] = field(default_factory=list)
+    """Of every update, in order."""
+    norms: list[float] = field(default_factory=list)
+    """Of the gradients, before clipping."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the first update, whole, by plain name."""
+    untouched: bool = True
+    """Whether this rank's frozen parameters have the bytes that they had before."""
+
+
+# --------------------------------------------------------------------------------------------- models and rows
+
+
+def write_backbone(model: str, directory: Path) -> None:
+    """A random backbone whose weights are a pure function of its name, with matrices large enough to matter."""
+    import transformers
+
+    model_class, config_class, settings = _ARCHITECTURES[model]
+    config = getattr(transformers, config_class)(**settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        backbone = getattr(transformers, model_class)(config)
+    with torch.no_grad():
+        for name, parameter in backbone.named_parameters():
+            if parameter.ndim < 2:  # biases and norms start at 0 and 1, where errors could hide
+                parameter.add_(torch.randn(parameter.shape, generator=torch_generator(0, name)) * 0.05)
+    with quiet_transformers():
+        backbone.save_pretrained(directory)
+
+
+def examples(model: str) -> list[Example]:
+    """Arithmetic progressions in a few tokens; for BERT the step is the class, T5 continues what it read."""
+    found = []
+    for i in range(SAMPLES):
+        length, step = LENGTHS[0] + 5 * i % (LENGTHS[1] - LENGTHS[0]), 1 + i % 3
+        first = 3 + 11 * (i % 3) if model == "bert" else 3
+        ids = [first + (7 * i + step * k) % 11 for k in range(length + 9)]
+        read, written = ids[:length], [*ids[length:], 1]
+        if model == "bert":
+            found.append(Example([2, *read[:-2], 1], i % 3, str(i), str(i)))
+        elif model == "t5":
+            found.append(Example([*read[:-1], 1], written, str(i), str(i), decoder_ids=[0, *written[:-1]]))
+        else:
+            found.append(Example(read, [-100, *read[1:]], str(i), str(i)))
+    return found
+
+
+def batches(subject: Subject, layout: Layout, *, share: tuple[int, int] = (0, 1), multiple: int = 1) -> Batches:
+    """The rows of every update; those of the `share[0]`-th data rank."""
+    train = layout.train()
+    return Batches(
+        examples(subject.model),
+        task=subject.task(packed=layout.packed),
+        batch_size=train.batch_size,
+        accumulate=train.accumulate,
+        seed=SEED,
+        max_length=train.max_length,
+        pad_id=0,
+        share=share,
+        multiple=multiple,
+    )
+
+
+def alive(name: str, value: Tensor) -> Tensor:
+    """The first value of a trained parameter: B is drawn by name where it would be zero, so that A has a gradient."""
+    if ".lora_B." not in name:
+        return value
+    return torch.randn(value.shape, generator=torch_generator(SEED, "alive", name)) * B_DEVIATION
+
+
+def write_start(model: str, backbone: Path, directory: Path) -> None:
+    """The adapter that every run begins with, as PEFT keeps it."""
+    engine = _engine(Subject(model, "plain"), ALONE, Mesh(), World.alone(), backbone)
+    engine.save_adapter(directory)
+
+
+def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: World, backbone: Path) -> Engine:
+    task = subject.task(packed=layout.packed)
+    engine = build_engine(
+        str(backbone),
+        task=task,
+        adapter=ADAPTER,
+        train=layout.train(),
+        mesh=mesh,
+        world=world,
+        label_names=LABELS if isinstance(task, Classify) else None,
+    )
+    first = {name: alive(name, value) for name, value in engine.whole(engine.parameters).items()}
+    engine.put(first, engine.parameters, where="the first values")
+    return engine
+
+
+# --------------------------------------------------------------------------------------------- one training run
+
+
+def run(
+    subject: Subject, layout: Layout, *, backbone: Path, folder: Path, worlds: Callable[[Mesh], World]
+) -> Course:
+    """Train `subject` as `layout` says. Collective where there are more ranks than one.
+
+    Args:
+        folder: a new run directory that all ranks see.
+        worlds: this rank's place in a mesh that spans all ranks.
+    """
+    course = Course()
+    meshes = (layout.mesh, *layout.others)
+    for number, mesh in enumerate(meshes):
+        stop = None if number + 1 == len(meshes) else (number + 1) * layout.stop
+        world = World.alone() if mesh.size == 1 else worlds(mesh)
+        if world.size > 1 or not dist.is_initialized() or dist.get_rank() == 0:
+            _stage(subject, layout, mesh, world, course, backbone=backbone, folder=folder, stop=stop)
+        if dist.is_initialized():
+            dist.barrier()
+    return course
+
+
+def _stage(
+    subject: Subject,
+    layout: Layout,
+    mesh: Mesh,
+    world: World,
+    course: Course,
+    *,
+    backbone: Path,
+    folder: Path,
+    stop: int | None,
+) -> None:
+    """The stage from where `folder` has it, until update `stop` or its end."""
+    task = subject.task(packed=layout.packed)
+    engine = _engine(subject, layout, mesh, world, backbone)
+    before = frozen_bytes(engine)
+    with _watched(engine, course), contextlib.suppress(Interrupted):
+        train_stage(
+            engine,
+            SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]
+            stage="fine-tune",
+            task=task,
+            batches=batches(subject, layout, share=engine.share, multiple=engine.multiple),
+            dev=[],
+            optimizer=OPTIMIZER,
+            train=layout.train(),
+            evaluate=Evaluate(),
+            regularizer=regularizer(subject),
+            run=RunDirectory(folder, writes=world.is_main),
+            seed=SEED,
+            label_names=LABELS if isinstance(task, Classify) else None,
+            on_step=lambda line: (course.losses.append(line["loss"]), course.norms.append(line["grad_norm"])) and None,
+            stop=lambda: len(course.losses) == stop,
+        )
+    engine.settle()
+    course.untouched = course.untouched and frozen_bytes(engine) == before
+
+
+def regularizer(subject: Subject) -> Regularizer:
+    """A fresh one."""
+    return build(REGULARIZERS[subject.regularizer])
+
+
+@contextlib.contextmanager
+def _watched(engine: Engine, course: Course) -> Iterator[None]:
+    """Take down the gradients of the first update when the loop comes to clip them."""
+    clip = engine.clip
+
+    def take(bound: float | None) -> Tensor:
+        if not course.gradients:
+            grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
+            course.gradients = {name: grad.clone() for name, grad in engine.whole(grads).items()}
+        return clip(bound)
+
+    vars(engine)["clip"] = take
+    try:
+        yield
+    finally:
+        del vars(engine)["clip"]
+
+
+def frozen_bytes(engine: Engine) -> str:
+    """SHA-256 over this rank's part of every frozen parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(engine.model.named_parameters()):
+        if not parameter.requires_grad:
+            digest.update(name.encode() + local(parameter).detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------- comparing
+
+
+def distances(mine: Course, reference: Course) -> dict[str, float]:
+    """`loss`: the largest absolute difference over the updates; `gradients`: the largest relative one of a tensor.
+
+    Raises AssertionError where something is missing, or a gradient of the reference is dead.
+    """
+    assert len(mine.losses) == len(reference.losses) == STEPS
+    assert mine.gradients.keys() == reference.gradients.keys()
+    found = {"loss": max(abs(a - b) for a, b in zip(mine.losses, reference.losses, strict=True)), "gradients": 0.0}
+    for name, wanted in reference.gradients.items():
+        size = wanted.double().norm()
+        assert size > 0, f"{name} has no gradient"
+        far = (mine.gradients[name].double() - wanted.double()).norm() / size
+        found["gradients"] = max(found["gradients"], far.item())
+    return found

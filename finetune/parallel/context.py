@@ -1,0 +1,159 @@
+"""Context parallelism: a rank of the axis `cp` holds some tokens of every row, and attention gathers keys and values.
+
+A row of T tokens is cut into 2·cp runs; rank i holds run i and run 2·cp − 1 − i. Queries stay where they are, the keys
+and values of all tokens are gathered in each attention layer, and their gradients are summed back (as Llama 3 was
+trained, 2407.21783 §3.3.2). A run sees no key behind its last token, so none is multiplied; an early and a late run
+together make every rank's work the same: (2·cp + 1)/(8·cp²) of T². Against a ring of partial softmaxes, masks stay
+exact and are transformers' own: padding, packed samples and sliding windows.
+
+What grows with T on a rank all the same: gathered keys and values, of one layer with `train.checkpointing`, of all
+layers without it; and one (B, 1, T/cp, T) boolean mask for each kind of layer.
+
+The two functions of a `ContextParallel` are registered with transformers as an attention implementation. Outside of
+`part`, as in evaluation and generation, they are its `sdpa` on whole rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..loss import IGNORED, Batch
+from .tensor import borders
+from .world import World
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "gpt2", "gpt_neox")
+"""Model types in which tokens meet in causal self-attention only, through transformers' attention interface."""
+_serial = itertools.count()
+
+
+def check_context(model: nn.Module) -> None:
+    """Refuse a backbone whose tokens cannot be split over `mesh.cp`; parameters may be on the meta device.
+
+    Raises:
+        UserError: its family is not known here, or its attention is not causal.
+    """
+    config: Any = getattr(model, "get_base_model", lambda: model)().config
+    if config.model_type not in _FAMILIES:
+        raise UserError(
+            f"mesh.cp: {config.model_type} models cannot be split by tokens ({', '.join(_FAMILIES)} can); use mesh.dp"
+        )
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        raise UserError("mesh.cp: the attention of this backbone is not causal; use mesh.dp")
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """This rank's tokens of a micro-batch."""
+
+    inputs: dict[str, Tensor]
+    """(B, T/cp) each; but `attention_mask`, which says which of *all* tokens may be attended to, is (B, T)."""
+    labels: Tensor
+    """(B, 1 + T/cp): behind one column that means nothing, the token that follows each of the inputs."""
+
+
+class ContextParallel:
+    """This rank's tokens, and the attention that looks beyond them."""
+
+    def __init__(self, world: World) -> None:
+        self.rank, self.width, self.group = world.index("cp"), world.width("cp"), world.group("cp")
+        self.multiple = 2 * self.width
+        """Rows have a multiple of so many tokens."""
+        self._positions: Tensor | None = None
+        """(B, T) positions within samples of the micro-batch that is in its forward pass."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the attention layers of `model` (PEFT around it or not) gather keys and values inside of `part`."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        name = f"flatshift_context_{next(_serial)}"
+        AttentionInterface.register(name, self._attend)
+        AttentionMaskInterface.register(name, self._mask)
+        base: Any = getattr(model, "get_base_model", lambda: model)()
+        base.config._attn_implementation = name
+
+    def indices(self, length: int, device: torch.device | str = "cpu") -> Tensor:
+        """Which tokens of a row of `length` this rank holds, int64 (length / cp,)."""
+        assert length % self.multiple == 0, f"rows of {length} tokens are not a multiple of {self.multiple}"
+        step = length // self.multiple
+        return torch.cat([torch.arange(i * step, (i + 1) * step, device=device) for i in self._runs()])
+
+    def _runs(self) -> tuple[int, int]:
+        return self.rank, self.multiple - 1 - self.rank
+
+    @contextlib.contextmanager
+    def part(self, batch: Batch) -> Iterator[TokenPart]:
+        """This rank's tokens of `batch`, whose forward pass runs inside; backward may come later."""
+        ids, labels = batch.inputs["input_ids"], batch.labels
+        mine = self.indices(ids.shape[1], ids.device)
+        positions = batch.inputs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        inputs = {name: tensor[:, mine] for name, tensor in {**batch.inputs, "position_ids": positions}.items()}
+        # given in any case: without it transformers would look for samples in this rank's positions
+        inputs["attention_mask"] = batch.inputs.get("attention_mask", torch.ones_like(ids))
+        following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)[:, mine]
+        self._positions = positions
+        try:
+            yield TokenPart(inputs, F.pad(following, (1, 0), value=IGNORED))
+        finally:
+            self._positions = None
+
+    # ------------------------------------------------------------------ what transformers calls
+
+    def _mask(self, **how: Any) -> Tensor | None:
+        """transformers' mask function: which of all keys each query of this rank sees, bool (B, 1, T/cp, T)."""
+        if self._positions is None:
+            from transformers.masking_utils import sdpa_mask
+
+            return sdpa_mask(**how)
+        assert not how.get("use_vmap"), "a mask function that cannot be broadcast"
+        positions, device = self._positions, self._positions.device
+        rows, length = positions.shape
+        row = torch.arange(rows, device=device)[:, None, None, None]
+        head = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
+        query = self.indices(length, device)[None, None, :, None]
+        key = torch.arange(length, device=device)[None, None, None, :]
+        sample = F.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)  # positions start anew with each packed sample
+        allowed = (sample[row, query] == sample[row, key]) & how["mask_function"](
+            row, head, positions[row, query], positions[row, key]
+        )
+        return allowed & how["attention_mask"].bool()[:, None, None, :]
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
+    ) -> tuple[Tensor, None]:
+        """transformers' attention function: (B, H, T/cp, D) each → (B, T/cp, H, D).
+
+        A mask over more keys than there are says that the others lie on other ranks; so it is in backward, too, where
+        activation checkpointing calls this again.
+        """
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        if attention_mask is None or attention_mask.shape[-1] == key.shape[2]:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+        step = query.shape[2] // 2
+        key, value = self._gather(key, value)
+        outputs = []
+        for i, run in enumerate(self._runs()):
+            own, seen = slice(i * step, (i + 1) * step), (run + 1) * step
+            mask = attention_mask[:, :, own, :seen]
+            outputs.append(
+                sdpa_attention_forward(module, query[:, :, own], key[:, :, :seen], value[:, :, :seen], mask, **how)[0]
+            )
+        return torch.cat(outputs, dim=1), None
+
+    def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens of `key` and `value` (B, H, T/cp, D) in order, in one collective."""
+        both = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], dim=-1)
+        runs = borders.enter_tokens(both, self.group).chunk(self.multiple, dim=1)
+        both = torch.cat([*runs[0::2], *reversed(runs[1::2])], dim=1).transpose(1, 2)
+        return both[..., : key.shape[-1]], both[..., key.shape[-1] :]

@@ -1,0 +1,110 @@
+"""What this machine has to compute on, found out without torch: its CUDA devices, or its cores and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_QUERY = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+_QUERY_SECONDS = 20.0
+# Of a device's free memory: what its context and the communication buffers take, and what the allocator loses.
+_CONTEXT_BYTES = int(1.5 * 2**30)
+_ALLOCATOR_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the ranks on this machine can have."""
+
+    kind: Literal["cuda", "cpu"]
+    count: int
+    """CUDA devices, or cores."""
+    memory: int | None = None
+    """Bytes: free on the fullest CUDA device, or available on this machine for all its processes; None: unknown."""
+    limit: int | None = None
+    """Bytes that one process may take (a resource limit); None: as many as there are."""
+
+    def each(self, ranks: int) -> int | None:
+        """Bytes that one of `ranks` ranks on this machine may count on; None: unknown."""
+        if self.kind == "cuda":
+            return None if self.memory is None else int(_ALLOCATOR_SHARE * self.memory) - _CONTEXT_BYTES
+        bounds = [bound for bound in (self.limit, self.memory and self.memory // ranks) if bound is not None]
+        return min(bounds, default=None)
+
+
+def at_hand(device: str = "auto") -> Devices:
+    """The devices that `train.device` means on this machine."""
+    if device != "cpu":
+        free = _cuda_devices()
+        if device.startswith("cuda:"):
+            number = int(device.removeprefix("cuda:"))
+            free = free[number : number + 1]
+        if free or device.startswith("cuda"):
+            known = [bytes_ for bytes_ in free if bytes_ is not None]
+            return Devices("cuda", max(1, len(free)), min(known, default=None))
+    return Devices("cpu", _cores(), _machine_memory(), _process_limit())
+
+
+def _cuda_devices() -> list[int | None]:
+    """Free bytes of each CUDA device that a process here sees, in its order; None for one that cannot be asked."""
+    if "+cpu" in importlib.metadata.version("torch"):
+        return []
+    try:
+        run = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return visible(run.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(table: str, chosen: str | None) -> list[int | None]:
+    """Free bytes by device from nvidia-smi's `index, uuid, memory.free` in MiB, of those in CUDA_VISIBLE_DEVICES.
+
+    A name that the table lacks (a slice of a device) counts with unknown memory; all after a negative one is hidden.
+    """
+    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 2]
+    free = {name: int(mib) << 20 if mib.isdigit() else None for *names, mib in rows for name in names}
+    if chosen is None:
+        return [free[index] for index, _, _ in rows]
+    found: list[int | None] = []
+    for name in (part.strip() for part in chosen.split(",")):
+        if not name or name.startswith("-") or (name.isdigit() and name not in free):
+            break
+        full = [known for known in free if known.startswith(name)] if not name.isdigit() else [name]
+        found.append(free[full[0]] if full else None)
+    return found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _machine_memory() -> int | None:
+    """Bytes that processes here can still take: of the machine, or of the container if that has less."""
+    bounds = []
+    with contextlib.suppress(OSError, AttributeError):
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        bounds += [int(kib) << 10 for kib in re.findall(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)]
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        most = int((group / "memory.max").read_text(encoding="utf-8"))
+        bounds.append(max(0, most - int((group / "memory.current").read_text(encoding="utf-8"))))
+    if not bounds and hasattr(os, "sysconf"):
+        with contextlib.suppress(OSError, ValueError):
+            bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(bounds, default=None)
+
+
+def _process_limit() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return min((limit for limit in soft if limit != resource.RLIM_INFINITY), default=None)
