@@ -36,7 +36,7 @@ _KINDS = {
     "broadcast": "broadcast",
     "send": "send",
 }
-_SILENT = ("recv", "wait_tensor", "barrier", "monitored_barrier")
+_SILENT = ("recv", "wait_tensor", "wrap_tensor", "barrier", "monitored_barrier")
 
 
 class Collectives(TorchDispatchMode):
@@ -53,7 +53,7 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented  # seen again with the local tensors
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if "c10d" in func.namespace:
             self._note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -64,8 +64,10 @@ class Collectives(TorchDispatchMode):
         kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
         assert kind is not None, f"unknown collective {name}"
         given = (*args, *kwargs.values())
-        size = _largest(given)
-        axis = self._axis(_group(given))
+        group = _group(given)
+        size, axis = _largest(given), self._axis(group)
+        if kind == "all-gather" and func.namespace != "c10d":  # a functional one is told its input only
+            size *= group.size()
         kind = SCALARS if size <= _SMALL and kind != "send" else kind
         self.bytes[axis, kind] += size
         self.calls[axis, kind] += 1

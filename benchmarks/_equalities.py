@@ -224,9 +224,7 @@ def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: World, backbone
 # --------------------------------------------------------------------------------------------- one training run
 
 
-def run(
-    subject: Subject, layout: Layout, *, backbone: Path, folder: Path, worlds: Callable[[Mesh], World]
-) -> Course:
+def run(subject: Subject, layout: Layout, *, backbone: Path, folder: Path, worlds: Callable[[Mesh], World]) -> Course:
     """Train `subject` as `layout` says. Collective where there are more ranks than one.
 
     Args:

@@ -1,6 +1,6 @@
 """A benchmark's function on several processes that form a gloo group, one compute thread each.
 
-    seconds = on_ranks("benchmarks.sharding_speed:ours", 2, mesh={"dp": 2}, steps=6)    # what each rank returned
+seconds = on_ranks("benchmarks.sharding_speed:ours", 2, mesh={"dp": 2}, steps=6)    # what each rank returned
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.sharding_speed
 
-A Llama of 8 blocks × 512 (random weights, 34 M parameters with rank-8 LoRA on every linear layer), 4 rows of 128 tokens a rank, AdamW,
-clipping at 1.0, one thread a rank. Every figure is the CPU-seconds of all ranks together for the same number of
-updates, without start-up, each variant in fresh processes, in the order A B B A. Ratios against one process are per row
-of the batch: two ranks do twice the rows. The bubble is wall time, with as many ranks as cores.
+A Llama of 8 blocks × 512 (random weights, 34 M parameters) with rank-8 LoRA on every linear layer, 4 rows of 128 tokens
+a rank, AdamW, clipping at 1.0, one thread a rank. Every figure is the CPU-seconds of all ranks together for the same
+number of updates, without start-up, each variant in fresh processes, in the order A B B A. One process gets the rows of
+both ranks. The bubble is wall time, with as many ranks as cores.
 
 DeepSpeed is no dependency: `pip install --no-deps deepspeed==0.19.8 hjson ninja py-cpuinfo msgpack einops
 nvidia-ml-py` makes its rows appear.
@@ -17,7 +17,6 @@ import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import Benchmark, interleave
@@ -274,9 +273,7 @@ def _against_deepspeed(bench: Benchmark, backbone: str) -> None:
         )
         bar: dict[str, Any] = {"bar_op": "<=", "bar_value": 0.8} if name == faster else {}
         note = " (the faster)" if name == faster else ""
-        bench.row(
-            "FSDP2, dp 2", ours=mine, peer=peer, peer_name=f"DeepSpeed ZeRO-3, {name}{note}", unit="CPU-s", **bar
-        )
+        bench.row("FSDP2, dp 2", ours=mine, peer=peer, peer_name=f"DeepSpeed ZeRO-3, {name}{note}", unit="CPU-s", **bar)
 
 
 def _bubbles(bench: Benchmark, backbone: str) -> None:
@@ -291,10 +288,7 @@ def _bubbles(bench: Benchmark, backbone: str) -> None:
         for pieces in (2, 4, 8, 16):
             mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}
             runs = [
-                max(
-                    r["wall"]
-                    for r in on_ranks(f"{HERE}:ours", 2, backbone=backbone, mesh=mesh, rows=1, micros=pieces)
-                )
+                max(r["wall"] for r in on_ranks(f"{HERE}:ours", 2, backbone=backbone, mesh=mesh, rows=1, micros=pieces))
                 for _ in range(ROUNDS)
             ]
             walls[pieces] = min(runs) / STEPS

@@ -260,9 +260,7 @@ def save_backbone(sizes: Sizes, folder: str | Path) -> None:
         LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def count(
-    backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: dict[str, Any]
-) -> dict[str, list[int]]:
+def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: dict[str, Any]) -> dict[str, list[int]]:
     """What one update of this rank sends: `{"axis kind": [bytes, calls]}`. The process group is as large as `mesh`."""
     import contextlib
 

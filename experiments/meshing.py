@@ -65,6 +65,7 @@ def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
         backbone=_directory(recipe.backbone),
         adapter=recipe.adapter,
         train=recipe.train,
+        task=recipe.task,
         batch_sizes=[] if recipe.warmup is None else [recipe.warmup.batch_size],
         processes=processes,
         node=node,

@@ -28,8 +28,8 @@ from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
 from experiments.shift import text_perplexity
-from finetune.backbone import resolve_device
 from finetune.atomic import replacing_directory, write_json, write_text
+from finetune.backbone import resolve_device
 from finetune.config import LanguageModel, Optimizer, Task, Train
 from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
 from finetune.errors import UserError
@@ -68,7 +68,9 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         console = Console(quiet=quiet or not world.is_main, log=run.log)
         try:
             return execute(run, recipe, prepared, console, world=world)
-        except ValueError:  # the user's mistakes are of this family; a directory that never trained is not worth keeping
+        except (
+            ValueError
+        ):  # the user's mistakes are of this family; a directory that never trained is not worth keeping
             if world.is_main and not (run.path / METRICS).exists():
                 shutil.rmtree(run.path)
             raise

@@ -118,7 +118,7 @@ def _new_outside_head(new: Iterable[str]) -> list[str]:
     return sorted(o for o in owners if not {"classifier", "score"} & set(o.split(".")))
 
 
-def _wrap(backbone: PreTrainedModel, config: LoraConfig, **options: bool) -> PeftModel:
+def _wrap(backbone: PreTrainedModel, config: LoraConfig, **options: Any) -> PeftModel:
     from peft import get_peft_model
 
     try:
@@ -201,7 +201,7 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     config = copy.copy(model.peft_config[_ADAPTER])
     config.inference_mode = True
     if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = model.get_base_model().name_or_path
+        config.base_model_name_or_path = str(model.get_base_model().name_or_path)
     host = {_file_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing_directory(directory) as temporary:
         config.save_pretrained(str(temporary))

@@ -12,23 +12,23 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .atomic import write_json
-from .checkpoint import Checkpoint, clone, drop_checkpoints, latest_checkpoint, pack, save_checkpoint, unpack
+from .checkpoint import clone
 from .config import Classify, Evaluate, Optimizer, Task, Train
 from .errors import Interrupted, UserError
+from .keeping import Keeper
 from .loss import batch_loss, loss_sum
 from .numerics import autocast, cpu_threads, seeded, uses_dropout, without_input_casts
 from .optimizer import AdapterOptimizer
 from .parallel import watch
 from .parallel.engine import Engine
-from .rundir import METRICS, RunDirectory, disk_full_interrupts, last_attempt, read_metrics
+from .rundir import RunDirectory, disk_full_interrupts
 from .schedule import learning_rate
 from .seeds import derive
 
@@ -59,25 +59,6 @@ class StageResult:
     """Supervised tokens seen."""
     stopped_early: bool
     """Whether `train.patience` ended it."""
-
-
-@dataclass
-class _Progress:
-    """What a checkpoint says besides tensors."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    best_step: int | None = None
-    best_dev_loss: float | None = None
-    best_accuracy: float | None = None
-    misses: int = 0
-    stopped_early: bool = False
-    best: dict[str, Tensor] = field(default_factory=dict)
-    """The adapter after `best_step`; empty while it is the live one or there is no dev set."""
-
-    def meta(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in {"best", "step"}}
 
 
 def train_stage(
@@ -131,12 +112,13 @@ def train_stage(
             engine.model, seed=derive(seed, "regularizer"), total_steps=train.steps, placement=engine.placement
         )
         try:
-            loop.restore()
+            loop.keeper.restore()
             with without_input_casts(engine.model, train), watch.hurried(stage):
                 loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
         except KeyboardInterrupt as error:
+            inside = loop.keeper.progress.step + 1
             raise Interrupted(
-                f"{stage} stopped inside update {loop.progress.step + 1}; resuming continues from the newest checkpoint"
+                f"{stage} stopped inside update {inside}; resuming continues from the newest checkpoint"
             ) from error
         finally:
             regularizer.detach()
@@ -189,9 +171,9 @@ class _Loop:
         self.optimizer = AdapterOptimizer(self.parameters, optimizer)
         self.device = engine.device
         self.random = uses_dropout(engine.model)
-        self.progress = _Progress()
-        self.saved_step = -1
-        self.attempt = 1
+        self.keeper = Keeper(
+            engine, self.optimizer, regularizer, run, stage=stage, train=train, settings=optimizer, seed=seed
+        )
         with self._precision():
             if batches.packed:
                 # bf16 rounds differently where shapes differ; a leak moves logits by far more than that
@@ -199,90 +181,18 @@ class _Loop:
             self.head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=task)
         engine.settle()
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def restore(self) -> None:
-        """Take over the newest valid checkpoint of this stage, if there is one; count the attempt."""
-        if self.engine.is_main:  # sweeps what a killed save left, so one rank does it before the others look
-            drop_checkpoints(self.run.state, other_than=self.stage)
-            latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
-        self.engine.world.wait()
-        found = latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
-        self.attempt = last_attempt(read_metrics(self.run.stage(self.stage) / METRICS), self.stage) + 1
-        if found is None:
-            self.run.log(f"{self.stage}: attempt {self.attempt} from step 0")
-            return
-        self._take(found)
-        self.run.log(f"{self.stage}: attempt {self.attempt} continues after step {found.step}")
-
-    def _take(self, found: Checkpoint) -> None:
-        where = f"checkpoint {found.path}"
-        self.engine.put(unpack(found.tensors, "adapter"), self.parameters, where=where)
-        for kind, moments in self.optimizer.expect(unpack(found.tensors, "step")).items():
-            self.engine.put(unpack(found.tensors, kind), moments, where=where)
-        self.regularizer.load_state_dict(
-            {name: tensor.to(self.device) for name, tensor in unpack(found.tensors, "regularizer").items()}
-        )
-        place, before = self._place(), found.meta["place"]
-        if place != before:
-            self.run.log(f"warning: {before} before, {place} now: the same curve to rounding, not the same bits")
-        saved = found.meta["progress"]
-        self.progress = _Progress(step=found.step, **saved)
-        if best := unpack(found.tensors, "best"):
-            self.progress.best = clone(self.parameters)
-            self.engine.put(best, self.progress.best, where=where)
-        self.attempt = max(self.attempt, int(found.meta["attempt"]) + 1)
-        self.saved_step = found.step
-
-    def save(self) -> None:
-        """Write a checkpoint of the completed updates, unless this step has one."""
-        if self.saved_step == self.progress.step:
-            return
-        whole = self.engine.whole
-        tensors = pack(
-            adapter=whole(self.parameters),
-            step=self.engine.union(self.optimizer.counters()),
-            **{kind: whole(moments) for kind, moments in self.optimizer.moments().items()},
-            best=whole(self.progress.best),
-            regularizer=self.engine.union(self.regularizer.state_dict()),
-        )
-        meta = {
-            "stage": self.stage,
-            "attempt": self.attempt,
-            "progress": self.progress.meta(),
-            "data": {"step": self.progress.step},
-            "random": {"seed": self.seed},
-            "place": self._place(),
-            "scheduler": {**asdict(self.settings), "steps": self.train.steps},
-            "regularizer": type(self.regularizer).__name__,
-        }
-        with watch.unhurried("saving a checkpoint"):
-            if self.engine.is_main:
-                save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self.train.keep)
-            self.engine.world.wait()
-        self.saved_step = self.progress.step
-
-    def _place(self) -> dict[str, Any]:
-        """What the last bits of a result depend on besides the state."""
-        return {
-            "device": self.device.type,
-            "mesh": str(self.engine.world),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
-
     # ------------------------------------------------------------------ training
 
     def run_to_end(self, on_step: Callable[[dict[str, Any]], None], stop: Callable[[], bool]) -> None:
         """Updates until `train.steps`, or the end of patience; the last thing done is a checkpoint."""
-        state, train = self.progress, self.train
+        state, train = self.keeper.progress, self.train
         started = time.monotonic() - state.seconds
         self.engine.model.train()
         while state.step < train.steps and not state.stopped_early:
             line = self.update()
             state.seconds = time.monotonic() - started
             line = {
-                "attempt": self.attempt,
+                "attempt": self.keeper.attempt,
                 "step": state.step,
                 "split": "train",
                 **line,
@@ -296,14 +206,14 @@ class _Loop:
                 state.seconds = time.monotonic() - started
             asked = self.engine.world.any(stop())
             if asked or last or state.stopped_early or (train.save_every and state.step % train.save_every == 0):
-                self.save()
+                self.keeper.save()
             if asked and not (last or state.stopped_early):
                 raise Interrupted(f"{self.stage} stopped after step {state.step} of {train.steps}; its state is saved")
-        self.save()  # stopped early or finished in an earlier attempt: already there
+        self.keeper.save()  # stopped early or finished in an earlier attempt: already there
 
     def update(self) -> dict[str, Any]:
         """One optimizer update; returns its loss, tokens, learning rate and norms."""
-        step = self.progress.step
+        step = self.keeper.progress.step
         self.engine.beat = partial(watch.progress, step, self.stage)
         count = self.batches.supervised(step)
         rate = learning_rate(step, steps=self.train.steps, optimizer=self.settings)
@@ -316,15 +226,17 @@ class _Loop:
         if not (math.isfinite(value) and math.isfinite(norm_value)):
             self._refuse(step + 1, value)
         self.optimizer.step(rate)
-        self.progress.step += 1
-        self.progress.tokens += count
-        line = {"loss": value, "tokens": self.progress.tokens, "lr": rate, "grad_norm": norm_value}
+        self.keeper.progress.step += 1
+        self.keeper.progress.tokens += count
+        line = {"loss": value, "tokens": self.keeper.progress.tokens, "lr": rate, "grad_norm": norm_value}
         return {**line, **self.regularizer.metrics()}
 
     def _refuse(self, step: int, loss: float) -> None:
         kind = "loss" if not math.isfinite(loss) else "gradient"
         kept = (
-            f"the checkpoint of step {self.saved_step} is kept" if self.saved_step >= 0 else "no checkpoint was due yet"
+            f"the checkpoint of step {self.keeper.saved_step} is kept"
+            if self.keeper.saved_step >= 0
+            else "no checkpoint was due yet"
         )
         message = (
             f"{self.stage}: the {kind} at step {step} is not a finite number ({kept}); lower optimizer.lr, set "
@@ -349,10 +261,10 @@ class _Loop:
 
     def judge(self, started: float) -> None:
         """Dev loss of the live adapter; keep it if it is the best so far, count a miss otherwise."""
-        state = self.progress
+        state = self.keeper.progress
         with watch.unhurried("dev evaluation"):
             figures = self.dev_metrics()
-        line = {"attempt": self.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
+        line = {"attempt": self.keeper.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
         self.run.log_metrics(self.stage, **line, time_s=round(time.monotonic() - started, 4))
         if math.isfinite(figures["loss"]) and self._better(figures):
             state.best_step, state.best_dev_loss, state.misses = state.step, figures["loss"], 0
@@ -364,7 +276,7 @@ class _Loop:
 
     def _better(self, figures: dict[str, float]) -> bool:
         """Whether these dev figures beat the best so far, by `train.best`."""
-        state = self.progress
+        state = self.keeper.progress
         if state.best_dev_loss is None:
             return True
         accuracy, before = figures.get("accuracy"), state.best_accuracy
@@ -408,7 +320,7 @@ class _Loop:
 
     def finish(self) -> StageResult:
         """Put the best adapter into the model, save it, and mark the stage as done."""
-        state = self.progress
+        state = self.keeper.progress
         if state.best:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():

@@ -92,7 +92,7 @@ class _Piece:
             part = self.rows(start, stop).to(self.dtype).contiguous()
             if not bool(torch.isfinite(part).all()):
                 raise UserError("the adapter makes weights that are not finite numbers; it cannot be merged")
-            yield memoryview(part.flatten().view(torch.uint8).numpy())
+            yield part.flatten().view(torch.uint8).numpy().data
 
 
 def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torch.dtype) -> dict[str, tuple[str, int]]:

@@ -23,9 +23,7 @@ class AdapterOptimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
         self.parameters = dict(parameters)
         narrow = {name: p for name, p in self.parameters.items() if p.dtype != torch.float32}
-        self.masters: dict[str, Tensor] = {
-            name: p.detach().float().requires_grad_() for name, p in narrow.items()
-        }
+        self.masters: dict[str, Tensor] = {name: p.detach().float().requires_grad_() for name, p in narrow.items()}
         self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}
         # One fused pass over all of them where the device has it.
         fused = all(p.device.type in {"cpu", "cuda"} for p in self.parameters.values())

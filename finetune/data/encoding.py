@@ -309,9 +309,7 @@ class _Maker:
 
     def pairs(self, rows: Sequence[Row], task: Seq2Seq) -> list[tuple[Example | str, bool]]:
         if self.decoder_start is None:
-            raise ValueError(
-                "encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with"
-            )
+            raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with")
         ask, answer = Template(task.prompt, "task.prompt"), Template(task.target, "task.target")
         prompts = self.tokens([ask.fill(row) for row in rows])["input_ids"]
         texts = [answer.fill(row) for row in rows]

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import Adapter, Mesh, Train
+from ..config import Adapter, Mesh, Task, Train
 from ..errors import UserError
 from .devices import Devices, at_hand
 from .footprint import Backbone, Footprint, footprint, gib
+from .rules import Settings, broken_rule, check_settings
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")
@@ -63,6 +64,7 @@ def resolve(
     backbone: Path,
     adapter: Adapter,
     train: Train,
+    task: Task,
     batch_sizes: Sequence[int] = (),
     processes: int | None = None,
     node: int | None = None,
@@ -80,6 +82,11 @@ def resolve(
     Raises:
         UserError: no layout has so many ranks, naming what stands in the way.
     """
+    if processes is not None and processes % mesh.size:
+        raise UserError(
+            f"mesh.auto: {processes} processes are no multiple of the {mesh.size} ranks of the axes that are set "
+            f"({_name(mesh)}); start another number, or set fewer axes"
+        )
     devices = devices or at_hand(train.device)
     sizes = Backbone.read(backbone, adapter)
     rows = math.gcd(train.batch_size, *batch_sizes)
@@ -87,17 +94,19 @@ def resolve(
     # the cores of one machine share its memory, so there only a limit on each process calls for shards
     growing = ("dp",) if processes is None and devices.kind == "cpu" else ("replicate", "dp", "tp", "pp")
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
-    layouts = [
-        _priced(option, sizes, adapter, train, devices, ranks=ranks, node=node)
-        for ranks in _totals(mesh, devices, processes)
-        for option in _options(mesh, ranks, free=free, sizes=sizes, adapter=adapter, rows=rows, node=node)
-    ]
-    if not layouts:
+    settings = Settings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task)
+    totals = _totals(mesh, devices, processes)
+    allowed = [o for n in totals for o in _options(mesh, n, free) if _allowed(o, mesh, settings, sizes, node)]
+    if not allowed:
+        for ranks in totals:
+            for option in _options(mesh, ranks, free):
+                check_settings(dataclasses.replace(settings, mesh=option))
         raise UserError(
-            f"mesh.auto: no mesh of {processes or devices.count} ranks goes with the axes that are set, "
-            f"{rows} rows to share, {sizes.heads} heads in {sizes.groups} groups and {len(sizes.blocks)} blocks; "
-            "start another number of processes, or change train.batch_size"
+            f"mesh.auto: {processes or devices.count} ranks do not divide among {rows} rows, {sizes.heads} heads in "
+            f"{sizes.groups} groups and {len(sizes.blocks)} blocks with the axes that are set; start another number "
+            "of processes, or change train.batch_size"
         )
+    layouts = [_priced(option, sizes, adapter, train, devices, node) for option in allowed]
     chosen = _choose(layouts, few=devices.kind == "cpu")
     here = devices if processes is None else None
     reasons = [
@@ -114,46 +123,40 @@ def _totals(mesh: Mesh, devices: Devices, processes: int | None) -> list[int]:
     return [ranks for ranks in range(mesh.size, max(devices.count, mesh.size) + 1) if ranks % mesh.size == 0]
 
 
-def _options(
-    mesh: Mesh, ranks: int, *, free: Sequence[str], sizes: Backbone, adapter: Adapter, rows: int, node: int
-) -> Iterator[Mesh]:
-    """Every mesh of so many ranks in which only `free` axes grow and that the backbone and the batch allow."""
+def _options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
+    """Every mesh of so many ranks in which only `free` axes grow."""
     left, rest = divmod(ranks, mesh.size)
-    if rest:
-        return
     for widths in itertools.product(_divisors(left), repeat=len(free)):
-        if math.prod(widths) != left:
-            continue
-        axes: dict[str, Any] = dict(zip(free, widths, strict=True))
-        option = dataclasses.replace(mesh, **axes)
-        grown = {axis for axis in free if getattr(option, axis) > 1}
-        shards = option.dp * option.cp
-        if rows % (option.replicate * option.dp):
-            continue
-        if "tp" in grown and not _can_cut(option.tp, sizes, adapter, node):
-            continue
-        if "pp" in grown and not (sizes.kind in PIPELINES and option.pp * (option.virtual or 1) <= len(sizes.blocks)):
-            continue
-        # A is (rank × inputs): shards that divide neither pad every adapter up to their number
-        if "dp" in grown and mesh.adapters == "shard" and adapter.rank % shards and sizes.hidden % shards:
-            continue
-        yield option
+        if rest == 0 and math.prod(widths) == left:
+            axes: dict[str, Any] = dict(zip(free, widths, strict=True))
+            yield dataclasses.replace(mesh, **axes)
 
 
-def _can_cut(tp: int, sizes: Backbone, adapter: Adapter, node: int) -> bool:
-    parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary, node)
-    return sizes.kind in TENSOR_PLANS and not adapter.dora and all(part % tp == 0 for part in parts)
+def _allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Backbone, node: int) -> bool:
+    """Whether settings and backbone allow a mesh; of axes that are set, only the settings are asked."""
+    if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
+        return False
+    if option.tp > given.tp:
+        parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary, node)
+        if sizes.kind not in TENSOR_PLANS or any(part % option.tp for part in parts):
+            return False
+    if option.pp > given.pp:
+        stages = option.pp * (option.virtual or 1)
+        if sizes.kind not in PIPELINES or stages > len(sizes.blocks):
+            return False
+    # A is (rank × inputs): shards that divide neither pad every adapter up to their number
+    shards = option.dp * option.cp
+    pads = option.adapters == "shard" and settings.adapter.rank % shards and sizes.hidden % shards
+    return not (option.dp > given.dp and pads)
 
 
-def _priced(
-    mesh: Mesh, sizes: Backbone, adapter: Adapter, train: Train, devices: Devices, *, ranks: int, node: int
-) -> _Layout:
+def _priced(mesh: Mesh, sizes: Backbone, adapter: Adapter, train: Train, devices: Devices, node: int) -> _Layout:
     apart = mesh.zero == 3 and (mesh.dp * mesh.cp * mesh.tp > node or node % (mesh.dp * mesh.cp * mesh.tp) != 0)
     tokens = train.batch_size // (mesh.replicate * mesh.dp) * train.max_length
     return _Layout(
         mesh,
         footprint(sizes, mesh=mesh, adapter=adapter, train=train),
-        devices.each(min(ranks, node)),
+        devices.each(min(mesh.size, node)),
         waits=apart and mesh.dp > 1 and tokens < _HIDING_TOKENS[train.checkpointing],
     )
 

@@ -48,7 +48,9 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
         gathered = gathers * train.accumulate * sharding.sharded_bytes * (n - 1) // n
         lines.append(f"{size(gathered)} of weights gathered along dp, {size(adapter)} of adapter gradients reduced")
     if mesh.replicate > 1:
-        lines.append(f"{size(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate")
+        lines.append(
+            f"{size(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
+        )
     if mesh.tp > 1:
         each = _activation_bytes(engine, train) * train.accumulate * len(blocks(engine.model))
         lines.append(f"{size(8 * each * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a block)")

@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
         "set mesh.adapters: shard", lambda s: s.mesh.zero != 3 and s.mesh.adapters == "replicate",
     ),
     Rule(
-        "mesh.zero: 2", INCOMPATIBLE, "mesh.pp > 1", "a pipeline reduces gradients once an update, which is mesh.zero: 1",
+        "mesh.zero: 2", INCOMPATIBLE, "mesh.pp > 1", "a pipeline reduces gradients once an update",
         "set mesh.zero: 1", lambda s: s.mesh.zero == 2 and s.mesh.pp > 1,
     ),
     Rule(
@@ -102,11 +102,6 @@ RULES: tuple[Rule, ...] = (
         lambda s: (s.mesh.microbatches or 1) > max(s.train.batch_size // _data_ranks(s), 1),
     ),
     Rule(
-        "mesh.microbatches", REQUIRES, "as many rows of a micro-batch on each data rank", "a piece has at least one row",
-        "lower it, or raise train.batch_size",
-        lambda s: (s.mesh.microbatches or 0) > s.train.batch_size // _data_ranks(s),
-    ),
-    Rule(
         "mesh.virtual > 1", REQUIRES, "mesh.schedule: interleaved, zero-bubble or zbv",
         "gpipe and 1f1b hold one stage a rank", "set mesh.schedule: interleaved",
         lambda s: (s.mesh.virtual or 1) > 1 and not _schedule_is_looped(s),
@@ -143,13 +138,17 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
+def broken_rule(settings: Settings) -> Rule | None:
+    """The first rule that `settings` break."""
+    return next((rule for rule in RULES if rule.broken(settings)), None)
+
+
 def check_settings(settings: Settings) -> None:
     """Raise UserError for the first rule that `settings` break, with what, why and the nearest valid setting."""
-    for rule in RULES:
-        if rule.broken(settings):
-            raise UserError(f"{rule.setting} {_verb(rule.kind)} {rule.other}: {rule.why}; {rule.fix}")
+    rule = broken_rule(settings)
+    if rule is not None:
+        raise UserError(f"{rule.setting} {_verb(rule.kind)} {rule.other}: {rule.why}; {rule.fix}")
 
 
 def _verb(kind: str) -> str:
     return "needs" if kind == REQUIRES else "does not go with"
-

@@ -1,0 +1,1 @@
+limited_rows = None
