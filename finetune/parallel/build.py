@@ -107,7 +107,7 @@ def _on_mesh(
         world,
         layout=layout,
         sharding=sharding,
-        runner=PipelineRunner(model, mesh=mesh, world=world) if mesh.pp > 1 else None,
+        runner=PipelineRunner(model, mesh=mesh, world=world, tokens=tokens) if mesh.pp > 1 else None,
         tokens=tokens,
         multiple=(1 if tokens is None else tokens.multiple) * (mesh.tp if mesh.sequence_parallel else 1),
     )

@@ -10,7 +10,7 @@ What grows with T on a rank all the same: gathered keys and values, of one layer
 layers without it; and one (B, 1, T/cp, T) boolean mask for each kind of layer.
 
 The two functions of a `ContextParallel` are registered with transformers as an attention implementation. Outside of
-`part`, as in evaluation and generation, they are its `sdpa` on whole rows.
+`reading`, as in evaluation and generation, they are its `sdpa` on whole rows.
 """
 
 from __future__ import annotations
@@ -58,27 +58,39 @@ class TokenPart:
     """(B, T/cp) each; but `attention_mask`, which says which of *all* tokens may be attended to, is (B, T)."""
     labels: Tensor
     """(B, 1 + T/cp): behind one column that means nothing, the token that follows each of the inputs."""
+    positions: Tensor
+    """(B, T) of all tokens within their samples."""
 
 
 class ContextParallel:
-    """This rank's tokens, and the attention that looks beyond them."""
+    """This rank's tokens, and the attention that looks beyond them.
+
+    mine = context.take(batch)
+    with context.reading(mine):
+        loss = batch_loss(model, mine, task=task)
+    loss.backward()
+    """
 
     def __init__(self, world: World) -> None:
         self.rank, self.width, self.group = world.index("cp"), world.width("cp"), world.group("cp")
         self.multiple = 2 * self.width
         """Rows have a multiple of so many tokens."""
         self._positions: Tensor | None = None
-        """(B, T) positions within samples of the micro-batch that is in its forward pass."""
+        """(B, T) of the micro-batch that is in its forward pass; None outside."""
 
     def attach(self, model: nn.Module) -> None:
-        """Let the attention layers of `model` (PEFT around it or not) gather keys and values inside of `part`."""
+        """Let the attention layers of `model` (PEFT around it or not, or a pipeline's stages) gather keys and values
+        for what is taken inside of `reading`."""
         from transformers import AttentionInterface, AttentionMaskInterface
+
+        from .pipeline.stage import Parts
 
         name = f"flatshift_context_{next(_serial)}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._mask)
-        base: Any = getattr(model, "get_base_model", lambda: model)()
-        base.config._attn_implementation = name
+        for part in model.children() if isinstance(model, Parts) else [model]:
+            base: Any = getattr(part, "get_base_model", lambda part=part: part)()
+            base.config._attn_implementation = name
 
     def indices(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """Which tokens of a row of `length` this rank holds, int64 (length / cp,)."""
@@ -89,9 +101,8 @@ class ContextParallel:
     def _runs(self) -> tuple[int, int]:
         return self.rank, self.multiple - 1 - self.rank
 
-    @contextlib.contextmanager
-    def part(self, batch: Batch) -> Iterator[TokenPart]:
-        """This rank's tokens of `batch`, whose forward pass runs inside; backward may come later."""
+    def take(self, batch: Batch) -> TokenPart:
+        """This rank's tokens of `batch`."""
         ids, labels = batch.inputs["input_ids"], batch.labels
         mine = self.indices(ids.shape[1], ids.device)
         positions = batch.inputs.get("position_ids")
@@ -101,9 +112,14 @@ class ContextParallel:
         # given in any case: without it transformers would look for samples in this rank's positions
         inputs["attention_mask"] = batch.inputs.get("attention_mask", torch.ones_like(ids))
         following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)[:, mine]
-        self._positions = positions
+        return TokenPart(inputs, F.pad(following, (1, 0), value=IGNORED), positions)
+
+    @contextlib.contextmanager
+    def reading(self, part: TokenPart) -> Iterator[None]:
+        """Inside runs the forward pass of `part`; its backward pass may come later."""
+        self._positions = part.positions
         try:
-            yield TokenPart(inputs, F.pad(following, (1, 0), value=IGNORED))
+            yield
         finally:
             self._positions = None
 

@@ -26,7 +26,7 @@ from ..backbone import position_limit
 from ..config import Task
 from ..errors import UserError
 from ..evaluate.share import Share
-from ..loss import Batch, Head, batch_loss, find_head
+from ..loss import Head, batch_loss, find_head
 from . import placing
 from .layout import Layout
 from .world import DATA, TOKENS, World
@@ -195,17 +195,21 @@ class Engine:
             for index, micro in enumerate(micros):
                 if self.sharding is not None:
                     self.sharding.set_sync(last=index + 1 == len(micros))
-                with context(index), self._part(micro.to(self.device)) as mine:
-                    loss = batch_loss(self.model, mine, task=task, head=head) / count
+                with context(index):
+                    loss = self._loss(micro.to(self.device), task=task, head=head) / count
                 (loss if scale == 1 else loss * scale).backward()
                 total += loss.detach()
                 self.beat()
         self._reduce_gradients()
         return self.world.sum(total, *TOKENS)
 
-    def _part(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Batch]:
-        """This rank's tokens of `micro`."""
-        return contextlib.nullcontext(micro) if self.tokens is None else self.tokens.part(micro)
+    def _loss(self, micro: MicroBatch, *, task: Task, head: Head | None) -> Tensor:
+        """Summed over this rank's tokens of `micro`."""
+        if self.tokens is None:
+            return batch_loss(self.model, micro, task=task, head=head)
+        part = self.tokens.take(micro)
+        with self.tokens.reading(part):
+            return batch_loss(self.model, part, task=task, head=head)
 
     def _reduce_gradients(self) -> None:
         """Sum what no one has summed yet: over tp the gradients of factors that are whole there, over the data axes

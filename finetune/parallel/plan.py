@@ -44,9 +44,10 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
     lines = []
     if sharding is not None and sharding.units:
         n = world.width("dp", "cp")
+        axes = " × ".join(axis for axis in ("dp", "cp") if world.width(axis) > 1)
         gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
         gathered = gathers * train.accumulate * sharding.sharded_bytes * (n - 1) // n
-        lines.append(f"{size(gathered)} of weights gathered along dp, {size(adapter)} of adapter gradients reduced")
+        lines.append(f"{size(gathered)} of weights gathered along {axes}, {size(adapter)} of adapter gradients reduced")
     if mesh.replicate > 1:
         lines.append(
             f"{size(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
@@ -54,6 +55,12 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
     if mesh.tp > 1:
         each = _activation_bytes(engine, train) * train.accumulate * len(blocks(engine.model))
         lines.append(f"{size(8 * each * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a block)")
+    if mesh.cp > 1:
+        each = _key_value_bytes(engine, train) * train.accumulate * len(blocks(engine.model))
+        lines.append(
+            f"{size(2 * each * (mesh.cp - 1) // mesh.cp)} of keys and values along cp (one all-gather and one "
+            "reduce-scatter a block)"
+        )
     if mesh.pp > 1:
         stages = virtual_stages(mesh.schedule, mesh.virtual)
         rows = train.batch_size // engine.share[1]
@@ -75,8 +82,19 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
 
 
 def _activation_bytes(engine: Engine, train: Train) -> int:
-    """Of the hidden states of one micro-batch of this rank, B·T·D."""
+    """Of the hidden states of one micro-batch of this rank, B·T/cp·D."""
     config: Any = engine.peft.config
     hidden = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
     rows = train.batch_size // engine.share[1]
-    return rows * train.max_length * hidden * (2 if train.precision == "bf16" else 4)
+    tokens = train.max_length // engine.world.width("cp")
+    return rows * tokens * hidden * (2 if train.precision == "bf16" else 4)
+
+
+def _key_value_bytes(engine: Engine, train: Train) -> int:
+    """Of a layer's keys and values of all tokens of one micro-batch of this rank, 2·B·T·H·D/tp."""
+    config: Any = engine.peft.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = train.batch_size // engine.share[1]
+    each = 2 if train.precision == "bf16" else 4
+    return 2 * rows * train.max_length * heads // engine.world.width("tp") * width * each

@@ -119,10 +119,6 @@ RULES: tuple[Rule, ...] = (
         "use mesh.dp", lambda s: s.mesh.cp > 1 and isinstance(s.task, Seq2Seq),
     ),
     Rule(
-        "mesh.cp > 1", INCOMPATIBLE, "mesh.pp > 1", "a stage would have to pass on parts of rows",
-        "use mesh.tp", lambda s: s.mesh.cp > 1 and s.mesh.pp > 1,
-    ),
-    Rule(
         "adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that lie on other ranks",
         "leave DoRA off or use mesh.dp", lambda s: s.adapter.dora and s.mesh.tp > 1,
     ),

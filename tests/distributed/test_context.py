@@ -18,6 +18,7 @@ from finetune.errors import UserError
 from finetune.parallel.activation import checkpoint_activations
 from finetune.parallel.context import ContextParallel, check_context
 from finetune.parallel.engine import Engine
+from finetune.parallel.pipeline import PipelineRunner, cut_parts
 from finetune.parallel.shard import shard
 from finetune.parallel.tensor import tensor_parallel
 from finetune.parallel.world import World
@@ -79,18 +80,26 @@ class Case:
 
 def laid_out(case: Case) -> Engine:
     """The model on its mesh, in the order of a real run."""
-    model, mesh = adapted(case.kind, use_cache=False, **case.model), case.mesh  # a cache would hide where samples end
-    model = model.double() if case.exact else model
+
+    def whole() -> Any:
+        model = adapted(case.kind, use_cache=False, **case.model)  # a cache would hide where samples end
+        return model.double() if case.exact else model
+
+    mesh, model = case.mesh, whole()
     if mesh.size == 1:
         checkpoint_activations(model, case.checkpointing)
         return Engine.alone(model)
     world = World.of(mesh, torch.device("cpu"))
     check_context(model)
+    if mesh.pp > 1:
+        model, _ = cut_parts(model, whole, mesh=mesh, world=world)
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
     tokens = ContextParallel(world)
     tokens.attach(model)
     checkpoint_activations(model, case.checkpointing)
-    return Engine(model, world, layout=layout, sharding=shard(model, mesh=mesh, world=world), tokens=tokens)
+    sharding = shard(model, mesh=mesh, world=world, reshard=False if mesh.pp > 1 else None)
+    runner = PipelineRunner(model, mesh=mesh, world=world, tokens=tokens) if mesh.pp > 1 else None
+    return Engine(model, world, layout=layout, sharding=sharding, runner=runner, tokens=tokens)
 
 
 def micros(*, seed: int = 0) -> tuple[list[Micro], int]:
@@ -104,7 +113,7 @@ def update(engine: Engine, *, heads: bool, seed: int = 0) -> tuple[float, dict[s
     batch, count = micros(seed=seed)
     mine = [micro.share(*engine.share) for micro in batch]
     head = engine.find_head(mine[0].inputs, task=TASK) if heads else None
-    assert (head is not None) == heads
+    assert (head is not None) == heads or engine.runner is not None
     context = lambda index: contextlib.nullcontext()  # noqa: E731
     loss = engine.forward_backward(mine, count, task=TASK, head=head, context=context)
     grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
@@ -161,9 +170,11 @@ def test_four_ranks_equal_whole_rows() -> None:
         "replicate": Mesh(cp=2, replicate=2),
         "tp": Mesh(cp=2, tp=2),
         "tp, tokens": Mesh(cp=2, tp=2, sequence_parallel=True),
+        "pp": Mesh(cp=2, pp=2),
     }
     cases |= {name: Case(mesh, "qwen3") for name, mesh in meshes.items()}
     cases |= {f"{name}, recomputed": Case(m, "mistral", checkpointing="full") for name, m in meshes.items()}
+    cases["pp, interleaved"] = Case(Mesh(cp=2, pp=2, schedule="interleaved"), "llama", model={"num_hidden_layers": 4})
     cases["tp, gpt2, exact"] = Case(meshes["tp"], "gpt2", heads=False, exact=True)
     judge(cases, 4)
 

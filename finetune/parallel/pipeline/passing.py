@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...config import Mesh
+from ...loss import Batch
 from ..world import World
 from .pieces import Piece
 from .plan import rank_of
@@ -101,7 +102,7 @@ class Passing:
         return tensor
 
     @torch.no_grad()
-    def dtype(self, piece: Piece, around: Around) -> torch.dtype:
+    def dtype(self, piece: Batch, around: Around) -> torch.dtype:
         """Of the hidden states between stages, as the first stage finds: autocast and the family's norms decide."""
         told = torch.zeros(1, dtype=torch.int64, device=self.world.device)
         first = self.stages[0]

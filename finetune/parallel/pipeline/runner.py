@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,26 @@ from ..world import World
 from .absent import Absent
 from .families import Anatomy
 from .passing import Passing
-from .pieces import Piece, cut_micros
+from .pieces import cut_micros
 from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
 from .stage import Around, Parts, Stage
 from .standin import StandIn
+
+if TYPE_CHECKING:
+    from ..context import ContextParallel
 
 
 class PipelineRunner:
     """The stages of this rank and what is done with them. Every rank along `pp` calls every verb at once."""
 
-    def __init__(self, parts: Parts, *, mesh: Mesh, world: World) -> None:
+    def __init__(self, parts: Parts, *, mesh: Mesh, world: World, tokens: ContextParallel | None = None) -> None:
         """Collective along pp; before the first forward pass.
 
         Args:
             parts: the models of this rank's stages, cut (`cut_parts`), by ascending stage.
+            tokens: what splits rows among the cp ranks of a stage.
         """
-        self.parts, self.mesh, self.world = parts, mesh, world
+        self.parts, self.mesh, self.world, self.tokens = parts, mesh, world, tokens
         self.virtual = virtual_stages(mesh.schedule, mesh.virtual)
         self.total = mesh.pp * self.virtual
         indices = stages_of(world.index("pp"), pp=mesh.pp, virtual=self.virtual, schedule=mesh.schedule)
@@ -71,7 +75,7 @@ class PipelineRunner:
             own[stage.index] = absent.index(False)
         return self.world.sum(own, "pp").tolist()
 
-    def _border(self, stage: int, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def _border(self, stage: int, piece: Batch, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Meta tensors of what `stage` receives."""
         rows, tokens = piece.inputs["input_ids"].shape
         width, grad = self._anatomy.width, self._alive[stage - 1]
@@ -116,7 +120,7 @@ class PipelineRunner:
             UserError: mesh.microbatches above the rows of a micro-batch.
         """
         pieces = self._pieces(micros)
-        around = self._around(context, beat)
+        around = self._around(pieces, context, beat)
         if self._dtype is None:
             self._dtype = self.passing.dtype(pieces[0], around)
 
@@ -141,7 +145,7 @@ class PipelineRunner:
             total += value.detach() / scale
         return self.world.sum(total, "pp")
 
-    def _pieces(self, micros: Sequence[Batch]) -> list[Piece]:
+    def _pieces(self, micros: Sequence[Batch]) -> list[Batch]:
         pp, schedule = self.mesh.pp, self.mesh.schedule
         each = pieces_per_micro(
             max(len(micro.labels) for micro in micros),
@@ -153,18 +157,20 @@ class PipelineRunner:
         )
         total = full_pieces(each * len(micros), pp=pp, schedule=schedule)
         pieces = cut_micros(micros, each=each, total=total, pad_id=self._pad_id)
-        return [piece.to(self.world.device) for piece in pieces]
+        here = [piece.to(self.world.device) for piece in pieces]
+        return [piece if self.tokens is None else self.tokens.take(piece) for piece in here]
 
-    def _around(self, context: Callable[[int], Any] | None, beat: Callable[[], None]) -> Around:
+    def _around(self, pieces: Sequence[Any], context: Callable[[int], Any] | None, beat: Callable[[], None]) -> Around:
         @contextlib.contextmanager
         def around(piece: int, stage: int) -> Any:
-            with contextlib.nullcontext() if context is None else context(piece * self.total + stage):
+            reading = contextlib.nullcontext() if self.tokens is None else self.tokens.reading(pieces[piece])
+            with contextlib.nullcontext() if context is None else context(piece * self.total + stage), reading:
                 yield
             beat()
 
         return around
 
-    def _schedule_for(self, pieces: list[Piece], dtype: torch.dtype) -> Any:
+    def _schedule_for(self, pieces: Sequence[Batch], dtype: torch.dtype) -> Any:
         """torch's schedule for these shapes. Only the last one is kept: it holds a buffer for every piece."""
         shapes = tuple((name, tuple(t.shape)) for name, t in pieces[0].inputs.items() if name.endswith("input_ids"))
         key = (len(pieces), shapes)
@@ -173,7 +179,7 @@ class PipelineRunner:
             self._schedule = (key, self._new_schedule(pieces, dtype))
         return self._schedule[1]
 
-    def _new_schedule(self, pieces: list[Piece], dtype: torch.dtype) -> Any:
+    def _new_schedule(self, pieces: Sequence[Batch], dtype: torch.dtype) -> Any:
         from torch.distributed import pipelining as pp
 
         kinds = {
@@ -188,12 +194,18 @@ class PipelineRunner:
         one_each = self.mesh.schedule in ("gpipe", "1f1b")
         return kind(stages[0] if one_each else stages, len(pieces), loss_fn=lambda out, target: out, scale_grads=False)
 
-    def _torch_stage(self, stage: Stage, piece: Piece, dtype: torch.dtype) -> Any:
+    def _torch_stage(self, stage: Stage, piece: Batch, dtype: torch.dtype) -> Any:
         from torch.distributed.pipelining import PipelineStage
+
+        class Connected(PipelineStage):
+            """torch 2.11 opens a connection to both neighbours, but a V has neighbouring stages on one rank."""
+
+            def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+                return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
         index = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        return PipelineStage(
+        return Connected(
             stage,
             stage.index,
             self.total,

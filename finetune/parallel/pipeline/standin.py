@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..world import DATA
+from ..world import TOKENS
 from .stage import Parts
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class StandIn(nn.Module):
                 mask = torch.cat([mask, torch.ones_like(chosen)[:, None]], dim=1)
             done = done | torch.isin(chosen, ends)
             waiting = (~done).sum()
-            if int(self._world.sum(waiting, *DATA) if synced_gpus else waiting) == 0:
+            if int(self._world.sum(waiting, *TOKENS) if synced_gpus else waiting) == 0:
                 break
         return ids
 

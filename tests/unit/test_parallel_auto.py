@@ -1,0 +1,250 @@
+"""`mesh.auto`: what it counts against what a run counts, what it picks for known models, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune import assets
+from finetune.config import Adapter, LanguageModel, Mesh, Train
+from finetune.errors import UserError
+from finetune.parallel import auto
+from finetune.parallel.auto import AXES, resolve
+from finetune.parallel.devices import Devices, visible
+from finetune.parallel.footprint import Backbone, footprint
+from finetune.parallel.rules import Settings, check_settings
+
+GIB = 2**30
+NODE = Devices("cuda", 8, 78 * GIB)  # eight devices of 80 GB
+LAPTOP = Devices("cpu", 8, 16 * GIB)
+LORA = Adapter(rank=16)
+
+
+def llama(directory: Path, *, hidden: int, wide: int, blocks: int, heads: int, groups: int, vocabulary: int) -> Path:
+    """A directory that has a Llama's config and a weight file that is all header."""
+    kept = hidden * groups // heads
+    shapes = {"model.embed_tokens.weight": [vocabulary, hidden], "lm_head.weight": [vocabulary, hidden]}
+    shapes |= {"model.norm.weight": [hidden]}
+    for number in range(blocks):
+        block = {"input_layernorm": [hidden], "post_attention_layernorm": [hidden]}
+        block |= {f"self_attn.{name}_proj": [hidden, hidden] for name in "qo"}
+        block |= {f"self_attn.{name}_proj": [kept, hidden] for name in "kv"}
+        block |= {"mlp.gate_proj": [wide, hidden], "mlp.up_proj": [wide, hidden], "mlp.down_proj": [hidden, wide]}
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in block.items()}
+    header = {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    text = json.dumps(header).encode()
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    config = {"model_type": "llama", "hidden_size": hidden, "intermediate_size": wide, "vocab_size": vocabulary}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": groups}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(
+        tmp_path_factory.mktemp("models") / "8b",
+        hidden=4096,
+        wide=14336,
+        blocks=32,
+        heads=32,
+        groups=8,
+        vocabulary=128256,
+    )
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(
+        tmp_path_factory.mktemp("models") / "70b",
+        hidden=8192,
+        wide=28672,
+        blocks=80,
+        heads=64,
+        groups=8,
+        vocabulary=128256,
+    )
+
+
+def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, **more) -> tuple[dict[str, int], str]:
+    """The axes that are not 1, and the reasons as one text."""
+    train = Train(
+        **{"batch_size": 64, "max_length": 2048, "precision": "bf16", "checkpointing": "full"} | more.pop("train", {})
+    )
+    asked = mesh or Mesh(auto=True)
+    chosen, reasons = resolve(asked, backbone=backbone, adapter=adapter, train=train, task=LanguageModel(), **more)
+    assert not chosen.auto
+    check_settings(Settings(chosen, train, adapter, LanguageModel()))
+    return {axis: getattr(chosen, axis) for axis in AXES if getattr(chosen, axis) > 1}, "\n".join(reasons)
+
+
+# ---------------------------------------------------------------------------------------------------- what it counts
+
+
+@pytest.mark.parametrize(
+    ("model", "elements", "adapter"), [("small", 8030261248, 41943040), ("large", 70553706496, 207093760)]
+)
+def test_elements_of_published_models(model: str, elements: int, adapter: int, request: pytest.FixtureRequest) -> None:
+    sizes = Backbone.read(request.getfixturevalue(model), LORA)
+    assert (sizes.elements, sizes.adapter) == (elements, adapter)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
+    from finetune.adapter import attach_adapter
+    from finetune.backbone import load_backbone
+    from finetune.memory import memory_plan
+
+    directory, train, adapter = assets.backbone("flatshift-5m"), Train(batch_size=4, precision=precision), Adapter()
+    assert directory is not None
+    model = attach_adapter(
+        load_backbone(directory, task=LanguageModel(), precision=precision), adapter, task=LanguageModel(), seed=0
+    )
+    counted = memory_plan(model, train=train)
+    guess = footprint(Backbone.read(directory, adapter), mesh=Mesh(), adapter=adapter, train=train)
+    assert guess.weights == pytest.approx(counted.backbone, rel=1e-4)
+    assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
+    assert guess.activations == pytest.approx(counted.activations, rel=0.06)
+
+
+def test_each_axis_takes_its_share(large: Path) -> None:
+    sizes, train = Backbone.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
+
+    def of(**axes) -> object:
+        return footprint(sizes, mesh=Mesh(**axes), adapter=LORA, train=train)
+
+    one, shards, cut, stages = of(), of(dp=8), of(tp=8), of(pp=8)
+    assert one.weights == 2 * sizes.elements and one.gathered == 0
+    assert shards.weights == one.weights // 8 and shards.gathered == 2 * 2 * max((*sizes.blocks, *sizes.ends))
+    assert cut.weights == one.weights // 8 and cut.activations < one.activations / 2
+    assert one.weights / 8 < stages.weights < one.weights / 7
+    assert of(dp=8, reshard=False).gathered > of(dp=8).gathered
+    assert of(dp=8, zero=1).weights == one.weights
+    assert of(tp=8, sequence_parallel=True).activations == pytest.approx(one.activations / 8, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ what it picks
+
+
+def test_copies_where_the_backbone_fits(small: Path) -> None:
+    axes, why = pick(small, devices=NODE)
+    assert axes == {"replicate": 8}
+    assert "replicate 8 needs 22.6 GiB a rank of 68.7 GiB (15.0 GiB weights + " in why
+
+
+def test_shards_inside_a_node_and_copies_across(large: Path) -> None:
+    axes, why = pick(large, devices=NODE, processes=64, node=8)
+    assert axes == {"replicate": 16, "dp": 4}
+    assert "dp 4: with dp 2 a rank needs at least 74.4 GiB" in why and "copies of the shards" in why
+
+
+def test_stages_across_nodes_where_gathers_could_not_be_hidden(large: Path) -> None:
+    def on(gib: int, tokens: int) -> tuple[dict[str, int], str]:
+        devices, train = Devices("cuda", 8, gib * GIB), {"batch_size": 16, "max_length": tokens}
+        return pick(large, devices=devices, processes=16, node=8, train=train)
+
+    axes, why = on(24, 512)
+    assert axes["pp"] == 2 and "16 shards over several nodes would wait" in why and "has 512 tokens" in why
+    assert on(25, 5400)[0] == {"dp": 16}
+
+
+def test_tensor_parallel_where_rows_are_few(large: Path) -> None:
+    axes, why = pick(large, devices=NODE, train={"batch_size": 2})
+    assert axes == {"replicate": 2, "tp": 4}
+    assert "tp 4: 2 rows of a micro-batch do not divide among so many data ranks" in why
+
+
+def test_no_tensor_parallel_where_the_adapter_forbids_it(large: Path) -> None:
+    axes, _ = pick(large, devices=NODE, train={"batch_size": 2}, adapter=Adapter(rank=16, dora=True))
+    assert "tp" not in axes
+
+
+def test_set_axes_stay(small: Path) -> None:
+    axes, why = pick(small, devices=NODE, mesh=Mesh(auto=True, tp=2))
+    assert axes == {"replicate": 4, "tp": 2} and "tp 2 as set" in why
+
+
+def test_data_ranks_divide_the_rows_of_every_stage(small: Path) -> None:
+    assert pick(small, devices=NODE, processes=8, train={"batch_size": 8}, batch_sizes=[4])[0] == {
+        "replicate": 4,
+        "tp": 2,
+    }
+
+
+def test_idle_devices_are_named(small: Path) -> None:
+    loop = Mesh(auto=True, pp=2, schedule="interleaved")
+    axes, why = pick(small, devices=Devices("cuda", 3, 78 * GIB), mesh=loop)
+    assert axes == {"pp": 2} and "1 of 3 devices stay idle" in why
+
+
+def test_a_laptop_stays_at_one_process(small: Path) -> None:
+    tiny = assets.backbone("flatshift-5m")
+    assert tiny is not None
+    axes, why = pick(tiny, devices=LAPTOP)
+    assert axes == {} and "one process: it may use all cores" in why
+    assert pick(tiny, devices=LAPTOP, processes=4)[0] == {"replicate": 4}
+
+
+def test_a_limit_on_each_process_calls_for_shards(small: Path) -> None:
+    limited = Devices("cpu", 16, 64 * GIB, limit=8 * GIB)
+    axes, why = pick(small, devices=limited, train={"max_length": 256, "batch_size": 16})
+    assert axes == {"dp": 4} and "of 8.0 GiB" in why
+
+
+def test_stages_where_the_number_of_ranks_allows_nothing_else(small: Path) -> None:
+    assert pick(small, devices=NODE, processes=7, train={"batch_size": 8})[0] == {"pp": 7}
+
+
+def test_what_does_not_fit_is_said(large: Path) -> None:
+    axes, why = pick(large, devices=LAPTOP)
+    assert axes == {} and "by this estimate it does not fit" in why
+
+
+def test_unknown_memory_is_no_obstacle(small: Path) -> None:
+    axes, why = pick(small, devices=Devices("cuda", 2, None))
+    assert axes == {"replicate": 2} and "memory unknown" in why
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"processes": 6, "mesh": Mesh(auto=True, dp=4)}, "6 processes are no multiple of the 4 ranks"),
+        (
+            {"processes": 2, "train": {"adapter_precision": "bf16", "precision": "fp32"}},
+            "train.adapter_precision: bf16",
+        ),
+    ],
+)
+def test_refusals(small: Path, changes: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        pick(small, devices=NODE, **changes)
+
+
+def test_a_damaged_weight_file(tmp_path: Path) -> None:
+    broken = llama(tmp_path / "b", hidden=64, wide=64, blocks=1, heads=1, groups=1, vocabulary=64)
+    (broken / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        pick(broken, devices=LAPTOP)
+
+
+# ------------------------------------------------------------------------------------------------------- what it knows
+
+
+def test_its_model_types_are_those_of_the_tables() -> None:
+    from finetune.parallel.pipeline.families import pipeline_families
+    from finetune.parallel.tensor import tensor_plans
+
+    assert set(tensor_plans()) == auto.TENSOR_PLANS and set(pipeline_families()) == auto.PIPELINES
+
+
+def test_cuda_devices_as_a_process_sees_them() -> None:
+    table = "0, GPU-aa, 1000\n1, GPU-bb, 2000\n2, GPU-cc, [N/A]\n"
+    assert visible(table, None) == [1000 << 20, 2000 << 20, None]
+    assert visible(table, "1,0") == [2000 << 20, 1000 << 20]
+    assert visible(table, "GPU-b") == [2000 << 20]
+    assert visible(table, "0,-1,1") == [1000 << 20]
+    assert visible(table, "") == []
+    assert visible(table, "MIG-x") == [None]

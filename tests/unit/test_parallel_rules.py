@@ -1,0 +1,98 @@
+"""Every rule about a mesh is broken by a recipe that breaks it, and by nothing that obeys it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from finetune.config import Adapter, Classify, LanguageModel, Mesh, Seq2Seq, Train
+from finetune.errors import UserError
+from finetune.parallel.rules import REQUIRES, RULES, Settings, check_settings
+
+# (setting, other side) of a rule → what breaks it and nothing before it; what obeys it, as near to that as can be
+CASES: dict[tuple[str, str], tuple[dict, dict]] = {
+    ("train.batch_size", "a multiple of mesh.replicate × mesh.dp"): (
+        {"replicate": 2, "dp": 2, "batch_size": 6},
+        {"replicate": 2, "dp": 2, "batch_size": 8},
+    ),
+    ("mesh.zero: 1 or 2", "mesh.dp > 1"): ({"zero": 1, "replicate": 2}, {"zero": 1, "dp": 2}),
+    ("mesh.zero: 1 or 2", "mesh.adapters: replicate"): (
+        {"zero": 2, "dp": 2, "adapters": "replicate"},
+        {"zero": 3, "dp": 2, "adapters": "replicate"},
+    ),
+    ("mesh.zero: 2", "mesh.pp > 1"): ({"zero": 2, "dp": 2, "pp": 2}, {"zero": 1, "dp": 2, "pp": 2}),
+    ("mesh.adapters: replicate", "mesh.dp > 1"): ({"adapters": "replicate", "tp": 2}, {"adapters": "shard", "tp": 2}),
+    ("mesh.reshard: false", "mesh.dp > 1"): ({"reshard": False, "pp": 2}, {"reshard": False, "pp": 2, "dp": 2}),
+    ("mesh.offload", "mesh.dp > 1 and a CUDA device"): (
+        {"offload": True, "dp": 2, "device": "cpu"},
+        {"offload": True, "dp": 2, "device": "cuda"},
+    ),
+    ("mesh.offload", "mesh.zero: 3"): ({"offload": True, "dp": 2, "zero": 1}, {"offload": True, "dp": 2}),
+    ("train.device: cuda:N", "one rank"): ({"device": "cuda:1", "tp": 2}, {"device": "cuda:1"}),
+    ("mesh.sequence_parallel", "mesh.tp > 1"): (
+        {"sequence_parallel": True, "dp": 2},
+        {"sequence_parallel": True, "tp": 2},
+    ),
+    ("mesh.schedule, mesh.virtual, mesh.microbatches", "mesh.pp > 1"): (
+        {"schedule": "gpipe", "dp": 2},
+        {"schedule": "gpipe", "pp": 2},
+    ),
+    ("mesh.microbatches", "as many rows on a data rank"): (
+        {"microbatches": 5, "pp": 2, "dp": 4, "batch_size": 16},
+        {"microbatches": 4, "pp": 2, "dp": 4, "batch_size": 16},
+    ),
+    ("mesh.virtual > 1", "mesh.schedule: interleaved, zero-bubble or zbv"): (
+        {"virtual": 2, "pp": 2},
+        {"virtual": 2, "pp": 2, "schedule": "interleaved"},
+    ),
+    ("mesh.schedule: zbv", "mesh.virtual: 2"): (
+        {"virtual": 3, "pp": 2, "schedule": "zbv"},
+        {"virtual": 3, "pp": 2, "schedule": "zero-bubble"},
+    ),
+    ("mesh.cp > 1", "task.kind: classify"): ({"cp": 2, "task": Classify()}, {"cp": 2}),
+    ("mesh.cp > 1", "task.kind: seq2seq"): ({"cp": 2, "task": Seq2Seq()}, {"dp": 2, "task": Seq2Seq()}),
+    ("mesh.cp > 1", "mesh.pp > 1"): ({"cp": 2, "pp": 2}, {"cp": 2, "tp": 2}),
+    ("adapter.dora", "mesh.tp > 1"): ({"dora": True, "tp": 2}, {"dora": True, "dp": 2, "pp": 2}),
+    ("train.adapter_precision: bf16", "train.precision: bf16"): (
+        {"adapter_precision": "bf16"},
+        {"adapter_precision": "bf16", "precision": "bf16"},
+    ),
+    ("mesh.sequence_parallel", "task.kind: classify"): (
+        {"sequence_parallel": True, "tp": 2, "task": Classify()},
+        {"tp": 2, "task": Classify()},
+    ),
+}
+
+
+def settings(changes: dict) -> Settings:
+    """A recipe's parts with some fields changed."""
+    left = dict(changes)
+    task = left.pop("task", LanguageModel())
+    parts = {}
+    for name, component in (("mesh", Mesh()), ("train", Train()), ("adapter", Adapter())):
+        own = {field.name for field in dataclasses.fields(component)} & left.keys()
+        parts[name] = dataclasses.replace(component, **{key: left.pop(key) for key in own})
+    assert not left
+    return Settings(task=task, **parts)
+
+
+def test_every_rule_has_a_case() -> None:
+    keys = [(rule.setting, rule.other) for rule in RULES]
+    assert len(set(keys)) == len(keys)
+    assert set(CASES) == set(keys)
+
+
+@pytest.mark.parametrize("key", CASES, ids=lambda key: " / ".join(key))
+def test_a_rule_refuses_what_breaks_it(key: tuple[str, str]) -> None:
+    breaking, obeying = CASES[key]
+    (rule,) = [rule for rule in RULES if (rule.setting, rule.other) == key]
+    with pytest.raises(UserError) as caught:
+        check_settings(settings(breaking))
+    verb = "needs" if rule.kind == REQUIRES else "does not go with"
+    assert str(caught.value) == f"{rule.setting} {verb} {rule.other}: {rule.why}; {rule.fix}"
+    check_settings(settings(obeying))
+
+
+def test_the_defaults_break_no_rule() -> None:
+    check_settings(settings({}))
