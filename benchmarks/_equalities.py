@@ -49,16 +49,18 @@ MODELS = ("llama", "qwen3", "gpt2", "t5", "bert")
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 8}
 _IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 _SPREAD = {"initializer_range": 0.14, "max_position_embeddings": 128}
+_GROUPED = {"num_key_value_heads": 4, "head_dim": 8}
 _DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _GPT2 = {"n_embd": 64, "n_layer": 8, "n_head": 8, "n_positions": 128, "initializer_range": 0.14}
 _GPT2_DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _T5 = {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 4, "num_heads": 8, "dropout_rate": 0.0}
+_SMOOTH = {"feed_forward_proj": "gated-gelu"}  # rounding can push a token over the kink of a ReLU
 _ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_IDS, **_SPREAD, "num_key_value_heads": 4}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SIZES, **_IDS, **_SPREAD, "num_key_value_heads": 4, "head_dim": 8}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_SIZES, **_IDS, **_SPREAD, **_GROUPED}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SIZES, **_IDS, **_SPREAD, **_GROUPED}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**_GPT2, **_GPT2_DRY, **_IDS}),
-    "t5": ("T5ForConditionalGeneration", "T5Config", {**_T5, **_IDS, "decoder_start_token_id": 0}),
-    "bert": ("BertModel", "BertConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.1}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", {**_T5, **_SMOOTH, **_IDS, "decoder_start_token_id": 0}),
+    "bert": ("BertModel", "BertConfig", {**_SIZES, **_IDS, **_DRY, "initializer_range": 0.06}),
 }  # fmt: skip
 
 
@@ -137,6 +139,11 @@ class Course:
     """Of the first update, whole, by plain name."""
     untouched: bool = True
     """Whether this rank's frozen parameters have the bytes that they had before."""
+
+    def add(self, line: dict[str, Any]) -> None:
+        """An update's line of metrics.jsonl."""
+        self.losses.append(line["loss"])
+        self.norms.append(line["grad_norm"])
 
 
 # --------------------------------------------------------------------------------------------- models and rows
@@ -237,7 +244,8 @@ def run(subject: Subject, layout: Layout, *, backbone: Path, folder: Path, world
         stop = None if number + 1 == len(meshes) else (number + 1) * layout.stop
         world = World.alone() if mesh.size == 1 else worlds(mesh)
         if world.size > 1 or not dist.is_initialized() or dist.get_rank() == 0:
-            _stage(subject, layout, mesh, world, course, backbone=backbone, folder=folder, stop=stop)
+            begins = number == 0
+            _stage(subject, layout, mesh, world, course, backbone=backbone, folder=folder, begins=begins, stop=stop)
         if dist.is_initialized():
             dist.barrier()
     return course
@@ -252,13 +260,14 @@ def _stage(
     *,
     backbone: Path,
     folder: Path,
+    begins: bool,
     stop: int | None,
 ) -> None:
     """The stage from where `folder` has it, until update `stop` or its end."""
     task = subject.task(packed=layout.packed)
     engine = _engine(subject, layout, mesh, world, backbone)
     before = frozen_bytes(engine)
-    with _watched(engine, course), contextlib.suppress(Interrupted):
+    with _watched(engine, course) if begins else contextlib.nullcontext(), contextlib.suppress(Interrupted):
         train_stage(
             engine,
             SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]
@@ -273,7 +282,7 @@ def _stage(
             run=RunDirectory(folder, writes=world.is_main),
             seed=SEED,
             label_names=LABELS if isinstance(task, Classify) else None,
-            on_step=lambda line: (course.losses.append(line["loss"]), course.norms.append(line["grad_norm"])) and None,
+            on_step=course.add,
             stop=lambda: len(course.losses) == stop,
         )
     engine.settle()
@@ -291,7 +300,7 @@ def _watched(engine: Engine, course: Course) -> Iterator[None]:
     clip = engine.clip
 
     def take(bound: float | None) -> Tensor:
-        if not course.gradients:
+        if not course.norms:
             grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
             course.gradients = {name: grad.clone() for name, grad in engine.whole(grads).items()}
         return clip(bound)

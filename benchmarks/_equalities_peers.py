@@ -77,7 +77,7 @@ def natively(subject: Subject, name: str, *, backbone: Path, adapter: Path) -> C
     sizes, plans = NATIVE[name]
     config = DistributedConfig(**sizes, fsdp_plan=plans[subject.model])  # type: ignore[arg-type]
     base = _auto(subject.model, backbone, distributed_config=config)
-    settings = PeftConfig.from_pretrained(adapter)
+    settings = PeftConfig.from_pretrained(str(adapter))
     settings.inference_mode = False
     with _global_sizes():
         model = get_peft_model(base, settings)

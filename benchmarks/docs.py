@@ -1,6 +1,6 @@
-"""Write docs/benchmarks.md from benchmarks/results/*.json.
+"""Write docs/benchmarks.md and docs/equalities.md from benchmarks/results/*.json.
 
-python -m benchmarks.docs          # a test fails when the page is stale
+python -m benchmarks.docs          # a test fails when a page is stale
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _equalities_page
 from benchmarks._harness import RESULTS, ROOT
 from finetune.atomic import write_text
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+EQUALITIES = ROOT / "docs" / "equalities.md"
 HEAD = """# How do I know it is right?
 
 Every speed, memory and quality claim is a benchmark that runs our path and a peer's side by side, interleaved in one
@@ -73,6 +75,12 @@ def page(results: Path = RESULTS) -> str:
     return "\n".join([HEAD, *map(section, documents)])
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Both pages."""
     write_text(PAGE, page())
-    print(PAGE)
+    write_text(EQUALITIES, _equalities_page.page())
+    print(PAGE, EQUALITIES, sep="\n")
+
+
+if __name__ == "__main__":
+    write()

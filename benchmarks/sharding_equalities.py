@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def _layouts() -> tuple[Layout, ...]:
         return [Layout(f"pp {pp}, {schedule}", Mesh(pp=pp, schedule=schedule)) for schedule in SCHEDULES]  # type: ignore[arg-type]
 
     dp2, tp2, pp2, both = Mesh(dp=2), Mesh(tp=2), Mesh(pp=2), Mesh(dp=2, tp=2)
-    three = {"pp": 2, "dp": 2, "tp": 2}
+    three = Mesh(pp=2, dp=2, tp=2)
     half = STEPS // 2
     return (
         Layout("accumulate 2", accumulate=2),
@@ -97,8 +98,8 @@ def _layouts() -> tuple[Layout, ...]:
         Layout("pp 2 × tp 2", Mesh(pp=2, tp=2)),
         Layout("dp 2 × tp 2, accumulate 2, packed", both, accumulate=2, packed=True, whole=True, models=CAUSAL),
         Layout("dp 2 × tp 2, resumed on pp 2 × dp 2", both, (Mesh(pp=2, dp=2),), stop=half),
-        Layout("pp 2 × dp 2 × tp 2", Mesh(**three)),
-        Layout("pp 2 × dp 2 × tp 2, interleaved", Mesh(**three, schedule="interleaved")),
+        Layout("pp 2 × dp 2 × tp 2", three),
+        Layout("pp 2 × dp 2 × tp 2, interleaved", replace(three, schedule="interleaved")),
     )
 
 
@@ -266,6 +267,7 @@ def main() -> None:
         bar_op="<=",
         bar_value=FALL,
     )
+    row["steps"] = STEPS
     row["cells"] = {subject: {"first": first, "last": last} for subject, (first, last) in falls.items()}
     if only is None:
         bench.finish()

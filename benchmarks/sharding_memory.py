@@ -14,6 +14,7 @@ nvidia-ml-py` makes its rows appear.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -76,15 +77,17 @@ def _rows(sizes: Sizes, rank: int, step: int) -> Any:
 # --------------------------------------------------------------------------------------------- ours
 
 
-def ours(tiny: str, big: str, mesh: dict[str, Any], precision: str = "fp32") -> dict[str, float]:
-    """Our engine on `mesh`; the whole model of one process if that is empty."""
+def ours(
+    tiny: str, big: str, mesh: dict[str, Any], precision: str = "fp32", sizes: dict[str, int] | None = None
+) -> dict[str, float]:
+    """Our engine on `mesh` (one process if that is empty), with `big` of `sizes`."""
     warm, _ = _engine(tiny, TINY, mesh, precision)
     for step in range(2):
         warm(step)
     found: dict[str, float] = {}
 
     def load() -> Update:
-        update, engine = _engine(big, BIG, mesh, precision)
+        update, engine = _engine(big, Sizes(**sizes) if sizes else BIG, mesh, precision)
         found.update(_held(engine))
         return update
 
@@ -105,9 +108,7 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
     layout, task = Mesh(**mesh), LanguageModel(pack=False)
     world = World.of(layout, torch.device("cpu")) if mesh else World.alone()
     train = Train(max_length=sizes.tokens, batch_size=sizes.rows * world.width("replicate", "dp"), precision=precision)
-    engine = build_engine(
-        backbone, task=task, adapter=Adapter(rank=sizes.rank), train=train, mesh=layout, world=world
-    )
+    engine = build_engine(backbone, task=task, adapter=Adapter(rank=sizes.rank), train=train, mesh=layout, world=world)
     optimizer = AdapterOptimizer(engine.parameters, Optimizer())
     engine.model.train()
     head: list[Any] = []
@@ -139,11 +140,13 @@ def _held(engine: Any) -> dict[str, float]:
     from finetune.parallel.placing import local
 
     mine = {id(p): local(p).untyped_storage().nbytes() for p in engine.model.parameters()}
-    units = [0]
-    for unit in engine.sharding.units if engine.sharding is not None else ():
-        inner = {id(p) for u in engine.sharding.units if u is not unit and u in set(unit.modules()) for p in u.parameters()}
-        units.append(sum(p.numel() * p.itemsize for p in unit.parameters() if id(p) not in inner))
-    return {"held": sum(mine.values()), "unit": max(units)}
+    units = engine.sharding.units if engine.sharding is not None else ()
+    sizes = [0]
+    for unit in units:
+        inner = [module for module in unit.modules() if module is not unit and module in units]
+        other = {id(p) for module in inner for p in module.parameters()}
+        sizes.append(sum(p.numel() * p.itemsize for p in unit.parameters() if id(p) not in other))
+    return {"held": sum(mine.values()), "unit": max(sizes)}
 
 
 # --------------------------------------------------------------------------------------------- the others
@@ -278,8 +281,10 @@ def _simple_update(model: Any, sizes: Sizes) -> Update:
 def main() -> None:
     """Measure all rows and write benchmarks/results/sharding_memory.json."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(128 << 10)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # DeepSpeed builds with ninja
     bench = Benchmark("sharding_memory", packages=("torch", "transformers", "peft", "accelerate", "deepspeed"))
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/extensions"
         tiny, big = f"{folder}/tiny", f"{folder}/big"
         save_backbone(TINY, tiny)
         save_backbone(BIG, big)
@@ -358,9 +363,7 @@ def _others(bench: Benchmark, found: dict[str, dict[str, float]], tiny: str, big
                 theirs = _worst(function, ranks, tiny=tiny, big=big, **settings)
             for key, what in figures.items():
                 peer = None if theirs is None else theirs[key]
-                bench.row(
-                    f"dp {ranks}: {what}", ours=mine[key], peer=peer, peer_name=name, unit="bytes", reason=reason
-                )
+                bench.row(f"dp {ranks}: {what}", ours=mine[key], peer=peer, peer_name=name, unit="bytes", reason=reason)
 
 
 def _has_deepspeed() -> bool:

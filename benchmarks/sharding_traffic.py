@@ -239,8 +239,8 @@ def cases() -> list[Case]:
 # --------------------------------------------------------------------------------------------- on the ranks
 
 
-def save_backbone(sizes: Sizes, folder: str | Path) -> None:
-    """A random model of `sizes`; not on a rank, where transformers writes nothing."""
+def save_backbone(sizes: Sizes, folder: str | Path, *, file_size: str = "5GB") -> None:
+    """A random model of `sizes` in files of at most `file_size`; not on a rank, where transformers writes nothing."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -257,7 +257,7 @@ def save_backbone(sizes: Sizes, folder: str | Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=file_size)
 
 
 def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: dict[str, Any]) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def lay_out(
     Returns the engine and the tokenizer.
     """
     world = world or World.alone(resolve_device(recipe.train.device))
+    gc.collect()  # what an earlier stage laid out: hooks make cycles of it, and memory may not hold two
     engine = build_engine(
         recipe.backbone,
         task=task,

@@ -21,7 +21,7 @@ import torch
 
 from . import assets
 from .config import Classify, Completion, LanguageModel, Seq2Seq, Task
-from .errors import UserError
+from .errors import UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -273,7 +273,10 @@ def auto_class(
 
 
 def refusal(error: Exception, task: Task, where: str) -> UserError:
-    """What the user is told where transformers cannot build or load a model for `task`."""
+    """What the user is told where transformers cannot build or load a model for `task`; raises `error` itself where
+    memory ran out."""
+    if is_out_of_memory(error):
+        raise error
     kinds = {"classify": "sequence classification", "seq2seq": "encoder-decoder"}
     kind = kinds.get(task.kind, "causal language modelling")
     if "Unrecognized configuration class" in str(error):

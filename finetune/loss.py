@@ -76,7 +76,8 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
         return loss_sum(model(**batch.inputs).logits, batch.labels, task=task)
 
     def cost(hidden: Tensor) -> Tensor:
-        return _head_loss(hidden, head.linear, batch.labels, task).view(1, 1, 1)
+        # FSDP2 hooks what a unit returns and warns of views
+        return _head_loss(hidden, head.linear, batch.labels, task).view(1, 1, 1).clone()
 
     with head.computing(cost):
         return model(**batch.inputs).logits.sum()
@@ -97,7 +98,8 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task) -> Hea
 
     Watches the head on the first row of `inputs` (model keyword arguments), in evaluation mode without gradients: it
     must see one hidden state a token (of the decoder, where there is one), compute nothing but W h + b, and its output
-    must be the model's, bit for bit. Under FSDP2 every rank of the mesh calls this at once.
+    must be the model's, bit for bit; and a single number in its place must come out as it went in (BART adds a bias to
+    the logits, zero until someone trains it). Under FSDP2 every rank of the mesh calls this at once.
     """
     if isinstance(task, Classify):
         return None
@@ -118,18 +120,27 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task) -> Hea
         seen.append((hidden, out, own))
         return out
 
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), head.computing(watched):
-            logits = model(**one).logits
-    finally:
-        model.train(training)
+    logits = _logits(model, one, head, watched)
     if len(seen) != 1:
         return None
     hidden, out, own = seen[0]
     tokens = one["decoder_input_ids"] if isinstance(task, Seq2Seq) else first[:1]
-    return head if own and hidden.shape[:2] == tokens.shape[:2] and torch.equal(out, logits) else None
+    if not own or hidden.shape[:2] != tokens.shape[:2] or not torch.equal(out, logits):
+        return None
+    number = hidden.new_full((1, 1, 1), 0.5)
+    return head if torch.equal(number, _logits(model, one, head, lambda hidden: number).to(number.dtype)) else None
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, inputs: dict[str, Tensor], head: Head, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    """The model's logits in evaluation mode while its head computes `forward`."""
+    training = model.training
+    model.eval()
+    try:
+        with head.computing(forward):
+            return model(**inputs).logits
+    finally:
+        model.train(training)
 
 
 def _plain(linear: nn.Linear) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Adapter, Classify, Completion, LanguageModel, Mesh, Seq2Seq, Train
+from finetune.parallel.context import context_families
 from finetune.parallel.pipeline import bubble, schedules
 from finetune.parallel.pipeline.families import pipeline_families
 from finetune.parallel.pipeline.plan import virtual_stages
@@ -80,11 +81,14 @@ def crossed() -> list[str]:
 
 def families() -> list[str]:
     """Model type × axis."""
-    plans, cut = tensor_plans(), pipeline_families()
-    lines = ["| model type | `mesh.tp` | `mesh.sequence_parallel` | `mesh.pp` | cut by tp |", "|---|---|---|---|---|"]
-    for kind in sorted({*plans, *cut}):
+    plans, stages, tokens = tensor_plans(), pipeline_families(), context_families()
+    lines = [
+        "| model type | `mesh.tp` | `mesh.sequence_parallel` | `mesh.pp` | `mesh.cp` | cut by tp |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind in sorted({*plans, *stages, *tokens}):
         about = plans.get(kind, "")
-        marks = (kind in plans, "sequence parallel" in about, kind in cut)
+        marks = (kind in plans, "sequence parallel" in about, kind in stages, kind in tokens)
         what = about.partition(": ")[2].removesuffix("; sequence parallel")
         lines.append(f"| {kind} | {' | '.join('yes' if mark else 'no' for mark in marks)} | {what} |")
     return lines

@@ -51,6 +51,10 @@ def generate_answers(
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
         decoder_start_token_id=start,
+        # backbones bring their own (Qwen2.5 1.05, BART 3): greedy is without
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        min_length=0,
     )
     answers: dict[int, str] = {}
     more = {"synced_gpus": True} if share.lockstep else {}

@@ -35,6 +35,11 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "gpt2
 _serial = itertools.count()
 
 
+def context_families() -> tuple[str, ...]:
+    """Model types whose tokens can be split."""
+    return _FAMILIES
+
+
 def check_context(model: nn.Module) -> None:
     """Refuse a backbone whose tokens cannot be split over `mesh.cp`; parameters may be on the meta device.
 

@@ -55,7 +55,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.train.batch_size % _data_ranks(s) != 0,
     ),
     Rule(
-        "mesh.zero: 1 or 2", REQUIRES, "mesh.dp > 1", "there is nothing to shard on one rank",
+        "mesh.zero: 1 or 2", REQUIRES, "mesh.dp or mesh.cp > 1", "there is nothing to shard on one rank",
         "leave mesh.zero at 3 or set mesh.dp", lambda s: s.mesh.zero != 3 and s.mesh.dp * s.mesh.cp == 1,
     ),
     Rule(
@@ -67,15 +67,15 @@ RULES: tuple[Rule, ...] = (
         "set mesh.zero: 1", lambda s: s.mesh.zero == 2 and s.mesh.pp > 1,
     ),
     Rule(
-        "mesh.adapters: replicate", REQUIRES, "mesh.dp > 1", "without shards adapters are whole anyway",
+        "mesh.adapters: replicate", REQUIRES, "mesh.dp or mesh.cp > 1", "without shards adapters are whole anyway",
         "leave it at shard", lambda s: s.mesh.adapters == "replicate" and s.mesh.dp * s.mesh.cp == 1,
     ),
     Rule(
-        "mesh.reshard: false", REQUIRES, "mesh.dp > 1", "nothing is gathered on one rank", "leave it at true",
-        lambda s: not s.mesh.reshard and s.mesh.dp * s.mesh.cp == 1,
+        "mesh.reshard: false", REQUIRES, "mesh.dp or mesh.cp > 1", "nothing is gathered on one rank",
+        "leave it at true", lambda s: not s.mesh.reshard and s.mesh.dp * s.mesh.cp == 1,
     ),
     Rule(
-        "mesh.offload", REQUIRES, "mesh.dp > 1 and a CUDA device", "it moves FSDP2's shards to host memory",
+        "mesh.offload", REQUIRES, "mesh.dp or mesh.cp > 1 and a CUDA device", "it moves FSDP2's shards to host memory",
         "leave it off", lambda s: s.mesh.offload and (s.mesh.dp * s.mesh.cp == 1 or s.train.device == "cpu"),
     ),
     Rule(

@@ -18,6 +18,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from ..errors import is_out_of_memory
 from .board import Board, Silent, hosted_by_agent, job_board
 
 CAUSE = "cause"
@@ -144,16 +145,6 @@ _MEMORY_ADVICE = (
     "the last checkpoint is kept: continue on more ranks (`flatshift train --resume DIR --mesh.dp N`), or start again "
     "with train.checkpointing: full or a smaller train.batch_size (train.accumulate keeps the update's size)"
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or a device had no memory left for `error`'s allocation."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and (
-        "not enough memory" in text or "can't allocate memory" in text or "cuda out of memory" in text
-    )
 
 
 def is_echo(error: BaseException) -> bool:

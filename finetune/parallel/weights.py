@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..backbone import quiet_transformers
-from ..errors import UserError
+from ..errors import UserError, is_out_of_memory
 from .keys import Checkpoint
 from .layout import Layout, canonical
 from .placing import Runs, held, local, put
@@ -134,6 +134,8 @@ def _read_file(
                     part.copy_(view[there])
                     watch.add(part.numel() * size)
     except (OSError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(f"{file} cannot be read any more ({str(error).splitlines()[0]}); was it replaced?") from error
 
 

@@ -33,6 +33,12 @@ def test_benchmark_page_is_fresh() -> None:
     assert docs.PAGE.read_text(encoding="utf-8") == docs.page(), "run: python -m benchmarks.docs"
 
 
+def test_equalities_page_is_fresh() -> None:
+    from benchmarks import _equalities_page, docs
+
+    assert docs.EQUALITIES.read_text(encoding="utf-8") == _equalities_page.page(), "run: python -m benchmarks.docs"
+
+
 def test_every_setting_is_documented() -> None:
     script = load(ROOT / "scripts" / "write_recipe_docs.py")
     undocumented = [line for line in script.page().splitlines() if line.startswith("| `") and line.endswith("|  |")]

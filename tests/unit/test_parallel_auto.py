@@ -22,8 +22,12 @@ LAPTOP = Devices("cpu", 8, 16 * GIB)
 LORA = Adapter(rank=16)
 
 
-def llama(directory: Path, *, hidden: int, wide: int, blocks: int, heads: int, groups: int, vocabulary: int) -> Path:
-    """A directory that has a Llama's config and a weight file that is all header."""
+def llama(directory: Path, *sizes: int) -> Path:
+    """A directory that has a Llama's config and a weight file that is all header.
+
+    sizes: hidden, feed-forward, blocks, heads, key-value heads, vocabulary.
+    """
+    hidden, wide, blocks, heads, groups, vocabulary = sizes
     kept = hidden * groups // heads
     shapes = {"model.embed_tokens.weight": [vocabulary, hidden], "lm_head.weight": [vocabulary, hidden]}
     shapes |= {"model.norm.weight": [hidden]}
@@ -45,28 +49,12 @@ def llama(directory: Path, *, hidden: int, wide: int, blocks: int, heads: int, g
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(
-        tmp_path_factory.mktemp("models") / "8b",
-        hidden=4096,
-        wide=14336,
-        blocks=32,
-        heads=32,
-        groups=8,
-        vocabulary=128256,
-    )
+    return llama(tmp_path_factory.mktemp("models") / "8b", 4096, 14336, 32, 32, 8, 128256)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(
-        tmp_path_factory.mktemp("models") / "70b",
-        hidden=8192,
-        wide=28672,
-        blocks=80,
-        heads=64,
-        groups=8,
-        vocabulary=128256,
-    )
+    return llama(tmp_path_factory.mktemp("models") / "70b", 8192, 28672, 80, 64, 8, 128256)
 
 
 def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, **more) -> tuple[dict[str, int], str]:
@@ -224,7 +212,7 @@ def test_refusals(small: Path, changes: dict, words: str) -> None:
 
 
 def test_a_damaged_weight_file(tmp_path: Path) -> None:
-    broken = llama(tmp_path / "b", hidden=64, wide=64, blocks=1, heads=1, groups=1, vocabulary=64)
+    broken = llama(tmp_path / "b", 64, 64, 1, 1, 1, 64)
     (broken / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
         pick(broken, devices=LAPTOP)

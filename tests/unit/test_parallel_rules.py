@@ -16,15 +16,21 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"replicate": 2, "dp": 2, "batch_size": 6},
         {"replicate": 2, "dp": 2, "batch_size": 8},
     ),
-    ("mesh.zero: 1 or 2", "mesh.dp > 1"): ({"zero": 1, "replicate": 2}, {"zero": 1, "dp": 2}),
+    ("mesh.zero: 1 or 2", "mesh.dp or mesh.cp > 1"): ({"zero": 1, "replicate": 2}, {"zero": 1, "dp": 2}),
     ("mesh.zero: 1 or 2", "mesh.adapters: replicate"): (
         {"zero": 2, "dp": 2, "adapters": "replicate"},
         {"zero": 3, "dp": 2, "adapters": "replicate"},
     ),
     ("mesh.zero: 2", "mesh.pp > 1"): ({"zero": 2, "dp": 2, "pp": 2}, {"zero": 1, "dp": 2, "pp": 2}),
-    ("mesh.adapters: replicate", "mesh.dp > 1"): ({"adapters": "replicate", "tp": 2}, {"adapters": "shard", "tp": 2}),
-    ("mesh.reshard: false", "mesh.dp > 1"): ({"reshard": False, "pp": 2}, {"reshard": False, "pp": 2, "dp": 2}),
-    ("mesh.offload", "mesh.dp > 1 and a CUDA device"): (
+    ("mesh.adapters: replicate", "mesh.dp or mesh.cp > 1"): (
+        {"adapters": "replicate", "tp": 2},
+        {"adapters": "shard", "tp": 2},
+    ),
+    ("mesh.reshard: false", "mesh.dp or mesh.cp > 1"): (
+        {"reshard": False, "pp": 2},
+        {"reshard": False, "pp": 2, "dp": 2},
+    ),
+    ("mesh.offload", "mesh.dp or mesh.cp > 1 and a CUDA device"): (
         {"offload": True, "dp": 2, "device": "cpu"},
         {"offload": True, "dp": 2, "device": "cuda"},
     ),
@@ -52,7 +58,6 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
     ),
     ("mesh.cp > 1", "task.kind: classify"): ({"cp": 2, "task": Classify()}, {"cp": 2}),
     ("mesh.cp > 1", "task.kind: seq2seq"): ({"cp": 2, "task": Seq2Seq()}, {"dp": 2, "task": Seq2Seq()}),
-    ("mesh.cp > 1", "mesh.pp > 1"): ({"cp": 2, "pp": 2}, {"cp": 2, "tp": 2}),
     ("adapter.dora", "mesh.tp > 1"): ({"dora": True, "tp": 2}, {"dora": True, "dp": 2, "pp": 2}),
     ("train.adapter_precision: bf16", "train.precision: bf16"): (
         {"adapter_precision": "bf16"},

@@ -1,0 +1,45 @@
+"""Real training with GGPO on small meshes equals one process: a part of `benchmarks/sharding_equalities.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks._equalities import MODELS, Subject
+from benchmarks.sharding_equalities import BARS, FALL, LAYOUTS, PLAINLY, cells, write_references
+from tests.distributed_ranks import run_ranks
+
+
+def compare(folder: Path, subjects: tuple[Subject, ...], *names: str, timeout: float = 150) -> None:
+    """Demand the bars of the table for these layouts of it; each of them is a cell for all subjects."""
+    layouts = tuple(layout for layout in (PLAINLY, *LAYOUTS) if layout.name in names)
+    assert len(layouts) == len(names)
+    falls = write_references(folder, subjects, layouts)
+    assert all(last / first <= FALL for first, last in falls.values()), falls
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        wanted = tuple(layout for layout in layouts if layout.ranks == ranks)
+        arguments = (str(folder), ranks, wanted, subjects)
+        if ranks == 1:
+            found = cells(*arguments)
+        else:
+            found = run_ranks("benchmarks.sharding_equalities:cells", ranks, *arguments, timeout=timeout)[0]
+        assert len(found) == len(wanted) * len(subjects)
+        for each in found:
+            assert all(each[name] <= bar for name, bar in BARS.items()), each
+
+
+def test_one_process_is_what_pytorch_and_peft_compute(tmp_path: Path) -> None:
+    compare(tmp_path, tuple(Subject(model, "plain") for model in MODELS), PLAINLY.name)
+
+
+def test_two_and_four_ranks(tmp_path: Path) -> None:
+    subjects = tuple(Subject(model, "ggpo") for model in ("llama", "gpt2", "bert"))
+    compare(tmp_path, subjects, "dp 2 (FSDP2)", "tp 2", "pp 2, 1f1b", "dp 2 × tp 2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_eight_ranks(tmp_path: Path) -> None:
+    subjects = tuple(Subject(model, "ggpo") for model in MODELS)
+    compare(tmp_path, subjects, "pp 2 × dp 2 × tp 2", "pp 2 × dp 2 × tp 2, interleaved", timeout=800)

@@ -1,0 +1,48 @@
+"""What a rank holds, what loading and an update take on top, and a backbone that only a mesh can hold."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks._limited import RANKS, SHARE, SHIPPED, backbone, train
+from benchmarks._limited import SIZES as LIMITED
+from benchmarks.sharding_memory import LOAD_MORE, LOAD_SHARE, TINY
+from benchmarks.sharding_traffic import Sizes, save_backbone
+from tests.distributed_ranks import run_ranks
+
+# Large enough that a second copy of the weights would break the bounds: 100 MiB.
+SIZES = Sizes(hidden=512, inner=1536, blocks=6, vocabulary=4096, rows=2, tokens=16)
+
+
+def test_a_rank_holds_and_needs_its_share_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(128 << 10))  # else glibc hides what was freed
+    tiny, big = str(tmp_path / "tiny"), str(tmp_path / "big")
+    save_backbone(TINY, tiny)
+    save_backbone(SIZES, big)
+    runs = run_ranks("benchmarks.sharding_memory:ours", 4, tiny, big, {"dp": 4}, "fp32", asdict(SIZES), timeout=170)
+    for run in runs:
+        assert run["held"] == SIZES.whole_bytes / 4
+        assert run["load"] <= LOAD_SHARE * run["held"] + LOAD_MORE < SIZES.whole_bytes
+        activations = 32 << 20  # of 32 tokens, generously
+        assert run["transient"] <= 3 * run["unit"] + activations < SIZES.whole_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_four_ranks_train_what_one_process_cannot_hold(tmp_path: Path) -> None:
+    sizes = LIMITED
+    model = backbone(tmp_path / "backbone", sizes)
+    base = train(tmp_path / "base", model=SHIPPED, mesh={})
+    assert base.code == 0, base.errors
+    limit = base.data + int(SHARE * sizes.whole_bytes)
+
+    one = train(tmp_path / "one", model=model, mesh={}, limit=limit)
+    said = [line for line in one.errors.splitlines() if line.startswith("flatshift: ")]
+    assert one.code == 3 and len(said) == 1 and "ran out of memory" in said[0] and "--mesh.dp" in said[0], one.errors
+
+    four = train(tmp_path / "four", model=model, mesh={"dp": RANKS}, limit=limit)
+    assert four.code == 0, four.errors
+    assert (tmp_path / "four" / "adapter" / "adapter_model.safetensors").is_file()

@@ -1,0 +1,82 @@
+"""`mesh.auto` on the command line: decided once, handed to every rank as axes, chosen anew where a run is continued."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.meshing import mesh_flags, named_axes
+from experiments.recipe import from_override, load_recipe
+from finetune.parallel import agree, auto, launch
+from finetune.parallel.board import FolderBoard
+from finetune.parallel.devices import Devices
+from flatshift.cli import run
+
+TWO = Devices("cuda", 2, 78 << 30)
+
+
+def axes(flags: list[str]) -> dict[str, int]:
+    """Axis flags as numbers, those that are not 1."""
+    assert flags[-1] == "--mesh.auto=false"
+    pairs = (flag.removeprefix("--mesh.").split("=") for flag in flags[:-1])
+    return {name: int(width) for name, width in pairs if width != "1"}
+
+
+def recipe(*flags: tuple[str, str]) -> Any:
+    return load_recipe("language-model", [from_override(key, value) for key, value in flags]).recipe
+
+
+@pytest.fixture(autouse=True)
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "at_hand", lambda device: TWO)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_nothing_is_decided_unasked() -> None:
+    assert mesh_flags(recipe(("mesh.dp", "4"))) == []
+
+
+def test_axes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert axes(mesh_flags(recipe(("mesh.auto", "true")))) == {"replicate": 2}
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("mesh.auto: 2 CUDA devices on this machine") and len(lines) == 3
+
+
+def test_a_continued_run_keeps_only_what_is_named() -> None:
+    stored = recipe(("mesh.dp", "4"), ("mesh.tp", "2"), ("mesh.auto", "true"))
+    assert axes(mesh_flags(stored, given=set())) == {"replicate": 2}
+    assert axes(mesh_flags(stored, given={"tp", "auto"})) == {"tp": 2}
+    assert named_axes([from_override("mesh.tp", "2"), from_override("train.steps", "3")]) == {"tp"}
+
+
+def test_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    board = FolderBoard(tmp_path)
+    monkeypatch.setattr(agree, "reach_board", lambda: board)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    asked = recipe(("mesh.auto", "true"))
+    monkeypatch.setenv("RANK", "0")
+    first = mesh_flags(asked)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("experiments.meshing.resolve", None)
+    assert mesh_flags(asked) == first and axes(first) == {"replicate": 4}
+
+
+def test_the_ranks_get_axes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(launch, "spawn", lambda command, **more: started.append((command, more)) or 0)
+    command = ["train", "language-model", "--out", str(tmp_path / "run"), "--mesh.auto", "true", "--mesh.tp", "2"]
+    assert run(command) == 0
+    ((words, more),) = started
+    assert words[: 2 + len(command)] == ["-m", "flatshift", *command] and more["ranks"] == 2
+    assert axes(words[2 + len(command) :]) == {"tp": 2}
+
+
+def test_deciding_needs_no_torch() -> None:
+    code = "import sys; from flatshift import commands; import experiments.meshing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,181 @@
+"""Encoder-decoders: rows to both sides, batches, the sliced loss, judging, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from finetune.adapter import attach_adapter, trainable
+from finetune.backbone import decoder_start, load_backbone
+from finetune.config import Adapter, Evaluate, LanguageModel, Seq2Seq
+from finetune.data import Batches, encode, first_batch_panel, iterate_eval, required_columns
+from finetune.errors import UserError
+from finetune.evaluate import document_nats, evaluate, generate_answers
+from finetune.loss import batch_loss, find_head
+from tests.data_models import bert_tokenizer, row, text_rows
+from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
+
+TASK = Seq2Seq(prompt="say: {text}", target="{label}")
+PAD, EOS = 0, 2
+
+
+def encoded(rows, *, task=TASK, max_length=64, start=PAD, **more):
+    return encode(rows, task=task, tokenizer=TOKENIZER, max_length=max_length, decoder_start=start, **more)
+
+
+def adapted(kind, directory):
+    model = attach_adapter(
+        load_backbone(save_encoder_decoder(kind, directory), task=TASK), Adapter(rank=4), task=TASK, seed=0
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def batch_of(rows, *, start=PAD):
+    (micro,) = iterate_eval(encoded(rows, start=start).examples, task=TASK, batch_size=len(rows), pad_id=PAD)
+    return micro
+
+
+def test_both_sides_of_a_row():
+    (example,) = encoded([row(text="the cat", label="größe")], start=7).examples
+    assert required_columns(TASK) == ("text", "label")
+    assert example.input_ids == TOKENIZER("say: the cat")["input_ids"]  # no <bos>: this tokenizer adds none itself
+    assert example.labels == [*TOKENIZER("größe")["input_ids"], EOS]
+    assert example.decoder_ids == [7, *example.labels[:-1]]
+    assert example.bytes == len("größe".encode()) and example.answer is None
+
+
+def test_the_tokenizers_own_template_stands_on_both_sides():
+    tokenizer = bert_tokenizer()
+    rows = [row(text="cat", label="dog")]
+    (example,) = encode(rows, task=TASK, tokenizer=tokenizer, max_length=64, decoder_start=9).examples
+    assert example.input_ids == tokenizer("say: cat")["input_ids"]
+    assert example.labels == tokenizer("dog")["input_ids"]
+
+
+def test_each_side_is_cut_on_its_own_and_counted():
+    long = " ".join(["cat"] * 40)
+    rows = [row(0, text=long, label="good"), row(1, text="cat", label=long), row(2, text="cat", label="good")]
+    made = encoded(rows, max_length=12)
+    assert made.truncated == 2
+    first, second, third = made.examples
+    assert first.input_ids == TOKENIZER("say: " + long)["input_ids"][:12]
+    assert second.labels == [*TOKENIZER(long)["input_ids"][:11], EOS] and len(second.decoder_ids) == 12
+    assert second.bytes == len(TOKENIZER.decode(second.labels[:-1]).encode()) < len(long)
+    assert third.labels[-1] == EOS
+
+
+def test_an_empty_target_is_refused_or_skipped_and_the_start_token_is_needed():
+    rows = [row(0, text="cat", label=""), row(1, text="cat", label="good")]
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the target is empty"):
+        encoded(rows)
+    assert len(encoded(rows, bad_rows="skip").examples) == 1
+    with pytest.raises(ValueError, match="decoder_start"):
+        encoded(rows, start=None)
+
+
+def test_batches_hold_both_sides_and_count_the_target():
+    examples = encoded(text_rows(23)).examples
+    batches = Batches(examples, task=TASK, batch_size=4, accumulate=2, seed=0, max_length=64, pad_id=PAD)
+    assert not batches.packed
+    for step in range(3):
+        micros = batches.at(step)
+        assert batches.supervised(step) == sum(int((m.labels != -100).sum()) for m in micros)
+        for micro in micros:
+            assert micro.inputs.keys() == {"input_ids", "attention_mask", "decoder_input_ids"}
+            for r, (index,) in enumerate(micro.rows):
+                n, m = len(examples[index].input_ids), len(examples[index].labels)
+                assert micro.inputs["input_ids"][r, :n].tolist() == examples[index].input_ids
+                assert micro.inputs["decoder_input_ids"][r, :m].tolist() == examples[index].decoder_ids
+                assert micro.labels[r, :m].tolist() == examples[index].labels
+                assert (micro.labels[r, m:] == -100).all() and (micro.inputs["decoder_input_ids"][r, m:] == PAD).all()
+    with pytest.raises(UserError, match=r"do not fit train.max_length"):
+        Batches(
+            [replace(examples[0], labels=[5] * 70, decoder_ids=[0] * 70)],
+            task=TASK, batch_size=1, seed=0, max_length=64, pad_id=PAD,
+        )  # fmt: skip
+
+
+def test_evaluation_batches_bound_the_tokens_of_both_sides():
+    examples = encoded(text_rows(30)).examples
+    micros = list(iterate_eval(examples, task=TASK, batch_size=30, pad_id=PAD, max_tokens=100))
+    assert sorted(i for micro in micros for (i,) in micro.rows) == list(range(30)) and len(micros) > 3
+    assert all(micro.labels.numel() + micro.inputs["input_ids"].numel() <= 200 for micro in micros)
+    assert all(micro.labels.numel() <= 100 for micro in micros)
+
+
+def test_the_panel_shows_both_sides():
+    panel = first_batch_panel(batch_of([row(text="the cat", label="good")]), TOKENIZER, TASK)
+    assert "say: the cat → ⟦good<eos>⟧" in panel
+    read, written = len(TOKENIZER("say: the cat")["input_ids"]), len(TOKENIZER("good")["input_ids"]) + 1
+    assert f"{read + written} tokens, {written} tokens supervised" in panel
+
+
+@pytest.mark.parametrize(("kind", "plain"), [("t5", True), ("t5-gated", True), ("bart", False)])
+def test_sliced_and_whole_loss_agree(kind, plain, tmp_path):
+    """BART adds a bias behind its head, zero here: its loss must come from its own logits."""
+    model, micro = adapted(kind, tmp_path), batch_of(text_rows(6))
+    head = find_head(model, micro.inputs, task=TASK)
+    assert (head is not None) == plain
+    logits = model(**micro.inputs).logits
+    naive = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten(), reduction="sum")
+    naive.backward()
+    expected = {name: p.grad.clone() for name, p in trainable(model).items()}
+    for route in {head, None}:
+        model.zero_grad()
+        loss = batch_loss(model, micro, task=TASK, head=route)
+        assert abs(loss.item() / naive.item() - 1) < 1e-6
+        loss.backward()
+        for name, parameter in trainable(model).items():
+            assert (parameter.grad - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+@torch.no_grad()
+def test_surprise_of_each_document(tmp_path):
+    model, examples = adapted("t5", tmp_path).eval(), encoded(text_rows(9)).examples
+    nats, tokens = document_nats(model, examples, batch_size=4, pad_id=PAD, task=TASK)
+    for i, example in enumerate(examples):
+        inputs = {"input_ids": example.input_ids, "decoder_input_ids": example.decoder_ids}
+        logits = model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0]
+        alone = F.cross_entropy(logits, torch.tensor(example.labels), reduction="sum").item()
+        assert nats[i] == pytest.approx(alone, rel=1e-5) and tokens[i] == len(example.labels)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_greedy_answers_are_those_of_each_row_alone(kind, tmp_path):
+    task = replace(TASK, score="generate")
+    model = adapted(kind, tmp_path).eval()
+    examples = encoded(text_rows(7), task=task, start=decoder_start(tmp_path)).examples
+    answers = generate_answers(model, TOKENIZER, examples, max_new_tokens=5, batch_size=3)
+    for example, answer in zip(examples, answers, strict=True):
+        said = [example.decoder_ids[0]]
+        while len(said) < 6 and said[1:][-1:] != [EOS]:
+            with torch.no_grad():
+                logits = model(
+                    input_ids=torch.tensor([example.input_ids]), decoder_input_ids=torch.tensor([said])
+                ).logits
+            said.append(int(logits[0, -1].argmax()))
+        assert answer == TOKENIZER.decode(said[1:], skip_special_tokens=True).strip()
+    told = [replace(example, answer=answer) for example, answer in zip(examples, answers, strict=True)]
+    figures = evaluate(model, TOKENIZER, told, task=replace(task, max_new_tokens=5), config=Evaluate(bootstrap=10))
+    assert figures.keys() == {"loss", "perplexity", "bits_per_byte", "exact_match"}
+    assert figures["exact_match"]["value"] == 1.0
+
+
+def test_mistakes_are_told(tmp_path):
+    source = save_encoder_decoder("t5", tmp_path)
+    assert decoder_start(source) == 0
+    with pytest.raises(UserError, match=r"no decoder_start_token_id.*task.kind: completion"):
+        decoder_start("flatshift-5m")
+    with pytest.raises(UserError, match=r"no causal language modelling class.*task.kind: seq2seq"):
+        load_backbone(source, task=LanguageModel())
+    with pytest.raises(UserError, match="no encoder-decoder class"):
+        load_backbone("flatshift-5m", task=TASK)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        Seq2Seq(max_new_tokens=0)
