@@ -36,6 +36,7 @@ _KINDS = {
     "broadcast": "broadcast",
     "send": "send",
 }
+_REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 _SILENT = ("recv", "wait_tensor", "wrap_tensor", "barrier", "monitored_barrier")
 
 
@@ -113,6 +114,7 @@ def _group(given: Any) -> dist.ProcessGroup:
                 return dist.ProcessGroup.unbox(item)
             except RuntimeError:  # a reduction's kind
                 continue
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    return _resolve_process_group(next(item for item in given if isinstance(item, str)))
+    name: Any = next(item for item in given if isinstance(item, str) and item not in _REDUCTIONS)
+    return distributed_c10d._resolve_process_group(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from benchmarks._equalities import (
     SEED,
     STEPS,
     Course,
-    Layout,
     Subject,
     batches,
     examples,
@@ -36,8 +36,29 @@ from finetune.backbone import quiet_transformers
 from finetune.parallel.layout import canonical
 from finetune.seeds import derive
 
-NATIVE: dict[str, tuple[dict[str, int], dict[str, dict[str, str] | None]]] = {
-    "transformers' DistributedConfig, fsdp 2": (
+
+@dataclass(frozen=True)
+class Native:
+    """A layout of transformers' own."""
+
+    name: str
+    sizes: dict[str, int]
+    plans: dict[str, dict[str, str] | None]
+    """The models that it can train, with a plan where they have none of their own."""
+    reasons: dict[str, str]
+    """Why it cannot train the others."""
+
+    def refuses(self, subject: Subject) -> str | None:
+        """Why it cannot train `subject`; None if it can."""
+        if subject.regularizer != "plain":
+            return "GGPO does not know transformers' layouts"
+        return self.reasons.get(subject.model)
+
+
+_NO_PLAN = "transformers has no tensor-parallel plan for it"
+NATIVE = (
+    Native(
+        "transformers' DistributedConfig, fsdp 2",
         {"fsdp_size": 2},
         {
             "llama": None,
@@ -45,16 +66,15 @@ NATIVE: dict[str, tuple[dict[str, int], dict[str, dict[str, str] | None]]] = {
             "gpt2": {"transformer.h.*": "free_full_weight"},
             "t5": {"encoder.block.*": "free_full_weight", "decoder.block.*": "free_full_weight"},
         },
+        {"bert": "PEFT cannot copy a head that transformers has already sharded"},
     ),
-    "transformers' DistributedConfig, tp 2": ({"tp_size": 2}, {"llama": None, "qwen3": None}),
-}
-"""By name: the sizes, and the models that it can train, with a plan where it has none of its own."""
-NATIVE_REASONS = {
-    "bert": "PEFT copies the head that transformers has already sharded",
-    "gpt2": "transformers has no plan for it",
-    "t5": "transformers has no plan for it",
-    "ggpo": "transformers' sharded layers serve no regularizer",
-}
+    Native(
+        "transformers' DistributedConfig, tp 2",
+        {"tp_size": 2},
+        {"llama": None, "qwen3": None},
+        dict.fromkeys(("gpt2", "t5", "bert"), _NO_PLAN),
+    ),
+)
 
 
 def plainly(subject: Subject, *, backbone: Path, adapter: Path) -> Course:
@@ -68,14 +88,13 @@ def plainly(subject: Subject, *, backbone: Path, adapter: Path) -> Course:
     return course
 
 
-def natively(subject: Subject, name: str, *, backbone: Path, adapter: Path) -> Course:
+def natively(subject: Subject, native: Native, *, backbone: Path, adapter: Path) -> Course:
     """transformers' sharding over all ranks; whole gradients are known on all of them."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
     from safetensors.torch import load_file
     from transformers.distributed import DistributedConfig
 
-    sizes, plans = NATIVE[name]
-    config = DistributedConfig(**sizes, fsdp_plan=plans[subject.model])  # type: ignore[arg-type]
+    config = DistributedConfig(**native.sizes, fsdp_plan=native.plans[subject.model])  # type: ignore[arg-type]
     base = _auto(subject.model, backbone, distributed_config=config)
     settings = PeftConfig.from_pretrained(str(adapter))
     settings.inference_mode = False
@@ -84,7 +103,7 @@ def natively(subject: Subject, name: str, *, backbone: Path, adapter: Path) -> C
     set_peft_model_state_dict(model, load_file(adapter / "adapter_model.safetensors"))
     sharded = sum(isinstance(p, DTensor) for p in model.parameters())
     assert sharded > 0, "silently unsharded"
-    return _loop(model, subject, data_ranks=sizes.get("fsdp_size", 1))
+    return _loop(model, subject, data_ranks=native.sizes.get("fsdp_size", 1))
 
 
 def _auto(model: str, backbone: Path, **options: Any) -> Any:
@@ -184,17 +203,3 @@ def _loss(model: Any, kind: str, rows: list[int]) -> Tensor:
 def _padded(rows: list[list[int]], value: int) -> Tensor:
     width = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
-
-
-def supports(name: str, subject: Subject) -> str | None:
-    """Why transformers' own sharding cannot train `subject` as `name`; None if it can."""
-    if subject.regularizer != "plain":
-        return NATIVE_REASONS[subject.regularizer]
-    return None if subject.model in NATIVE[name][1] else NATIVE_REASONS[subject.model]
-
-
-def native_layout(name: str) -> Layout:
-    """A row of the table for it; nothing of ours runs there."""
-    from finetune.config import Mesh
-
-    return Layout(name, Mesh(dp=2))

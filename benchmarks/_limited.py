@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._harness import ROOT, Benchmark
-from benchmarks.sharding_traffic import Sizes, save_backbone
+from benchmarks._sized import Sizes, save_backbone
 from finetune import assets
 
 SHIPPED = "flatshift-5m"
@@ -74,7 +74,7 @@ def train(out: Path, *, model: str | Path, mesh: dict[str, int], limit: int | No
             "OMP_NUM_THREADS": "1",
             "MALLOC_MMAP_THRESHOLD_": str(128 << 10),
         },
-        preexec_fn=lambda: limit and resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))) if limit else None,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -41,7 +41,7 @@ from benchmarks._equalities import (
     write_backbone,
     write_start,
 )
-from benchmarks._equalities_peers import NATIVE, native_layout, natively, plainly, supports
+from benchmarks._equalities_peers import NATIVE, natively, plainly
 from benchmarks._harness import Benchmark
 from finetune.config import Mesh
 from finetune.errors import UserError
@@ -55,7 +55,7 @@ SUBJECTS = tuple(Subject(model, regularizer) for model in MODELS for regularizer
 CAUSAL = ("llama", "qwen3", "gpt2")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 PLAINLY = Layout("a loop of plain PyTorch and PEFT")
-NATIVELY = tuple(map(native_layout, NATIVE))
+NATIVELY = {Layout(native.name, Mesh(dp=2)): native for native in NATIVE}
 
 
 def _layouts() -> tuple[Layout, ...]:
@@ -80,7 +80,7 @@ def _layouts() -> tuple[Layout, ...]:
         Layout("dp 2, blocks recomputed", dp2, checkpointing="full"),
         Layout("dp 2, packed", dp2, packed=True, whole=True, models=CAUSAL),
         Layout("tp 2", tp2),
-        Layout("tp 2, sequence parallel", Mesh(tp=2, sequence_parallel=True), models=("llama", "qwen3")),
+        Layout("tp 2, sequence parallel", Mesh(tp=2, sequence_parallel=True)),
         Layout("tp 2, packed", tp2, packed=True, whole=True, models=CAUSAL),
         *pipeline(2),
         Layout("pp 2, accumulate 4", pp2, accumulate=4),
@@ -161,7 +161,7 @@ def _course(folder: Path, subject: Subject, layout: Layout, *, number: int) -> C
     if layout == PLAINLY:
         return plainly(subject, backbone=backbone, adapter=adapter)
     if layout in NATIVELY:
-        return natively(subject, layout.name, backbone=backbone, adapter=adapter)
+        return natively(subject, NATIVELY[layout], backbone=backbone, adapter=adapter)
     out = folder / "runs" / f"{layout.ranks}-{number}-{subject.model}-{subject.regularizer}"
     try:
         return run(subject, layout, backbone=backbone, folder=out, worlds=world_of)
@@ -176,9 +176,9 @@ def cell(folder: Path, subject: Subject, layout: Layout, *, number: int) -> dict
     Raises:
         AssertionError: GGPO or the layout changed a byte of the frozen backbone, or losses or gradients are missing.
     """
-    if (layout in NATIVELY and (reason := supports(layout.name, subject))) or (
-        subject.model not in layout.models and (reason := "the model has no such form")
-    ):
+    if subject.model not in layout.models:
+        return {"reason": "only causal language models are packed"}
+    if layout in NATIVELY and (reason := NATIVELY[layout].refuses(subject)):
         return {"reason": reason}
     try:
         course = _course(folder, subject, layout, number=number)

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss
 from benchmarks._limited import limited_rows
 from benchmarks._ranks import on_ranks
-from benchmarks.sharding_traffic import Sizes, save_backbone
+from benchmarks._sized import Sizes, save_backbone
 
 HERE = "benchmarks.sharding_memory"
 BIG = Sizes(hidden=768, inner=2048, blocks=12, vocabulary=8192, rows=2, tokens=32)

@@ -2,9 +2,10 @@
 
     python -m benchmarks.sharding_traffic
 
-Ψ is the bytes of all weights, Ψ_l of the trained ones. A case holds if every kind of traffic has exactly the bytes of
-its formula and there is no other kind; calls of at most 64 bytes (losses, norms, verdicts) are counted in a row of
-their own. Bytes are of whole tensors (`benchmarks._collectives`); of a pipeline they are added up over its stages.
+A case holds if every kind of traffic has exactly the bytes of its formula (`benchmarks._sized`, where Ψ is the bytes of
+all weights and Ψ_l of the trained ones) and there is no other kind; calls of at most 64 bytes (losses, norms, verdicts)
+are counted in a row of their own. Bytes are of whole tensors (`benchmarks._collectives`); of a pipeline they are added
+up over its stages.
 """
 
 from __future__ import annotations
@@ -18,69 +19,22 @@ from typing import Any
 from benchmarks._collectives import SCALARS
 from benchmarks._harness import Benchmark
 from benchmarks._ranks import on_ranks
-
-GGPO_PROBES = 4
-Bytes = dict[str, int]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A Llama with as many key heads as heads, LoRA on every linear layer of a block, and a data rank's rows."""
-
-    hidden: int = 128
-    inner: int = 256
-    blocks: int = 4
-    vocabulary: int = 1024
-    rank: int = 8
-    rows: int = 2
-    tokens: int = 32
-    item: int = 4
-    """Bytes of a weight of the backbone; adapters have 4."""
-
-    @property
-    def block(self) -> int:
-        """Weights of a block: four attention and three MLP matrices, two norms."""
-        return 4 * self.hidden**2 + 3 * self.hidden * self.inner + 2 * self.hidden
-
-    @property
-    def table(self) -> int:
-        """Weights of the embedding; as many as of the head."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def frozen_bytes(self) -> int:
-        """Of the backbone."""
-        return self.item * (self.blocks * self.block + 2 * self.table + self.hidden)
-
-    @property
-    def trained_bytes(self) -> int:
-        """Ψ_l: A and B of seven layers a block."""
-        return 4 * self.blocks * self.rank * (8 * self.hidden + 3 * (self.hidden + self.inner))
-
-    @property
-    def whole_bytes(self) -> int:
-        """Ψ."""
-        return self.frozen_bytes + self.trained_bytes
-
-    @property
-    def states(self) -> int:
-        """Bytes of the hidden states of a micro-batch, B·T·D."""
-        return 4 * self.rows * self.tokens * self.hidden
-
-    @property
-    def supervised(self) -> int:
-        """Tokens of a micro-batch that the loss sees."""
-        return self.rows * (self.tokens - 1)
-
-    @property
-    def row_parallel(self) -> int:
-        """Rows of the layers that tensor parallelism cuts by columns: two a block."""
-        return 2 * self.hidden * self.blocks
-
-    @property
-    def column_parallel(self) -> int:
-        """Rows of the layers that it cuts by rows: five a block."""
-        return (3 * self.hidden + 2 * self.inner) * self.blocks
+from benchmarks._sized import (
+    GGPO_PROBES,
+    Bytes,
+    Sizes,
+    both,
+    ggpo_sharded,
+    ggpo_tensor,
+    pipeline,
+    save_backbone,
+    sharded,
+    tensor,
+    tensor_by_tokens,
+    tensor_recomputed,
+    vocabulary,
+    whole_factors,
+)
 
 
 @dataclass(frozen=True)
@@ -100,84 +54,6 @@ class Case:
         for axis in ("replicate", "dp", "tp", "pp"):
             width *= self.mesh.get(axis, 1)
         return width
-
-
-# --------------------------------------------------------------------------------------------- the formulas
-
-
-def sharded(s: Sizes, *, gathers: int = 2, reduces: int = 1) -> Bytes:
-    """FSDP2: all weights `gathers` times, gradients of the adapters `reduces` times, of frozen weights never."""
-    return {"dp all-gather": gathers * s.whole_bytes, "dp reduce-scatter": reduces * s.trained_bytes}
-
-
-def whole_factors(s: Sizes) -> int:
-    """Bytes of A of the five column-parallel and B of the two row-parallel layers of each block: their gradients are
-    summands on tensor-parallel ranks."""
-    return 4 * s.blocks * 7 * s.rank * s.hidden
-
-
-def vocabulary(s: Sizes) -> int:
-    """The embedding's sum, three scalars a supervised token of the cross entropy, and the gradient of its input; the
-    vocabulary's size is not in it."""
-    return s.states + 4 * s.supervised * (3 + s.hidden)
-
-
-def tensor(s: Sizes) -> Bytes:
-    """Four all-reduces of the hidden states a block, of which the first block's first needs no gradient."""
-    return {"tp all-reduce": (4 * s.blocks - 1) * s.states + vocabulary(s) + whole_factors(s)}
-
-
-def tensor_by_tokens(s: Sizes) -> Bytes:
-    """Sequence parallelism: the same all-reduces as an all-gather and a reduce-scatter each, and one gather at the
-    end of the blocks."""
-    return {
-        "tp all-gather": (4 * s.blocks + 1) * s.states,
-        "tp reduce-scatter": (4 * s.blocks - 1) * s.states,
-        "tp all-reduce": vocabulary(s) + whole_factors(s),
-    }
-
-
-def tensor_recomputed(s: Sizes) -> Bytes:
-    """With whole blocks recomputed, the attention's sum in each of them once more; the block's last result is not
-    needed again."""
-    return {"tp all-reduce": tensor(s)["tp all-reduce"] + s.blocks * s.states}
-
-
-def pipeline(s: Sizes, *, stages: int) -> Bytes:
-    """Hidden states forward and their gradient back at every border."""
-    return {"pp send": 2 * (stages - 1) * s.states}
-
-
-def both(s: Sizes, *, dp: int = 2, tp: int = 2) -> Bytes:
-    """dp × tp: a rank's share of every matrix is sharded; norms and whole factors are not divided by tp."""
-    norms = s.item * (2 * s.blocks + 1) * s.hidden
-    mine = norms + (s.frozen_bytes - norms) // tp + whole_factors(s) + (s.trained_bytes - whole_factors(s)) // tp
-    trained = whole_factors(s) + (s.trained_bytes - whole_factors(s)) // tp
-    summed = tensor(s)["tp all-reduce"] - whole_factors(s) + whole_factors(s) // dp
-    return {"dp all-gather": 2 * mine, "dp reduce-scatter": trained, "tp all-reduce": summed}
-
-
-def ggpo_sharded(s: Sizes, *, fresh: bool) -> Bytes:
-    """In every update the probes' gradients, one row of them for each row of each layer; when row norms are recomputed
-    also the adapters, gathered, and one number a row."""
-    layers, rows = 7 * s.blocks, s.column_parallel + s.row_parallel
-    base = sharded(s)
-    each = 4 * (GGPO_PROBES * rows + layers)
-    if not fresh:
-        return {**base, "dp all-reduce": each}
-    return {
-        "dp all-gather": base["dp all-gather"] + s.trained_bytes,
-        "dp reduce-scatter": base["dp reduce-scatter"],
-        "dp all-reduce": each + 4 * rows,
-    }
-
-
-def ggpo_tensor(s: Sizes, *, fresh: bool) -> Bytes:
-    """The probes' gradients of row-parallel layers, two means a column-parallel layer, and with new row norms one
-    number a row of the row-parallel layers."""
-    means = 4 * 2 * 5 * s.blocks
-    added = 4 * GGPO_PROBES * s.row_parallel + means + (4 * s.row_parallel if fresh else 0)
-    return {"tp all-reduce": tensor(s)["tp all-reduce"] + added}
 
 
 def cases() -> list[Case]:
@@ -237,27 +113,6 @@ def cases() -> list[Case]:
 
 
 # --------------------------------------------------------------------------------------------- on the ranks
-
-
-def save_backbone(sizes: Sizes, folder: str | Path, *, file_size: str = "5GB") -> None:
-    """A random model of `sizes` in files of at most `file_size`; not on a rank, where transformers writes nothing."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
-        num_hidden_layers=sizes.blocks,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=sizes.tokens,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=file_size)
 
 
 def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: dict[str, Any]) -> dict[str, list[int]]:
@@ -352,14 +207,14 @@ def main() -> None:
             found |= {case.name: added(case, [rank[i] for rank in answers]) for i, case in enumerate(mine)}
     strangers, scalars = 0, 0.0
     for case in every:
-        seen, wanted = found[case.name], case.expected(case.sizes)
-        for kind, size in wanted.items():
+        seen, volumes = found[case.name], case.expected(case.sizes)
+        for kind, size in volumes.items():
             calls = seen.get(kind, [0, 0])[1]
             bench.row(
                 f"{case.name}: {kind}, {calls:.0f} calls", ours=seen.get(kind, [0, 0])[0], peer=size,
                 peer_name="formula", unit="bytes", bar_op="==", bar_value=1.0,
             )  # fmt: skip
-        strangers += sum(not kind.endswith(SCALARS) for kind in seen.keys() - wanted.keys())
+        strangers += sum(not kind.endswith(SCALARS) for kind in seen.keys() - volumes.keys())
         scalars = max(scalars, sum(value[1] for kind, value in seen.items() if kind.endswith(SCALARS)))
     bench.row("kinds of traffic that no formula has", ours=strangers, unit="kinds", bar_op="==", bar_value=0)
     bench.row("calls of at most 64 bytes in an update, the most of any case", ours=scalars, unit="calls")
@@ -401,9 +256,13 @@ def _in_words(bench: Benchmark, found: dict[str, dict[str, list[float]]]) -> Non
     wider = size("tp 2, twice the vocabulary", "tp all-reduce") - size("tp 2", "tp all-reduce")
     bench.row("tp 2: more for twice the vocabulary", ours=wider, unit="bytes", bar_op="==", bar_value=0)
     logits = 4 * s.supervised * s.vocabulary
-    scalars = vocabulary(s) - s.states - 4 * s.supervised * s.hidden
+    scalars = size("tp 2", "tp all-reduce") - 4 * s.blocks * s.states - 4 * s.supervised * s.hidden - whole_factors(s)
     bench.row(
-        "tp 2: for the cross entropy itself", ours=scalars, peer=logits, peer_name="gathered logits", unit="bytes"
+        "tp 2: for the cross entropy, less the gradient of its input",
+        ours=scalars,
+        peer=logits,
+        peer_name="gathered logits",
+        unit="bytes",
     )
     for case, base, kinds in (
         ("GGPO, dp 2", "dp 2", ("dp all-gather", "dp reduce-scatter", "dp all-reduce")),

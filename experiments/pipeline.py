@@ -117,6 +117,10 @@ def check_recipe(recipe: Recipe) -> None:
             f"warmup.batch_size: {recipe.warmup.batch_size} rows do not divide among the "
             f"{recipe.mesh.replicate * recipe.mesh.dp} data ranks of the mesh; take a multiple of them"
         )
+    if recipe.warmup is not None and recipe.task.kind == "seq2seq":
+        raise UserError(
+            "the recipe's `warmup` block trains a causal decoder, which task.kind: seq2seq is not; leave it out"
+        )
     if recipe.warmup is not None and recipe.select is None:
         raise UserError("the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files")
 

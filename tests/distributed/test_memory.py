@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks._limited import RANKS, SHARE, SHIPPED, backbone, train
 from benchmarks._limited import SIZES as LIMITED
+from benchmarks._sized import Sizes, save_backbone
 from benchmarks.sharding_memory import LOAD_MORE, LOAD_SHARE, TINY
-from benchmarks.sharding_traffic import Sizes, save_backbone
 from tests.distributed_ranks import run_ranks
 
 # Large enough that a second copy of the weights would break the bounds: 100 MiB.
