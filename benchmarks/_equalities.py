@@ -28,6 +28,7 @@ from finetune.loop import train_stage
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.placing import local
+from finetune.parallel.rules import Settings, check_settings
 from finetune.parallel.world import World
 from finetune.rundir import RunDirectory
 from finetune.seeds import torch_generator
@@ -213,12 +214,13 @@ def write_start(model: str, backbone: Path, directory: Path) -> None:
 
 
 def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: World, backbone: Path) -> Engine:
-    task = subject.task(packed=layout.packed)
+    task, train = subject.task(packed=layout.packed), layout.train()
+    check_settings(Settings(mesh, train, ADAPTER, task))
     engine = build_engine(
         str(backbone),
         task=task,
         adapter=ADAPTER,
-        train=layout.train(),
+        train=train,
         mesh=mesh,
         world=world,
         label_names=LABELS if isinstance(task, Classify) else None,

@@ -40,7 +40,7 @@ def page(results: Path = RESULTS) -> str:
         command=document["command"],
         commit=document["commit"][:10] + (" (uncommitted changes)" if document["dirty"] else ""),
         versions=", ".join(f"{name} {version}" for name, version in document["versions"].items() if version),
-        worst=f"loss {max(row['ours'] for row in losses):.1e}, gradients {max(row['ours'] for row in gradients):.1e}",
+        worst=f"loss {_worst(losses):.1e}, gradients {_worst(gradients):.1e}",
     )
     parts = [
         head,
@@ -52,6 +52,10 @@ def page(results: Path = RESULTS) -> str:
     if absent := _reasons(losses):
         parts.insert(3, f"A dash is a case that does not exist:\n\n{absent}\n")
     return "\n".join(parts)
+
+
+def _worst(rows: list[dict[str, Any]]) -> float:
+    return max(value for row in rows for value in row["cells"].values())
 
 
 def _bar(rows: list[dict[str, Any]]) -> str:

@@ -94,9 +94,9 @@ def save_backbone(sizes: Sizes, folder: str | Path, *, file_size: str = "5GB") -
         LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=file_size)
 
 
-def sharded(s: Sizes, *, gathers: int = 2, reduces: int = 1) -> Bytes:
-    """FSDP2: all weights `gathers` times, gradients of the adapters `reduces` times, of frozen weights never."""
-    return {"dp all-gather": gathers * s.whole_bytes, "dp reduce-scatter": reduces * s.trained_bytes}
+def sharded(s: Sizes, *, gathers: int = 2) -> Bytes:
+    """FSDP2: all weights `gathers` times, gradients of the adapters once, of frozen weights never."""
+    return {"dp all-gather": gathers * s.whole_bytes, "dp reduce-scatter": s.trained_bytes}
 
 
 def whole_factors(s: Sizes) -> int:

@@ -82,6 +82,8 @@ def _layouts() -> tuple[Layout, ...]:
         Layout("tp 2", tp2),
         Layout("tp 2, sequence parallel", Mesh(tp=2, sequence_parallel=True)),
         Layout("tp 2, packed", tp2, packed=True, whole=True, models=CAUSAL),
+        Layout("cp 2", Mesh(cp=2)),
+        Layout("cp 2, packed", Mesh(cp=2), packed=True, whole=True, models=CAUSAL),
         *pipeline(2),
         Layout("pp 2, accumulate 4", pp2, accumulate=4),
         Layout("pp 2, packed", pp2, packed=True, whole=True, models=CAUSAL),
@@ -92,8 +94,11 @@ def _layouts() -> tuple[Layout, ...]:
         Layout("dp 4 (FSDP2)", Mesh(dp=4)),
         Layout("replicate 2 × dp 2 (HSDP)", Mesh(replicate=2, dp=2)),
         Layout("tp 4", Mesh(tp=4)),
+        Layout("cp 4", Mesh(cp=4)),
         *pipeline(4),
         Layout("dp 2 × tp 2", both),
+        Layout("dp 2 × cp 2", Mesh(dp=2, cp=2)),
+        Layout("cp 2 × tp 2", Mesh(cp=2, tp=2)),
         Layout("pp 2 × dp 2", Mesh(pp=2, dp=2)),
         Layout("pp 2 × tp 2", Mesh(pp=2, tp=2)),
         Layout("dp 2 × tp 2, accumulate 2, packed", both, accumulate=2, packed=True, whole=True, models=CAUSAL),
@@ -281,15 +286,16 @@ def _rows(bench: Benchmark, layout: Layout, found: list[dict[str, Any]]) -> None
     units = {"loss": "nats, largest difference", "gradients": "relative, worst tensor"}
     for name, bar in BARS.items():
         told = {each["subject"]: each[name] for each in found if name in each}
+        absent = {each["subject"]: each["reason"] for each in found if "reason" in each}
         row = bench.row(
             f"{layout.name}: {name}, worst of {len(told)} cells",
             unit=units[name],
-            ours=max(told.values()),
+            ours=max(told.values(), default=None),
             bar_op="<=",
             bar_value=bar,
+            reason=None if told else "; ".join(dict.fromkeys(absent.values())),
         )
-        row["layout"], row["figure"], row["cells"] = layout.name, name, told
-        row["absent"] = {each["subject"]: each["reason"] for each in found if "reason" in each}
+        row |= {"layout": layout.name, "figure": name, "cells": told, "absent": absent}
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ def execute(
     world: this rank's place in the recipe's mesh; None for a single process.
     """
     if world is None:
-        if recipe.mesh.size > 1:
-            raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1")
+        if recipe.mesh.size > 1 or recipe.mesh.auto:
+            raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1 and auto off")
         world = World.alone(resolve_device(recipe.train.device))
     run = dataclasses.replace(run, writes=world.is_main)
     with cpu_threads(recipe.train.threads), graceful_stop(console.say) as stop:

@@ -3,7 +3,7 @@
 A row of T tokens is cut into 2·cp runs; rank i holds run i and run 2·cp − 1 − i. Queries stay where they are, the keys
 and values of all tokens are gathered in each attention layer, and their gradients are summed back (as Llama 3 was
 trained, 2407.21783 §3.3.2). A run sees no key behind its last token, so none is multiplied; an early and a late run
-together make every rank's work the same: (2·cp + 1)/(8·cp²) of T². Against a ring of partial softmaxes, masks stay
+together make every rank's work the same: (2·cp + 1)/(4·cp²) of T². Against a ring of partial softmaxes, masks stay
 exact and are transformers' own: padding, packed samples and sliding windows.
 
 What grows with T on a rank all the same: gathered keys and values, of one layer with `train.checkpointing`, of all
@@ -70,10 +70,12 @@ class TokenPart:
 class ContextParallel:
     """This rank's tokens, and the attention that looks beyond them.
 
-    mine = context.take(batch)
-    with context.reading(mine):
-        loss = batch_loss(model, mine, task=task)
-    loss.backward()
+        mine = context.take(batch)
+        with context.reading(mine):
+            loss = batch_loss(model, mine, task=task)
+        loss.backward()
+
+    Attention modules gather in backward, too, where activation checkpointing runs them again.
     """
 
     def __init__(self, world: World) -> None:

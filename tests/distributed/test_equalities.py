@@ -33,6 +33,7 @@ def test_one_process_is_what_pytorch_and_peft_compute(tmp_path: Path) -> None:
     compare(tmp_path, tuple(Subject(model, "plain") for model in MODELS), PLAINLY.name)
 
 
+@pytest.mark.timeout(400)
 def test_two_and_four_ranks(tmp_path: Path) -> None:
     subjects = tuple(Subject(model, "ggpo") for model in ("llama", "gpt2", "bert"))
     compare(tmp_path, subjects, "dp 2 (FSDP2)", "tp 2", "pp 2, 1f1b", "dp 2 × tp 2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from benchmarks._limited import RANKS, SHARE, SHIPPED, backbone, train
 from benchmarks._limited import SIZES as LIMITED
 from benchmarks._sized import Sizes, save_backbone
 from benchmarks.sharding_memory import LOAD_MORE, LOAD_SHARE, TINY
+from finetune.backbone import refusal
+from finetune.config import LanguageModel
+from finetune.errors import is_out_of_memory
 from tests.distributed_ranks import run_ranks
 
 # Large enough that a second copy of the weights would break the bounds: 100 MiB.
@@ -28,6 +32,14 @@ def test_a_rank_holds_and_needs_its_share_only(tmp_path: Path, monkeypatch: pyte
         assert run["load"] <= LOAD_SHARE * run["held"] + LOAD_MORE < SIZES.whole_bytes
         activations = 32 << 20  # of 32 tokens, generously
         assert run["transient"] <= 3 * run["unit"] + activations < SIZES.whole_bytes
+
+
+def test_a_file_that_memory_cannot_map_is_no_broken_backbone() -> None:
+    error = RuntimeError("unable to mmap 62932312 bytes from file <model.safetensors>: Cannot allocate memory (12)")
+    with pytest.raises(RuntimeError, match="unable to mmap"):
+        refusal(error, LanguageModel(), "backbone 'x'")
+    assert is_out_of_memory(error) and is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(OSError(errno.ENOENT, "No such file"))
 
 
 @pytest.mark.slow
