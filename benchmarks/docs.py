@@ -76,10 +76,12 @@ def page(results: Path = RESULTS) -> str:
 
 
 def write() -> None:
-    """Both pages."""
+    """Both pages; that of the equalities once they have been measured."""
     write_text(PAGE, page())
-    write_text(EQUALITIES, _equalities_page.page())
-    print(PAGE, EQUALITIES, sep="\n")
+    print(PAGE)
+    if (RESULTS / "sharding_equalities.json").is_file():
+        write_text(EQUALITIES, _equalities_page.page())
+        print(EQUALITIES)
 
 
 if __name__ == "__main__":
