@@ -217,15 +217,24 @@ class _Loop:
         self.engine.beat = partial(watch.progress, step, self.stage)
         count = self.batches.supervised(step)
         rate = learning_rate(step, steps=self.train.steps, optimizer=self.settings)
-        with self.regularizer.step(step):
-            total = self.engine.forward_backward(
-                self.batches.at(step), count, task=self.task, head=self.head, context=partial(self._context, step)
-            )
+        losses = []
+        with self.regularizer.step(step) as passes:
+            for _ in passes:
+                losses.append(
+                    self.engine.forward_backward(
+                        self.batches.at(step),
+                        count,
+                        task=self.task,
+                        head=self.head,
+                        context=partial(self._context, step),
+                    )
+                )
         norm = self.engine.clip(self.settings.clip)
-        value, norm_value = total.item(), norm.item()
+        value, norm_value = losses[0].item(), norm.item()  # of two passes, the first is at the weights themselves
         if not (math.isfinite(value) and math.isfinite(norm_value)):
             self._refuse(step + 1, value)
         self.optimizer.step(rate)
+        self.regularizer.updated(rate)
         self.keeper.progress.step += 1
         self.keeper.progress.tokens += count
         line = {"loss": value, "tokens": self.keeper.progress.tokens, "lr": rate, "grad_norm": norm_value}
@@ -248,6 +257,7 @@ class _Loop:
     @contextlib.contextmanager
     def _context(self, step: int, micro: int) -> Iterator[None]:
         """Precision, and dropout that draws from (seed, step, micro-batch, rank): equal where tokens are equal."""
+        self.regularizer.micro(micro)
         index, width = self.engine.stream
         who = (index,) if width > 1 else ()
         draws = seeded(derive(self.seed, "dropout", step, micro, *who), self.device) if self.random else None

@@ -17,13 +17,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regularizers.config import GGPO, Plain, RegularizerConfig
+    from regularizers.config import (
+        ASAM,
+        BAR,
+        GGPO,
+        MGPO,
+        MSAM,
+        SAM,
+        BiLora,
+        FlatLora,
+        LoraSAM,
+        NEFTune,
+        Plain,
+        RegularizerConfig,
+    )
     from regularizers.errors import RegularizerError
     from regularizers.ggpo import GGPORegularizer
     from regularizers.protocol import PlainRegularizer, Regularizer, build
 
 _HOMES = {
     "GGPO": "config",
+    "ASAM": "config",
+    "BAR": "config",
+    "BiLora": "config",
+    "FlatLora": "config",
+    "LoraSAM": "config",
+    "MGPO": "config",
+    "MSAM": "config",
+    "NEFTune": "config",
+    "SAM": "config",
     "Plain": "config",
     "RegularizerConfig": "config",
     "RegularizerError": "errors",
@@ -34,8 +56,17 @@ _HOMES = {
 }
 
 __all__ = [
+    "ASAM",
+    "BAR",
     "GGPO",
+    "MGPO",
+    "MSAM",
+    "SAM",
+    "BiLora",
+    "FlatLora",
     "GGPORegularizer",
+    "LoraSAM",
+    "NEFTune",
     "Plain",
     "PlainRegularizer",
     "Regularizer",

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from regularizers.bank import FIGURES, Bank
 from regularizers.branch import NoiseBranch
-from regularizers.config import GGPO
+from regularizers.claims import claim, release
+from regularizers.config import GGPO, FlatLora
 from regularizers.errors import RegularizerError
 from regularizers.guidance import default_rank, scheduled_sigma
 from regularizers.layers import find_lora_sites, refuse_none
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 _log = logging.getLogger(__name__)
-_SERVED: weakref.WeakKeyDictionary[Any, weakref.ref[GGPORegularizer]] = weakref.WeakKeyDictionary()
-"""Which layer serves which regularizer. Kept here, so that the model carries no mark."""
 
 
 def check_settings(config: GGPO) -> None:
@@ -102,12 +100,6 @@ class GGPORegularizer(Regularizer):
             )
         self._placement = placement or ALONE
         sites, others = find_lora_sites(model, self._placement)
-        for site in sites:
-            owner = _SERVED.get(site.layer)
-            if owner is not None and owner() is not None:
-                raise RegularizerError(
-                    f"layer {site.name} serves another regularizer already; detach that one before attaching a second"
-                )
         probes = self.config.probes if self.config.beta > 0 else 0
         groups: dict[tuple[torch.device, torch.dtype], list[NoiseBranch]] = {}
         for site in sites:
@@ -122,8 +114,7 @@ class GGPORegularizer(Regularizer):
         self._placement.sum_pipeline(counts)
         self._layers, self._rows, self._left_alone = counts.tolist()
         refuse_none(self._layers, others)
-        for site in sites:
-            _SERVED[site.layer] = weakref.ref(self)
+        claim({site.name: site.layer for site in sites}, self)
         if others:
             _log.warning(
                 "GGPO leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
@@ -136,7 +127,7 @@ class GGPORegularizer(Regularizer):
         return self
 
     @contextmanager
-    def step(self, t: int) -> Iterator[None]:
+    def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
         if not self._attached:
             raise RegularizerError("GGPO is not attached to a model; call attach(model, seed=..., total_steps=...)")
         if self._inside:
@@ -146,7 +137,7 @@ class GGPORegularizer(Regularizer):
         if sigma == 0:  # not a branch of zeros: the very same operations as plain LoRA
             for bank in self._banks:
                 bank.rest()
-            yield
+            yield range(1)
             return
         self._inside = True
         try:
@@ -156,7 +147,7 @@ class GGPORegularizer(Regularizer):
                 self._refreshed = t
             for bank in self._banks:
                 bank.perturb(sigma, step_id(self._seed, t))
-            yield
+            yield range(1)
             self._learn()
         finally:
             for bank in self._banks:
@@ -250,7 +241,13 @@ class GGPORegularizer(Regularizer):
     def detach(self) -> None:
         for bank in self._banks:
             bank.restore()
-            for branch in bank.branches:
-                _SERVED.pop(branch.site.layer, None)
+        release(self)
         self._banks, self._attached, self._inside = [], False, False
         self._placement, self._layers, self._rows, self._left_alone = ALONE, 0, 0, 0
+
+
+def flat_lora(config: FlatLora) -> GGPORegularizer:
+    """Flat-LoRA (arXiv 2409.14396): GGPO whose noise power follows the weights' row norms alone (β = 0)."""
+    return GGPORegularizer(
+        GGPO(sigma=config.sigma, beta=0.0, probes=0, rank=config.rank, schedule=config.schedule, refresh=config.refresh)
+    )

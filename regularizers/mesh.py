@@ -7,6 +7,7 @@ them for each: that is read off the parameters themselves (`regularizers.sharded
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -54,6 +55,22 @@ class Placement(Protocol):
     def sum_pipeline(self, tensor: Tensor) -> None:
         """Add up over the pipeline's stages: other layers."""
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """(i, n): this process has the i-th of n equal runs of every micro-batch's rows."""
+
+    def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Σ of squares of the whole of each tensor, float64 (len(tensors),).
+
+        `tensors`: local parts (FSDP2's included), laid out like the trained parameter of their name.
+        """
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole of each tensor; `tensors` as for `squares`."""
+
+    def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        """The reverse of `whole`: copies into `tensors`. Without communication."""
+
 
 class Alone:
     """The placement of a single process: it has everything, and sums are free."""
@@ -80,6 +97,24 @@ class Alone:
 
     def sum_pipeline(self, tensor: Tensor) -> None:
         pass
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return 0, 1
+
+    def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        if not tensors:
+            return torch.zeros(0, dtype=torch.float64)
+        return torch.stack([tensor.detach().double().square().sum() for tensor in tensors.values()])
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensor.detach().copy_(wholes[name])
 
 
 ALONE = Alone()

@@ -4,21 +4,41 @@ The loop's whole part:
 
     regularizer = build(config).attach(model, seed=seed, total_steps=steps)
     for t in range(steps):
-        with regularizer.step(t):                 # every forward and backward of optimizer step t
-            for micro in batches.at(t):
-                loss(model, micro).backward()
+        with regularizer.step(t) as passes:       # every forward and backward of optimizer step t
+            for _ in passes:                      # once, or twice for the SAM kind
+                for index, micro in enumerate(batches.at(t)):
+                    regularizer.micro(index)
+                    loss(model, micro).backward()
         clip(); optimizer.step(); optimizer.zero_grad()
+        regularizer.updated(lr)
     regularizer.detach()
+
+`passes` may be ignored by a loop that only serves methods with `passes == 1`, and `micro` by one whose regularizer
+draws once per optimizer step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from regularizers.config import GGPO, Plain, RegularizerConfig
+from regularizers.config import (
+    ASAM,
+    BAR,
+    GGPO,
+    MGPO,
+    MSAM,
+    SAM,
+    BiLora,
+    FlatLora,
+    LoraSAM,
+    NEFTune,
+    Plain,
+    RegularizerConfig,
+)
 from regularizers.errors import RegularizerError
 
 if TYPE_CHECKING:
@@ -32,6 +52,9 @@ if TYPE_CHECKING:
 class Regularizer(ABC):
     """What is added to the training steps of an adapter. It sees optimizer steps, never the optimizer."""
 
+    passes: int = 1
+    """How many forward and backward passes over the same micro-batches a step takes."""
+
     @abstractmethod
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         """Find the LoRA layers of `model` (PEFT, by duck type) and get ready; the model itself is not changed.
@@ -43,12 +66,21 @@ class Regularizer(ABC):
         """
 
     @abstractmethod
-    def step(self, t: int) -> AbstractContextManager[None]:
+    def step(self, t: int, *, loss_scale: float = 1.0) -> AbstractContextManager[Iterable[int]]:
         """Wraps all forward and backward passes of optimizer step `t` (from 0), and nothing else.
 
-        The perturbation exists only inside. On a normal exit the gradients are read, so leave before clipping; on an
-        exception the model is as it was and nothing is learned from the step.
+        Gives the passes to be made, each over all micro-batches of the step: `range(1)`, or two for the SAM kind,
+        whose first pass's gradients are taken away (set to None) when the second is asked for. The perturbation
+        exists only inside. On a normal exit the gradients are read, so leave before clipping; on an exception the
+        model is as it was and nothing is learned from the step. `loss_scale`: by what a loss scaler multiplied the
+        loss (`GradScaler.get_scale()`); gradients are read divided by it, and left as they are.
         """
+
+    def micro(self, index: int) -> None:  # noqa: B027 - most methods draw once per step
+        """Tells that the forward pass of micro-batch `index` (from 0, in every pass) of the step comes next."""
+
+    def updated(self, rate: float) -> None:  # noqa: B027 - most methods leave the update alone
+        """Tells that the optimizer has made its update with the learning rate `rate`; after `step` was left."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
@@ -77,12 +109,15 @@ class Regularizer(ABC):
 class PlainRegularizer(Regularizer):
     """Plain training: every step is left as it is."""
 
+    def __init__(self, config: Plain | None = None) -> None:
+        pass
+
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         return self
 
     @contextmanager
-    def step(self, t: int) -> Iterator[None]:
-        yield
+    def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
+        yield range(1)
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -101,12 +136,27 @@ class PlainRegularizer(Regularizer):
         pass
 
 
+_HOMES: dict[type[Any], str] = {
+    Plain: "protocol:PlainRegularizer",
+    GGPO: "ggpo:GGPORegularizer",
+    FlatLora: "ggpo:flat_lora",
+    MGPO: "momentum:MomentumRegularizer",
+    MSAM: "momentum:MomentumRegularizer",
+    SAM: "sam:WeightSAM",
+    ASAM: "sam:AdapterSAM",
+    LoraSAM: "sam:AdapterSAM",
+    BAR: "bar:BARRegularizer",
+    BiLora: "bilora:BiLoraRegularizer",
+    NEFTune: "neftune:NEFTuneRegularizer",
+}
+"""Which `module:callable` makes the regularizer of each kind of settings; imported when it is asked for."""
+
+
 def build(config: RegularizerConfig) -> Regularizer:
     """The regularizer that `config` describes. Raises RegularizerError for settings without a meaning."""
-    if isinstance(config, Plain):
-        return PlainRegularizer()
-    if isinstance(config, GGPO):
-        from regularizers.ggpo import GGPORegularizer
-
-        return GGPORegularizer(config)
-    raise RegularizerError(f"no regularizer for settings of type {type(config).__name__}; use Plain or GGPO")
+    if type(config) not in _HOMES:
+        known = ", ".join(kind.__name__ for kind in _HOMES)
+        raise RegularizerError(f"no regularizer for settings of type {type(config).__name__}; use one of {known}")
+    module, _, name = _HOMES[type(config)].partition(":")
+    made: Regularizer = getattr(import_module(f"regularizers.{module}"), name)(config)
+    return made

@@ -111,7 +111,7 @@ class Engine:
             return None
         from .placement import MeshPlacement
 
-        return MeshPlacement(self.world, self.layout, gradient_scale=self.gradient_scale)
+        return MeshPlacement(self.world, self.layout, self.parameters, gradient_scale=self.gradient_scale)
 
     @property
     def judged(self) -> Any:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import placing
 from .layout import Layout, Slice, canonical
-from .world import TOKENS, World
+from .world import DATA, TOKENS, World
 
 
 class MeshPlacement:
     """What `regularizers` may know of a `World` and a `Layout`."""
 
-    def __init__(self, world: World, layout: Layout, *, gradient_scale: float) -> None:
-        self._world, self._layout = world, layout
+    def __init__(
+        self, world: World, layout: Layout, parameters: Mapping[str, nn.Parameter], *, gradient_scale: float
+    ) -> None:
+        """`parameters`: this rank's trained ones by canonical name."""
+        self._world, self._layout, self._parameters = world, layout, parameters
         self.gradient_scale = gradient_scale
 
     @property
@@ -34,3 +41,34 @@ class MeshPlacement:
 
     def sum_pipeline(self, tensor: Tensor) -> None:
         self._world.sum(tensor, "pp")
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self._world.index(*DATA), self._world.width(*DATA)
+
+    def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        names = [canonical(name) for name in tensors]
+        found = torch.stack(
+            [t.detach().double().square().sum() for t in tensors.values()]
+            or [torch.zeros((), dtype=torch.float64, device=self.device)]
+        )
+        sharded = [isinstance(self._parameters[name], DTensor) for name in names]
+        cut = [name in self._layout.slices for name in names]
+        for members, axes in ((sharded, ("dp", "cp")), (cut, ("tp",))):
+            if any(members):
+                index = torch.tensor(members, device=found.device).nonzero()[:, 0]
+                found[index] = self._world.sum(found[index], *axes)
+        return found[: len(names)]
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        keys = {canonical(name): name for name in tensors}
+        parts = {key: tensors[name] for key, name in keys.items()}
+        like = {key: self._parameters[key] for key in keys}
+        found = placing.whole_all(parts, like=like, layout=self._layout, world=self._world)
+        return {keys[key]: tensor for key, tensor in found.items()}
+
+    def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            key = canonical(name)
+            whole = wholes[name].to(tensor.device)
+            placing.put(tensor, whole, self._layout.slices.get(key), like=self._parameters[key])

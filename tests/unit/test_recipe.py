@@ -59,7 +59,7 @@ def test_scalars_follow_the_yaml_1_2_core_schema(text: str, value: object) -> No
         ("train:\n  steps: true", 2, "whole number"),
         ("\ntrain:\n  steps: -1", 3, "≥ 1"),
         ("optimizer: {lr: fast}", 1, "a number"),
-        ("regularizer: gppo", 1, "'ggpo'"),
+        ("regularizer: ggop", 1, "'ggpo'"),
         ("task:\n  kind: classify\n  pack: true", 3, "task.pack"),
         ("train:\n  steps: 1\n  steps: 2", 3, "already given"),
         ("backbone: !!python/object:os.system x", 1, "plain values"),
