@@ -61,7 +61,7 @@ class Adapters:
         return {name: local(parameter) for name, parameter in self.parameters.items()}
 
     def gradients(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Its parts of ∂L/∂θ in float32 (float64 for float64), divided by `loss_scale`; zero where there is none; copies.
+        """Its parts of ∂L/∂θ in float32 (float64 for float64) ÷ `loss_scale`; zero where there is none; copies.
 
         After the loop has summed them over the mesh: our loop has when a pass ends.
         """
