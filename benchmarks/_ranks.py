@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def on_ranks(
 ) -> list[Any]:
     """Call `function` ("module:name") with JSON `arguments` on `ranks` fresh processes; their results by rank.
 
-    Raises RuntimeError with the end of a rank's own words if one fails or the time is up.
+    Raises RuntimeError with the last words of the rank that failed first, or that is not done when the time is up.
     """
     with tempfile.TemporaryDirectory() as folder:
         started = []
@@ -41,15 +42,31 @@ def on_ranks(
             log = (Path(folder) / f"log{rank}").open("wb")
             started.append(subprocess.Popen(call, env=variables, cwd=ROOT, stdout=log, stderr=log))
         try:
-            codes = [process.wait(timeout=wall_cap_s) for process in started]
+            failed = _first_failure(started, deadline=time.monotonic() + wall_cap_s)
         finally:
             for process in started:
                 process.kill()
-        for rank, code in enumerate(codes):
-            if code:
-                words = (Path(folder) / f"log{rank}").read_text(encoding="utf-8", errors="replace")
-                raise RuntimeError(f"rank {rank} of {ranks} ended with {code}:\n{words[-3000:]}")
+        if failed is not None:
+            words = (Path(folder) / f"log{failed}").read_text(encoding="utf-8", errors="replace")
+            ended = f"ended with {started[failed].returncode}"
+            raise RuntimeError(f"rank {failed} of {ranks} {ended}:\n{words[-3000:]}")
         return [json.loads((Path(folder) / f"result{rank}").read_text()) for rank in range(ranks)]
+
+
+def _first_failure(processes: list[subprocess.Popen[bytes]], *, deadline: float) -> int | None:
+    """The rank that ended badly before all others, whose ends are only its echo; None if all ended well."""
+    running = dict(enumerate(processes))
+    while running:
+        for rank, process in list(running.items()):
+            code = process.poll()
+            if code:
+                return rank
+            if code == 0:
+                del running[rank]
+        if time.monotonic() > deadline:
+            return min(running)
+        time.sleep(0.05)
+    return None
 
 
 def _main(function: str, arguments: str, folder: str) -> None:

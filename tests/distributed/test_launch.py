@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -140,24 +142,52 @@ def test_under_torchrun(tmp_path: Path, scenario: str, words: str) -> None:
     assert words in done.stderr and done.stderr.count("flatshift: ") == 1, done.stderr
 
 
+SHORT = {"train.batch_size": 4, "train.max_length": 32, "data.train.limit": 20, "data.dev.limit": 4}
+SHORT |= {"data.test.limit": 4, "eval.bootstrap": 10}
+
+
+def under_torchrun(launcher: list[str], out: Path, **settings: object) -> subprocess.Popen[str]:
+    flags = [word for key, value in (SHORT | settings).items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "flatshift", "train", "classify"]
+    return subprocess.Popen([*command, "--out", str(out), *flags], stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.timeout(300)
 def test_torchrun_restarts_into_the_same_run(tmp_path: Path) -> None:
+    """One of two ranks is killed: torchrun ends the other, starts both again, and they continue the run."""
     out = tmp_path / "run"
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1", "-m", "flatshift"]
-    settings = {"train.steps": 40, "train.save_every": 2, "train.batch_size": 2, "train.max_length": 32}
-    settings |= {"data.train.limit": 20, "data.dev.limit": 4, "data.test.limit": 4, "eval.bootstrap": 10}
-    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    process = subprocess.Popen(
-        [sys.executable, *launcher, "train", "classify", "--out", str(out), *flags], stderr=subprocess.PIPE, text=True
-    )
+    mesh = {"mesh.dp": 2, "train.steps": 40, "train.save_every": 2}
+    process = under_torchrun(["--nproc-per-node", "2", "--max-restarts", "1"], out, **mesh)
     while not (out / "state" / "step-4").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    for pid in (int(p.name) for p in Path("/proc").glob("[0-9]*")):
-        if parent_of(pid) == process.pid:
-            os.kill(pid, signal.SIGKILL)
+    ranks = [pid for pid in (int(p.name) for p in Path("/proc").glob("[0-9]*")) if parent_of(pid) == process.pid]
+    os.kill(max(ranks), signal.SIGKILL)
     assert process.communicate(timeout=200) and process.returncode == 0
     assert (out / "eval.json").is_file() and "continues after step" in (out / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_nodes(tmp_path: Path) -> None:
+    """Two launchers that only know each other by a rendezvous, two ranks each: the numbers of one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "flatshift"]
+    nodes += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+    mesh = {"mesh.replicate": 2, "mesh.dp": 2, "train.steps": 6}
+    both = [under_torchrun(nodes, tmp_path / "nodes", **mesh) for _ in range(2)]
+    alone = under_torchrun(["--nproc-per-node", "1"], tmp_path / "alone", **{"train.steps": 6})
+    words = [process.communicate(timeout=500)[1] for process in (*both, alone)]
+    assert [process.returncode for process in (*both, alone)] == [0, 0, 0], words
+    found = [losses(tmp_path / name) for name in ("nodes", "alone")]
+    assert len(found[0]) == 6 and max(abs(a - b) for a, b in zip(*found, strict=True)) <= 3e-5
+
+
+def losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["split"] == "train"]
 
 
 def parent_of(pid: int) -> int | None:

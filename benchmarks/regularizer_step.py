@@ -1,0 +1,194 @@
+"""What a training step costs with each regularizer beside a plain LoRA step: CPU time and peak memory.
+
+    python -m benchmarks.regularizer_step
+
+A Llama of 12 blocks × 768 (random weights, 105 M parameters), rank-8 LoRA on every linear layer, dropout 0, 4 rows of
+128 tokens, AdamW: forward, backward, clipping and update of a whole step. One process, one thread; single steps in
+the order A B B A, so that a drift of the machine falls on both. The bars are on the upper 95 % bound of the median
+ratio (order statistics, no distribution assumed). Memory is by allocator counts: weights and whatever else is alive,
+plus the highest level within a step, from the profiler's record of every allocation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._harness import Benchmark, in_child
+
+HERE = "benchmarks.regularizer_step"
+BLOCKS, WIDTH, INNER, VOCABULARY, ROWS, TOKENS = 12, 768, 2304, 8192, 4, 128
+BARRED: dict[str, float] = {"ggpo": 1.03, "mgpo": 1.01}
+CYCLES, FEW = 40, 8
+"""A B B A cycles for the rows with a bar, and for the others."""
+KINDS = ("ggpo", "mgpo", "flat-lora", "mgpo-code", "msam", "bar", "bi-lora", "neftune", "lora-sam", "asam", "sam")
+PUBLISHED = "published: materialise, add, subtract"
+
+
+def _model(blocks: int, width: int, inner: int) -> Any:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=blocks,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        max_position_embeddings=TOKENS,
+        tie_word_embeddings=False,
+        use_cache=False,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")).train()
+
+
+def _settings(kind: str) -> Any:
+    from regularizers import config
+
+    known: dict[str, Any] = {
+        "plain": config.Plain(),
+        "ggpo": config.GGPO(),
+        "flat-lora": config.FlatLora(schedule="constant"),
+        "mgpo": config.MGPO(),
+        "mgpo-code": config.MGPO(form="code"),
+        "msam": config.MSAM(),
+        "bar": config.BAR(),
+        "bi-lora": config.BiLora(),
+        "neftune": config.NEFTune(),
+        "lora-sam": config.LoraSAM(),
+        "asam": config.ASAM(),
+        "sam": config.SAM(),
+    }
+    return known[kind]
+
+
+def _stepper(kind: str, model: Any) -> Callable[[int], None]:
+    """`step(t)`: one whole update of `model` under a regularizer."""
+    import torch
+    from torch import nn
+
+    from benchmarks._published import AddAndSubtract
+    from regularizers import build
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    if kind == PUBLISHED:
+        regularizer: Any = AddAndSubtract(model, sigma=0.05)
+    else:
+        regularizer = build(_settings(kind)).attach(model, seed=0, total_steps=10_000)
+
+    def step(t: int) -> None:
+        ids = torch.randint(1, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(t))
+        with regularizer.step(t) as passes:
+            for _ in passes or range(1):
+                model(input_ids=ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind != PUBLISHED:
+            regularizer.updated(1e-4)
+
+    return step
+
+
+def step_times(kind: str, cycles: int) -> dict[str, list[float]]:
+    """CPU-seconds of single steps, ours and plain, paired: element i of both comes from neighbouring steps."""
+    from benchmarks._harness import limit_threads
+
+    limit_threads(1)
+    steps = {name: _stepper(name, _model(BLOCKS, WIDTH, INNER)) for name in (kind, "plain")}
+    times: dict[str, list[float]] = {kind: [], "plain": []}
+    for name in (kind, "plain"):
+        for t in range(2):
+            steps[name](t)
+    for cycle in range(cycles):
+        for turn, name in enumerate((kind, "plain", "plain", kind)):
+            started = time.process_time()
+            steps[name](2 + 2 * cycle + turn // 2)
+            times[name].append(time.process_time() - started)
+    return {"ours": times[kind], "plain": times["plain"]}
+
+
+def peak_bytes(kind: str, blocks: int, width: int, inner: int) -> float:
+    """Bytes alive at the worst moment of a step, everything counted."""
+    import torch
+
+    from benchmarks._harness import limit_threads
+
+    limit_threads(1)
+    step = _stepper(kind, _model(blocks, width, inner))
+    step(0)
+    step(1)
+    gc.collect()
+    alive = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if isinstance(t, torch.Tensor)
+    }
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(2)
+    kineto: Any = profiler.profiler
+    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    level = highest = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        highest = max(highest, level)
+    return float(sum(alive.values()) + highest)
+
+
+def upper_bound(ratios: list[float]) -> float:
+    """Upper end of the 95 % interval of the median: the order statistic that exceeds it with probability ≥ .975."""
+    from scipy.stats import binom
+
+    ordered = sorted(ratios)
+    rank = int(binom.ppf(0.975, len(ordered), 0.5))
+    return ordered[min(rank, len(ordered) - 1)]
+
+
+def main() -> None:
+    """Measure all rows and write benchmarks/results/regularizer_step.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=CYCLES, help="A B B A cycles of the rows that have a bar")
+    cycles = parser.parse_args().cycles
+    bench = Benchmark("regularizer_step", packages=("torch", "transformers", "peft"))
+    for kind in (*KINDS, PUBLISHED):
+        times = in_child(f"{HERE}:step_times", kind=kind, cycles=cycles if kind in BARRED else FEW, wall_cap_s=3600)
+        bench.row(f"step, {kind}", ours=times["ours"], peer=times["plain"], peer_name="plain LoRA", unit="CPU-s")
+        if kind in BARRED:
+            ratios = [mine / plain for mine, plain in zip(times["ours"], times["plain"], strict=True)]
+            bench.row(
+                f"step, {kind}: upper 95 % bound of the median ratio",
+                ours=upper_bound(ratios),
+                unit="× plain",
+                bar_op="<=",
+                bar_value=BARRED[kind],
+            )
+    for blocks, width, inner, bar in ((2, 2048, 5632, 0.01), (BLOCKS, WIDTH, INNER, 0.03)):
+        size = {"blocks": blocks, "width": width, "inner": inner}
+        plain = in_child(f"{HERE}:peak_bytes", kind="plain", **size)
+        for kind in (*KINDS, PUBLISHED):
+            mine = in_child(f"{HERE}:peak_bytes", kind=kind, **size)
+            bench.row(f"peak memory, width {width}, {kind}", ours=mine, peer=plain, peer_name="plain LoRA", unit="B")
+            if kind == "ggpo":
+                bench.row(
+                    f"(GGPO peak − plain peak) ÷ plain peak, width {width}",
+                    ours=(mine - plain) / plain,
+                    unit="of plain",
+                    bar_op="<=",
+                    bar_value=bar,
+                )
+    bench.row("step on a GPU, 7–8 B bf16, 8 k tokens", unit="s", reason="no GPU was at hand")
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
