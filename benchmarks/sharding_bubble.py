@@ -2,10 +2,9 @@
 
     python -m benchmarks.sharding_bubble
 
-The model of `sharding_speed` on two ranks, one thread and one core each, an update of m pieces of one row: wall time,
-the shortest of several updates, in the order m = 2, 4, 8, 16 and back. A straight line through them, t·m + c, gives
-the busy time t of a piece and the idle time c of an update; the bubble is c/(t·m). What is in c beside the bubble (the
-optimizer, clipping, the loss's sum over ranks) makes it larger than the formula says.
+The model of `sharding_speed` on two ranks, one thread and one core each, updates of m pieces of one row. Idle is the
+wall time of the shortest of several updates less the time in which the rank's computing thread ran; the mean of both
+ranks. Beside the bubble it holds the transfers that no computation hides and the collectives that end an update.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from benchmarks._ranks import on_ranks
 from benchmarks.sharding_speed import save_backbone
 
 PIECES = (2, 4, 8, 16)
+RUNS = 2
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2))
 
 
-def shortest_updates(backbone: str, schedule: str, virtual: int) -> dict[int, float]:
-    """Wall seconds of the shortest update, by its number of pieces."""
+def idle_shares(backbone: str, schedule: str, virtual: int, pieces: int) -> list[float]:
+    """Idle ÷ busy, the mean of both ranks, of several runs."""
     mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}
-    walls: dict[int, float] = {}
-    for pieces in (*PIECES, *reversed(PIECES)):
+    found = []
+    for _ in range(RUNS):
         ranks = on_ranks("benchmarks.sharding_speed:ours", 2, backbone=backbone, mesh=mesh, rows=1, micros=pieces)
-        walls[pieces] = min(walls.get(pieces, float("inf")), max(rank["wall"] for rank in ranks))
-    return walls
+        found.append(statistics.mean((rank["wall"] - rank["busy"]) / rank["busy"] for rank in ranks))
+    return found
 
 
 def main() -> None:
@@ -43,12 +43,10 @@ def main() -> None:
             if (os.cpu_count() or 1) < 2:
                 bench.row(f"pp 2, {schedule}", unit="idle ÷ busy", reason="needs as many cores as ranks")
                 continue
-            walls = shortest_updates(backbone, schedule, virtual)
-            busy, idle = statistics.linear_regression(list(walls), list(walls.values()))
             for pieces in PIECES:
                 bench.row(
                     f"pp 2, {schedule}, {pieces} pieces",
-                    ours=idle / (busy * pieces),
+                    ours=idle_shares(backbone, schedule, virtual, pieces),
                     peer=bubble(2, virtual, pieces, schedule),
                     peer_name="formula",
                     unit="idle ÷ busy",

@@ -57,18 +57,20 @@ def _tokens(rows: int, step: int) -> Any:
 
 
 def _measured(update: Any, steps: int = STEPS) -> dict[str, float]:
-    """CPU-seconds of `steps` updates after a warm-up, and the wall time of the shortest one, this rank's."""
+    """CPU-seconds of `steps` updates after a warm-up; of the shortest one, its wall time and how much of that the
+    computing thread was busy (waiting for other ranks is not). This rank's."""
     import torch.distributed as dist
 
     for step in range(WARM):
         update(step)
     dist.barrier()
-    cpu, walls = time.process_time(), []
+    cpu, updates = time.process_time(), []
     for step in range(steps):
-        started = time.monotonic()
+        wall, busy = time.monotonic(), time.thread_time()
         update(WARM + step)
-        walls.append(time.monotonic() - started)
-    return {"cpu": time.process_time() - cpu, "wall": min(walls)}
+        updates.append((time.monotonic() - wall, time.thread_time() - busy))
+    shortest, busy = min(updates)
+    return {"cpu": time.process_time() - cpu, "wall": shortest, "busy": busy}
 
 
 # --------------------------------------------------------------------------------------------- the variants
