@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from experiments.comparison.settings import Comparison
 from finetune.config import (
     Adapter,
     Columns,
@@ -107,3 +108,5 @@ class Recipe:
     """Metrics and intervals."""
     sweep: Sweep | None = None
     """Default grid of `flatshift sweep`."""
+    comparison: Comparison | None = None
+    """Methods, tasks and protocol of `flatshift compare`."""

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 DISTRIBUTION = "flatshift"
 IMPORT_NAMES = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 HOME = Path(__file__).resolve().parent.parent
-EXTRAS = {"zstd": "read .zst input", "hf": "read hub data sets and `datasets` directories"}
+EXTRAS = {
+    "zstd": "read .zst input",
+    "hf": "read hub data sets and `datasets` directories",
+    "quant": "keep backbones in 4 or 8 bits (train.quantization)",
+}
 LITTLE_DISK = 1 << 30  # bytes; a run directory with its checkpoints should fit
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -302,7 +306,31 @@ def devices(problems: list[dict[str, str]]) -> dict[str, Any]:
         "cuda": gpus,
         "mps": torch.backends.mps.is_available(),
         "distributed": backends,
+        "quantization": quantization(problems, ["cpu", *(["cuda"] if gpus else [])]),
     }
+
+
+def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str, list[str]] | None:
+    """`train.quantization` kind → those of `places` where a small layer of it lets a gradient through; None without
+    the package that they need."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    try:
+        from finetune import quantised
+
+        kinds: dict[str, list[str]] = {kind: [] for kind in quantised.KINDS}
+        for kind in quantised.KINDS:
+            for place in places:
+                error = quantised.try_out(kind, place)
+                if error is None:
+                    kinds[kind].append(place)
+                else:
+                    what = f"train.quantization: {kind} fails on {place}: {error}"
+                    problems.append({"what": what, "fix": "pip install --force-reinstall bitsandbytes"})
+    except Exception as error:  # a foreign `finetune`, or a shared library that cannot be loaded
+        problems.append({"what": f"bitsandbytes is here but of no use: {error}", "fix": "reinstall it"})
+        return None
+    return kinds
 
 
 def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
@@ -361,6 +389,12 @@ def render(result: Mapping[str, Any]) -> str:
         names = [f"cpu ({found['threads']} threads)", *gpus, *(["mps"] if found["mps"] else [])]
         lines.append(f"devices: {', '.join(names)}; torch {found['torch']}")
         lines.append(f"process groups: {', '.join(found['distributed']) or 'none'}")
+        kinds = found["quantization"]
+        if kinds is not None:
+            served = [f"{kind} on {' and '.join(places)}" for kind, places in kinds.items() if places]
+            lines.append(
+                f"quantised backbones: {', '.join(served) or 'none'}; mesh.dp and mesh.cp shard nf4 and nf4-double"
+            )
     lines.append("")
     for title, group in (("problem", result["problems"]), ("note", result["notes"])):
         for entry in group:

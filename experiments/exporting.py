@@ -37,9 +37,11 @@ def merge(path: Path, out: Path) -> dict[str, Any]:
     """Write the backbone with the run's adapter folded in, in the backbone's own dtype, to the new directory `out`.
 
     Folding is done in float32 and rounded once, file by file and some rows at a time: the whole model is never in
-    memory. Returns `{"dtype", "max_logit_difference", "largest_logit", "rows", "largest_rounding"}`: the largest
-    difference between backbone + adapter (float32) and the written model, read back, on rows of the run; None where
-    the model does not fit into memory; and, from some rows of every changed weight, the largest relative rounding.
+    memory. An adapter that was trained on a quantised backbone (`quantization` of the result) is folded into the float
+    weights, which are not the ones that it saw. Returns `{"dtype", "quantization", "max_logit_difference",
+    "largest_logit", "rows", "largest_rounding"}`: the largest difference between float backbone + adapter (float32)
+    and the written model, read back, on rows of the run; None where the model does not fit into memory; and, from some
+    rows of every changed weight, the largest relative rounding.
     Raises UserError if `path` is no finished run or `out` is not empty.
     """
     from finetune.merging import NotByFiles
@@ -50,13 +52,20 @@ def merge(path: Path, out: Path) -> dict[str, Any]:
     dtype = stored_dtype(recipe)
     with replacing_directory(out) as temporary:
         try:
+            if recipe.adapter.init == "pissa":
+                raise NotByFiles("its frozen weights are not those of the backbone's files")
             worst = _merge_by_files(recipe, prepared, path / "adapter", temporary, dtype)
         except NotByFiles:
             worst = None
             _merge_in_memory(recipe, prepared, path / "adapter", temporary, dtype)
         tokenizer.save_pretrained(temporary)
         compared = _compare_logits(recipe, prepared, path / "adapter", temporary, dtype)
-    return {"dtype": str(dtype).removeprefix("torch."), **compared, "largest_rounding": worst}
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": recipe.train.quantization,
+        **compared,
+        "largest_rounding": worst,
+    }
 
 
 def _merge_by_files(recipe: Recipe, prepared: Prepared, adapter: Path, out: Path, dtype: Any) -> float:
@@ -190,7 +199,8 @@ def _require_adapter(path: Path) -> None:
 
 
 def _alone_in_float32(recipe: Recipe) -> Recipe:
-    return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"), mesh=Mesh())
+    train = dataclasses.replace(recipe.train, precision="fp32", quantization=None)
+    return dataclasses.replace(recipe, train=train, mesh=Mesh())
 
 
 def stored_dtype(recipe: Recipe) -> Any:

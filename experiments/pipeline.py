@@ -40,6 +40,7 @@ from finetune.parallel import agree, launch, watch
 from finetune.parallel.plan import mesh_lines
 from finetune.parallel.rules import Settings, check_settings
 from finetune.parallel.world import World
+from finetune.quantised import check_available
 from finetune.rundir import METRICS, RunDirectory
 from finetune.seeds import derive
 from regularizers import build as build_regularizer
@@ -112,6 +113,7 @@ def check_recipe(recipe: Recipe) -> None:
     """Refuse what no run can do: settings that a mesh forbids, a warm-up without data, a regularizer's bad setting."""
     build_regularizer(recipe.regularizer)
     check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
+    check_available(recipe.train.quantization)
     if recipe.warmup is not None and recipe.warmup.batch_size % (recipe.mesh.replicate * recipe.mesh.dp):
         raise UserError(
             f"warmup.batch_size: {recipe.warmup.batch_size} rows do not divide among the "

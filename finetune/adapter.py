@@ -40,7 +40,8 @@ def attach_adapter(
     """Wrap `backbone` (in place) by PEFT: LoRA on `adapter.targets`, and for Classify the head, all kept in `dtype`.
 
     A ~ Kaiming uniform with a = √5 as in PEFT, B = 0, both and a new head drawn by (`seed`, name); the global random
-    state is left as it was.
+    state is left as it was. PiSSA (arXiv 2404.02948, eq. 3–5) has no draw: PEFT takes A and B from the singular value
+    decomposition and leaves the frozen weight without them.
 
     Raises:
         UserError: a target suffix that no module has, a setting PEFT refuses.
@@ -54,6 +55,8 @@ def attach_adapter(
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
     for name, parameter in trainable(model).items():
+        if ".lora_" in name and adapter.init == "pissa":
+            continue
         if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude is the backbone's row norm: BA = 0
             _copy(parameter, initial_value(name, parameter.shape, seed, deviation))
     return model
@@ -85,6 +88,7 @@ def _lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new
         modules_to_save=_new_outside_head(new) or None,
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
+        init_lora_weights="pissa" if adapter.init == "pissa" else True,
         fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in backbone.modules()),
     )
 

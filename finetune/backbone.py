@@ -20,12 +20,14 @@ from urllib.parse import urlparse
 import torch
 
 from . import assets
-from .config import Classify, Completion, LanguageModel, Seq2Seq, Task
+from .config import Classify, Completion, LanguageModel, Quantization, Seq2Seq, Task
 from .errors import UserError, is_out_of_memory
+from .quantised import check_available, import_library, loading_options, scales, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_PACKAGE = "package:"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 Precision = Literal["fp32", "bf16"]
 
@@ -36,19 +38,36 @@ Precision = Literal["fp32", "bf16"]
 def resolve_backbone(name: str | Path) -> Path:
     """The directory of the backbone `name`: shipped name, else existing directory, else hub name (downloaded, cached).
 
+    `package:NAME/FOLDER` is a folder inside an installed Python package, which is found without being imported.
     Of a hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
 
     Raises:
         UserError: nothing of that name; or the directory lacks config.json or safetensors weights; or the model
             needs code from its repository.
     """
-    shipped = assets.backbone(str(name))
-    directory = shipped or Path(name).expanduser()
+    if str(name).startswith(_PACKAGE):
+        directory = _in_package(str(name))
+    else:
+        directory = assets.backbone(str(name)) or Path(name).expanduser()
     if not directory.exists():
         directory = _from_hub(str(name))
     if not directory.is_dir():
         raise UserError(f"backbone {str(name)!r} is a file; name the directory that holds config.json and the weights")
     _check_directory(directory, str(name))
+    return directory
+
+
+def _in_package(name: str) -> Path:
+    import importlib.util
+
+    package, _, folder = name.removeprefix(_PACKAGE).partition("/")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        wanted = package.replace("_", "-")
+        raise UserError(f"backbone {name!r}: the Python package {package!r} is not installed; pip install {wanted}")
+    directory = Path(next(iter(spec.submodule_search_locations))) / folder
+    if not directory.is_dir():
+        raise UserError(f"backbone {name!r}: the package {package!r} has no folder {folder!r}")
     return directory
 
 
@@ -210,6 +229,7 @@ def load_backbone(
     num_labels: int | None = None,
     label_names: Sequence[str] | None = None,
     precision: Precision = "fp32",
+    quantization: Quantization | None = None,
     device: str | torch.device = "cpu",
 ) -> PreTrainedModel:
     """Load the backbone for `task` on `device` with every parameter frozen and the key-value cache off.
@@ -218,19 +238,28 @@ def load_backbone(
         num_labels: width of the head (Classify); by default the number of `label_names`.
         label_names: class names in head order, kept in the config.
         precision: `bf16` casts the whole backbone; the adapter attached later is float32 in either case.
+        quantization: keep its linear layers in 4 or 8 bits (`finetune.quantised`).
 
     The names of parameters that the checkpoint lacks (a new head) are kept in `model.new_parameters`;
     `attach_adapter` initialises and trains them. The global random state is not touched.
 
     Raises:
-        UserError: as `resolve_backbone`; or transformers has no class of this task for it; or weights are missing.
+        UserError: as `resolve_backbone`; or transformers has no class of this task for it; or weights are missing; or
+            it cannot be quantised, is so already, or bitsandbytes is missing.
     """
+    check_available(quantization)
     directory = resolve_backbone(name)
     auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
     where = f"backbone {str(name)!r}"
     if isinstance(task, Classify):
         options["ignore_mismatched_sizes"] = True  # a checkpoint's head for other classes is replaced
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    if quantization is not None:
+        from .parallel.skeleton import build_skeleton
+
+        import_library()  # by us, before anyone else does
+        skeleton = build_skeleton(name, task=task, num_labels=num_labels, label_names=label_names, precision=precision)
+        options |= loading_options(quantization, skeleton, dtype=dtype, device=device, where=where)
     try:
         # Missing weights are drawn from the global generator by transformers; forking hides that.
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
@@ -250,7 +279,8 @@ def load_backbone(
         raise UserError(f"{where}: its weights are damaged or cut short: {first_line(error)}") from error
     model, report = loaded
     finish(model, report, name=name, task=task)
-    return model.to(device)
+    settle(model)
+    return model if quantization is not None else model.to(device)  # quantised on the device itself
 
 
 def auto_class(
@@ -346,10 +376,11 @@ def first_line(error: Exception) -> str:
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """SHA-256 over the bytes of every parameter that does not train and of every buffer, in name order."""
+    """SHA-256 over the bytes of every parameter that does not train, of every buffer and of every scale of quantised
+    weights, in name order."""
     digest = hashlib.sha256()
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    tensors |= dict(model.named_buffers())
+    tensors |= dict(model.named_buffers()) | scales(model)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

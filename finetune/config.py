@@ -100,6 +100,9 @@ class Adapter:
     """Scale by alpha/√r instead of alpha/r."""
     dora: bool = False
     """Weight-decomposed LoRA: trains the magnitude vector too."""
+    init: Literal["default", "pissa"] = "default"
+    """`default`: A drawn by `train.seed`, B = 0. `pissa`: the r largest singular directions of each weight, which is
+    left with the rest (PiSSA); in one process only."""
 
     def __post_init__(self) -> None:
         check_bounds(self, rank=(1, None), alpha=(0, None), dropout=(0, 0.99))
@@ -123,9 +126,15 @@ class Optimizer:
     """Share of the steps with linearly rising learning rate."""
     clip: float | None = 1.0
     """Global gradient-norm bound; null for none."""
+    lora_plus: float | None = None
+    """LoRA+: by how much the learning rate of the B factors is above that of everything else; null: not."""
 
     def __post_init__(self) -> None:
         check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), clip=(0, None))
+        check_bounds(self, lora_plus=(1, None))
+
+
+Quantization = Literal["nf4", "nf4-double", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,9 @@ class Train:
     """Longest row, tokens; longer samples are truncated and counted."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute precision; bf16 is autocast over a bf16 backbone."""
+    quantization: Quantization | None = None
+    """Keep the backbone's linear layers in 4 bits (`nf4`; `nf4-double` quantises the scales too) or 8 (`int8`); they
+    compute with the dequantised values in `train.precision`. Needs the extra `quant`."""
     adapter_precision: Literal["fp32", "bf16"] = "fp32"
     """How adapters are kept; bf16 halves what their inputs cost in memory, the optimizer keeps float32 masters."""
     checkpointing: Literal["none", "selective", "full"] = "none"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .adapter import trainable
 from .config import Optimizer, Train
 from .numerics import autocast, without_input_casts
+from .quantised import scales
 
 _PROBE = (16, 32)  # tokens
 
@@ -25,7 +26,7 @@ class MemoryPlan:
     """Bytes by cause."""
 
     backbone: int
-    """Frozen parameters and buffers."""
+    """Frozen parameters and buffers, and scales of quantised weights."""
     adapter: int
     """Trained parameters, float32."""
     gradients: int
@@ -45,7 +46,7 @@ def memory_plan(model: nn.Module, *, train: Train) -> MemoryPlan:
     """Count and measure (see the module's text); the model's mode and the global random state are left as they were."""
     adapter = sum(p.nbytes for p in trainable(model).values())
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
-    frozen |= {b.data_ptr(): b.nbytes for b in model.buffers()}
+    frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *scales(model).values())}
     short, long = (_saved_bytes(model, tokens, train) for tokens in _PROBE)
     slope = max(long - short, 0) / (_PROBE[1] - _PROBE[0])
     per_row = short + slope * (train.max_length - _PROBE[0])

@@ -17,8 +17,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 
 
+def _is_b(name: str) -> bool:
+    """Whether a trained tensor is the factor B of LoRA, which starts at zero and of which LoRA+ speaks."""
+    return ".lora_B." in name or name.endswith(".lora_embedding_A")
+
+
 class AdapterOptimizer:
-    """AdamW over `parameters` (by name)."""
+    """AdamW over `parameters` (by name); with `lora_plus` two learning rates (LoRA+, arXiv 2402.12354)."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
         self.parameters = dict(parameters)
@@ -27,8 +32,12 @@ class AdapterOptimizer:
         self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}
         # One fused pass over all of them where the device has it.
         fused = all(p.device.type in {"cpu", "cuda"} for p in self.parameters.values())
+        faster = [t for name, t in self._updated.items() if settings.lora_plus is not None and _is_b(name)]
+        chosen = {id(t) for t in faster}
         self._adam = torch.optim.AdamW(
-            [{"params": list(self._updated.values())}],  # a pipeline stage may have none
+            # a pipeline stage may have none
+            [{"params": [t for t in self._updated.values() if id(t) not in chosen], "factor": 1.0}]
+            + ([{"params": faster, "factor": settings.lora_plus}] if faster else []),
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -37,8 +46,9 @@ class AdapterOptimizer:
         )
 
     def step(self, rate: float) -> None:
-        """One update at the learning rate `rate`; the gradients are dropped afterwards."""
-        self._adam.param_groups[0]["lr"] = rate
+        """One update at the learning rate `rate` (of B: times `lora_plus`); the gradients are dropped afterwards."""
+        for group in self._adam.param_groups:
+            group["lr"] = rate * group["factor"]
         for name, master in self.masters.items():
             grad = self.parameters[name].grad
             master.grad = None if grad is None else grad.float()

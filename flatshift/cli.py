@@ -20,6 +20,7 @@ _COMMANDS = {
     "select": "choose warm-up data from a pool for a target",
     "train": "fine-tune an adapter by a recipe, or resume a run",
     "sweep": "a resumable grid over recipe keys and seeds",
+    "compare": "training methods against a baseline by one fair protocol",
     "eval": "judge a run directory on dev, test or your own rows",
     "report": "one offline HTML page from run directories",
     "merge": "fold a run's adapter into its backbone",

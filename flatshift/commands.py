@@ -22,8 +22,10 @@ from experiments.recipe import Resolved, from_override, load_recipe, resume_reci
 from finetune.errors import UserError
 from finetune.parallel import agree, launch, voice
 from finetune.parallel.rules import Settings, check_settings
+from finetune.quantised import check_available
 from finetune.rundir import RECIPE, refuse_nonempty
 from flatshift.flags import (
+    CompareFlags,
     DemoFlags,
     DoctorFlags,
     EvalFlags,
@@ -152,6 +154,7 @@ def _train(argv: list[str]) -> int:
 def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
     """The same command line once more, as the ranks of the recipe's mesh."""
     check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
+    check_available(recipe.train.quantization)
     return launch.spawn(
         ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
     )
@@ -184,9 +187,36 @@ def _sweep(argv: list[str]) -> int:
     return sweep(flags.recipe, overrides, flags.out, grid=flags.grid, seeds=flags.seeds, jobs=flags.jobs)
 
 
+def _compare(argv: list[str]) -> int:
+    rest, overrides = _split_overrides(argv, CompareFlags)
+    flags: CompareFlags = _parse(CompareFlags, "compare", rest)
+    if flags.out is None:
+        raise UserError("--out is missing: name the directory to make or continue")
+    from experiments.comparison.compare import compare, summary
+
+    document = compare(
+        flags.recipe,
+        flags.out,
+        data=flags.data,
+        overrides=overrides,
+        methods=flags.methods,
+        tasks=flags.tasks,
+        jobs=flags.jobs,
+    )
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary(document)))
+    if not flags.json:
+        print(flags.out / "report.html")
+    return 1 if any(run["status"] in ("refused", "crashed") for run in document["diverged"]) else 0
+
+
 def _eval(argv: list[str]) -> int:
     rest, overrides = _split_overrides(argv, EvalFlags)
     flags: EvalFlags = _parse(EvalFlags, "eval", rest)
+    if flags.sharpness:
+        return _sharpness(flags, overrides)
+    if given := [name for name in _sharpness_flags(flags) if getattr(flags, name) is not None]:
+        flag = given[0].replace("_", "-")
+        raise UserError(f"--{flag} has a meaning with --sharpness only; add that, or leave it out")
     recipe = resume_recipe(flags.run, overrides).recipe
     if chosen := mesh_flags(recipe, given=named_axes(overrides)):
         return _eval([*argv, *chosen])
@@ -197,6 +227,26 @@ def _eval(argv: list[str]) -> int:
     result = evaluate_run(flags.run, data=flags.data, overrides=overrides, quiet=flags.json)
     if voice.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    return 0
+
+
+def _sharpness_flags(flags: EvalFlags) -> list[str]:
+    return [field.name for field in dataclasses.fields(flags) if field.name.startswith("sharpness_")]
+
+
+def _sharpness(flags: EvalFlags, overrides: list[Any]) -> int:
+    """`eval --sharpness`; what was not given is left to the study's own defaults."""
+    from regularizers.sharpness.config import Sharpness
+
+    given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _sharpness_flags(flags)}
+    given = {name: value for name, value in given.items() if value is not None}
+    own = {field.name for field in dataclasses.fields(Sharpness)}
+    settings = Sharpness(**{name: value for name, value in given.items() if name in own})
+    from experiments.sharpness import measure_run, render
+
+    rest = {name: value for name, value in given.items() if name not in own}
+    result = measure_run(flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, **rest)
+    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
     return 0
 
 
@@ -226,6 +276,8 @@ def _merge(argv: list[str]) -> int:
             f"{out}: {result['dtype']}; logits differ from backbone + adapter by at most "
             f"{result['max_logit_difference']:.2g} (largest logit {result['largest_logit']:.3g}, {result['rows']} rows)"
         )
+    if result["quantization"] is not None and not flags.json:
+        print(f"the adapter was trained on the backbone in {result['quantization']}; here it is on the float weights")
     return 0
 
 
@@ -280,6 +332,7 @@ _RUN: dict[str, Callable[[list[str]], int]] = {
     "select": _select,
     "train": _train,
     "sweep": _sweep,
+    "compare": _compare,
     "eval": _eval,
     "report": _report,
     "merge": _merge,

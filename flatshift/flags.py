@@ -89,15 +89,55 @@ class SweepFlags:
 
 
 @dataclass(frozen=True)
+class CompareFlags:
+    """Compare training methods by a recipe's `comparison` block: equal trials, paired seeds, one primary endpoint."""
+
+    recipe: Positional[str]
+    """Recipe file or shipped recipe (flat-comparison)."""
+    out: Path | None = None
+    """Directory to make or to continue (required); finished cells are never run again."""
+    data: Path | None = None
+    """Directory of the tasks' files."""
+    methods: tuple[str, ...] = ()
+    """Only these methods and the baseline."""
+    tasks: tuple[str, ...] = ()
+    """Only these tasks."""
+    jobs: int = 2
+    """Worker processes, one thread each."""
+    json: bool = False
+    """Print comparison.json when done."""
+
+
+@dataclass(frozen=True)
 class EvalFlags:
-    """Judge a finished run again, on its own dev and test rows or on other files; on another mesh by --mesh.dp N, …"""
+    """Judge a finished run again, on its own dev and test rows or on other files; on another mesh by --mesh.dp N, …
+
+    With --sharpness: measure instead how the loss rises around the trained weights, and write sharpness.json, charts
+    and the report into the run directory.
+    """
 
     run: Positional[Path]
     """Run directory."""
     data: tuple[str, ...] = ()
     """Files to judge on instead; the split is called `data`."""
     json: bool = False
-    """Print exactly what eval.json would hold."""
+    """Print exactly what eval.json would hold, or what sharpness.json holds."""
+    sharpness: bool = False
+    """Measure sharpness: λ_max, trace, mean and highest rises, slices, in adapter space and full weight space."""
+    sharpness_batches: int | None = None
+    """Batches of train.batch_size rows to measure on; 4 by default."""
+    sharpness_split: Literal["dev", "test", "train"] | None = None
+    """Where those rows come from; by default the first of dev, test and train that the run has."""
+    sharpness_spaces: tuple[Literal["adapter", "full"], ...] | None = None
+    """Spaces to measure in; both by default."""
+    sharpness_sigmas: tuple[float, ...] | None = None
+    """Noise radii relative to the row norms; 0.02 0.05 0.1 by default."""
+    sharpness_rhos: tuple[float, ...] | None = None
+    """Radii of the balls for the highest rise; 0.01 0.05 0.1 by default."""
+    sharpness_draws: int | None = None
+    """Antithetic pairs of noise at each σ; 12 by default."""
+    sharpness_seed: int | None = None
+    """Seed of rows and directions; 0 by default."""
 
 
 @dataclass(frozen=True)

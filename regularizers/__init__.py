@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from regularizers.errors import RegularizerError
     from regularizers.ggpo import GGPORegularizer
     from regularizers.protocol import PlainRegularizer, Regularizer, build
+    from regularizers.trainer import RegularizerCallback, TwoPassMixin
 
 _HOMES = {
     "GGPO": "config",
@@ -52,6 +53,8 @@ _HOMES = {
     "Regularizer": "protocol",
     "PlainRegularizer": "protocol",
     "build": "protocol",
+    "RegularizerCallback": "trainer",
+    "TwoPassMixin": "trainer",
     "GGPORegularizer": "ggpo",
 }
 
@@ -70,8 +73,10 @@ __all__ = [
     "Plain",
     "PlainRegularizer",
     "Regularizer",
+    "RegularizerCallback",
     "RegularizerConfig",
     "RegularizerError",
+    "TwoPassMixin",
     "build",
 ]
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from regularizers.branch import NoiseBranch
 from regularizers.config import GGPO
-from regularizers.guidance import debiased, power_shares
+from regularizers.guidance import debiased, gradient_form, gradient_level, power_shares
 from regularizers.mesh import ALONE, Cut, Placement
 from regularizers.rows import Rows
+from regularizers.samples import Batches, SampleSigns
 from regularizers.sharded import gathered
-from regularizers.signs import Side, counters, sign_words, stream_id, stream_keys, unpack
+from regularizers.signs import Streams, stream_id, unpack
 
 FIGURES = ("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped")
 
@@ -31,16 +32,19 @@ def _global(cut: Cut | None, length: int) -> Tensor:
 class Bank:
     """Row scales, noise factors and gradient sketches of `branches`."""
 
-    def __init__(self, branches: list[NoiseBranch], config: GGPO, placement: Placement = ALONE) -> None:
+    def __init__(
+        self, branches: list[NoiseBranch], config: GGPO, batches: Batches, placement: Placement = ALONE
+    ) -> None:
         self.branches = branches
         self.config = config
         self._placement = placement
         sites = [branch.site for branch in branches]
+        names = [site.name for site in sites]
         self._probes = branches[0].probe.shape[1]
         self.device, dtype = branches[0].probe.device, branches[0].probe.dtype
         self.rows = Rows(sites, placement, self.device)
         self._widths = [site.columns for site in sites]
-        self._factor_dtype = sites[0].base.weight.dtype
+        self._factor_dtype = sites[0].dtype
         device = self.device
         per_layer: dict[str, Any] = {"device": device, "dtype": dtype}
         # σ_i² n/σ² → entry of U: 1/√(n k)
@@ -51,69 +55,140 @@ class Bank:
         self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **per_layer)
         self._rank = max(branch.rank for branch in branches)
 
+        out = [_global(site.row_cut, site.rows) for site in sites]
         into = [_global(site.column_cut, site.columns) for site in sites]
-        sides: list[tuple[Side, list[Tensor]]] = [("out", [_global(s.row_cut, s.rows) for s in sites]), ("in", into)]
-        if self._probes:
-            sides.append(("probe", into))
-        self._streams = torch.tensor([stream_id(s.name, side) for side, _ in sides for s in sites], device=device)
-        indices = [part for _, parts in sides for part in parts]
-        self._lengths = torch.tensor([len(part) for part in indices], device=device)
-        self._words = sum(len(part) for part in indices)
-        self._counters = counters(torch.cat(indices).to(device))
+        streams = [stream_id(name, side) for side in ("out", "in") for name in names]  # type: ignore[arg-type]
+        self._noise = Streams(streams, [*out, *into], device)
+        self._probe_in = Streams([stream_id(name, "probe") for name in names], into, device)
+        if config.control == "shuffled":
+            whole = [torch.arange(site.whole_rows) for site in sites]
+            self._shuffle = Streams([stream_id(name, "shuffle") for name in names], whole, device)
+            self._whole_owner = torch.repeat_interleave(self.rows.whole_sizes)
+        self._samples: SampleSigns | None = None
+        if config.scope == "sample":
+            like = torch.empty(0, device=device, dtype=self._factor_dtype)
+            self._samples = SampleSigns(names, [b.rank for b in branches], batches, placement.share, like)
+            for layer, branch in enumerate(branches):
+                branch.signs = self._samples.of(layer)
 
         rows = sum(self.rows.sizes)
         self.norms = torch.zeros(rows, **per_layer)
         self.ema = torch.zeros(rows, **per_layer)
         self.updates = torch.zeros(len(branches), device=device, dtype=torch.int64)
         self.skipped = torch.zeros_like(self.updates)
-        self._sigma: Tensor | None = None
+        self._form = self.ema
+        self._entry: Tensor | None = None
+        self._factors: list[tuple[Tensor, Tensor]] = []
+        self._model: Tensor | None = None
         self._shares: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def refresh_norms(self) -> None:
-        """|W'_i|² of all rows from the weights as they are; collective on a mesh."""
+    def refresh_norms(self) -> int:
+        """|W'_i|² of all rows from the weights as they are, or |w0_i|² in layers where the bound allows it; how many
+        layers took the product with W0. Collective on a mesh."""
         factors = [branch.site.factors() for branch in self.branches]
-        whole = iter(gathered([factor for layer in factors for factor in layer]))
+        flat = iter(gathered([factor for layer in factors for factor in layer]))
+        whole = [[next(flat) for _ in layer] for layer in factors]
+        base, moved = self._beyond(whole) if self.config.tolerance > 0 else (None, [True] * len(whole))
         parts = [
-            branch.site.squared_norms([next(whole) for _ in layer]).to(self.norms.dtype)
-            for branch, layer in zip(self.branches, factors, strict=True)
+            branch.site.squared_norms(layer).to(self.norms.dtype) if exact else self.norms.new_zeros(branch.site.rows)
+            for branch, layer, exact in zip(self.branches, whole, moved, strict=True)
         ]
-        self.norms = torch.cat(parts)
-        self.rows.sum_parts(self.norms)
+        norms = torch.cat(parts)
+        self.rows.sum_parts(norms)
+        if base is not None:
+            norms = torch.where(torch.tensor(moved, device=self.device)[self.rows.owner], norms, base)
+        self.norms = norms
+        return sum(moved)
+
+    def _beyond(self, factors: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[bool]]:
+        """|w0_i|² of all rows, and in which layers | |w'_i| − |w0_i| | ≤ |s b_i A| leaves more than the tolerance to
+        some row: the same answer on all ranks that have a part of the layer."""
+        bounds = [branch.site.bound(layer) for branch, layer in zip(self.branches, factors, strict=True)]
+        base, update = (torch.cat(parts).to(self.norms.dtype) for parts in zip(*bounds, strict=True))
+        self.rows.sum_parts(base)
+        self.rows.sum_parts(update)
+        beyond = (update > self.config.tolerance**2 * base).to(base)
+        return base, (self.rows.means(beyond)[0] > 0).tolist()
 
     def rest(self) -> None:
         """A step without noise: nothing to report."""
-        self._sigma = self._shares = None
+        self._entry = self._shares = None
 
     @torch.no_grad()
-    def perturb(self, sigma: float, step: int) -> None:
-        """Draw the noise of one step (`step` from `signs.step_id`) and switch it on in every layer."""
-        config, owner, sizes = self.config, self.rows.owner, self.rows.sizes
-        v = debiased(self.ema, self.updates[owner], config.ema)
-        shares = power_shares(self.norms, v, beta=config.beta, mode=config.mode, owner=owner, means=self.rows.means)
-        entry = sigma * shares[0].sqrt() * self._unit[owner]
-        self._shares, self._sigma = shares, entry * self._root_rank[owner]
+    def guide(self, step: int) -> None:
+        """Bring the averaged gradient into the form that step `step` (a `signs.step_id`) shares power by. Collective
+        on a mesh."""
+        v = debiased(self.ema, self.updates[self.rows.owner], self.config.ema)
+        if self.config.control == "shuffled":
+            v = self._shuffled(v, step)
+        self._form = gradient_form(self.norms, v, self.config.mode)
 
-        keys = torch.repeat_interleave(stream_keys(self._streams, step), self._lengths, output_size=self._words)
-        words = sign_words(keys, self._counters)
-        rows, noisy = sum(sizes), sum(sizes) + sum(self._widths)
-        noise_out = unpack(words[:rows], self._rank, dtype=self._factor_dtype) * entry[:, None].to(self._factor_dtype)
-        noise_in = unpack(words[rows:noisy], self._rank, dtype=self._factor_dtype)
-        probe_in = unpack(words[noisy:], self._probes, dtype=self._factor_dtype) if self._probes else noise_in[:, :0]
-        parts = zip(
-            self.branches,
-            noise_in.split(self._widths),
-            noise_out.split(sizes),
-            probe_in.split(self._widths),
-            strict=True,
-        )
-        for branch, into, out, probe in parts:
-            branch.install(into[:, : branch.rank], out[:, : branch.rank], probe)
+    def totals(self) -> Tensor:
+        """Sums of |W'|² and of the gradient's form, after `guide`, over this bank's rows on all tensor-parallel ranks,
+        (2,). Collective on a mesh."""
+        return self.rows.totals(self.norms, self._form)
+
+    def _shuffled(self, v: Tensor, step: int) -> Tensor:
+        """`v` (rows,) with the rows of each layer in another order, the same on any mesh."""
+        whole = torch.cat(list(self.rows.whole(v)[0]))
+        order = self._shuffle.words(step).argsort()
+        order = order[self._whole_owner[order].argsort(stable=True)]
+        return self.rows.take([whole[order]])
 
     @torch.no_grad()
-    def sketch(self) -> tuple[Tensor, Tensor]:
-        """q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,). On a mesh
-        the gradient is summed before it is squared: two collectives for all layers."""
+    def scale(self, sigma: float, model: Tensor | None) -> None:
+        """Share the power of the noise among the rows, after `guide`. `model`: its sums over all layers, (2,), if they
+        are to be balanced together; None: layer by layer."""
+        config, owner = self.config, self.rows.owner
+        if config.mode == "paper":
+            level = torch.zeros_like(self.norms)
+        elif model is None:
+            level = gradient_level(*self.rows.means(self.norms, self._form))[owner]
+        else:
+            level = gradient_level(*model.to(self.norms)).expand_as(self.norms)
+        self._shares = power_shares(self.norms, self._form, level, beta=config.beta, mode=config.mode)
+        self._entry = sigma * self._shares[0].sqrt() * self._unit[owner]
+        self._model = model
+
+    @torch.no_grad()
+    def install(self, step: int, *, sketches: bool) -> None:
+        """Switch the perturbation on in every layer, after `scale`: the noise of step `step` (a `signs.step_id`), which
+        with other scopes than `step` waits for `micro`, and probe columns in a step that `sketches`."""
+        scope, layers = self.config.scope, len(self.branches)
+        if scope != "microbatch":
+            self._factors = self._draw(step)
+        probes = self.norms.new_empty(sum(self._widths), 0)
+        if sketches:
+            probes = unpack(self._probe_in.words(step), self._probes, dtype=self._factor_dtype)
+        noise = self._factors if scope == "step" else [(None, None)] * layers
+        for branch, factors, probe in zip(self.branches, noise, probes.split(self._widths), strict=True):
+            branch.install(*factors, probe)
+
+    @torch.no_grad()
+    def micro(self, key: int) -> None:
+        """The micro-batch `key` (a `signs.micro_id`) comes next: another noise, or other signs for its samples."""
+        if self._samples is None:
+            self._factors = self._draw(key)
+        else:
+            self._samples.micro(key)
+        for branch, factors in zip(self.branches, self._factors, strict=True):
+            branch.redraw(*factors)
+
+    def _draw(self, key: int) -> list[tuple[Tensor, Tensor]]:
+        """S_V and U of every layer."""
+        assert self._entry is not None
+        rows, dtype = sum(self.rows.sizes), self._factor_dtype
+        words = self._noise.words(key)
+        noise_out = unpack(words[:rows], self._rank, dtype=dtype) * self._entry[:, None].to(dtype)
+        noise_in = unpack(words[rows:], self._rank, dtype=dtype)
+        parts = zip(self.branches, noise_in.split(self._widths), noise_out.split(self.rows.sizes), strict=True)
+        return [(into[:, : branch.rank], out[:, : branch.rank]) for branch, into, out in parts]
+
+    @torch.no_grad()
+    def sketch(self, loss_scale: float) -> tuple[Tensor, Tensor]:
+        """q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,). The gradient
+        is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all layers."""
         grads = [branch.probe.grad for branch in self.branches]
         took_part = torch.tensor([grad is not None for grad in grads], device=self.device)
         filled = [branch.probe if grad is None else grad for branch, grad in zip(self.branches, grads, strict=True)]
@@ -124,7 +199,7 @@ class Bank:
             self._placement.sum_data(flat)
             gradient = flat[: gradient.numel()].view_as(gradient) / self._placement.gradient_scale
             took_part = flat[gradient.numel() :] > 0
-        return gradient.square().sum(1) / self._probes, took_part
+        return (gradient / loss_scale).square().sum(1) / self._probes, took_part
 
     @torch.no_grad()
     def learn(self, q: Tensor, took_part: Tensor, finite: Tensor) -> None:
@@ -140,23 +215,25 @@ class Bank:
         for branch in self.branches:
             branch.remove()
             branch.probe.grad = None
+        self._factors = []
 
     def figures(self) -> dict[str, float]:
         """Sums over layers from which the regularizer makes its metrics, of the last perturbed step; one wait for the
         device. Collective on a mesh."""
         zero = torch.zeros((), device=self.device, dtype=self.ema.dtype)
         sums = [zero] * 4
-        if self._shares is not None and self._sigma is not None:
+        if self._shares is not None and self._entry is not None:
             (total, gradient), owner = self._shares, self.rows.owner
-            row_power = self._sigma.square() * self._row_widths
+            sigma = self._entry * self._root_rank[owner]
+            row_power = sigma.square() * self._row_widths
             gradient_power = row_power * gradient / total.clamp_min(torch.finfo(total.dtype).tiny)
-            # Total variation between the guided sharing of each layer's power and that by weights alone.
-            means = self.rows.means(total, self.norms)
-            guided, plain = (
-                part / (mean * self.rows.whole_sizes)[owner]
-                for part, mean in zip((total, self.norms), means, strict=True)
-            )
-            sums = list(self.rows.totals(row_power, gradient_power, self._sigma, (guided - plain).abs()))
+            # Total variation between the guided sharing of a layer's (or the model's) power and that by weights alone.
+            if self._model is None:
+                powers = [(mean * self.rows.whole_sizes)[owner] for mean in self.rows.means(total, self.norms)]
+            else:
+                powers = [self._model[0].to(total)] * 2
+            moved = (total / powers[0] - self.norms / powers[1]).abs()
+            sums = list(self.rows.totals(row_power, gradient_power, sigma, moved))
             sums[3] = 0.5 * sums[3]
         counts = (self.updates.sum().to(zero), self.skipped.sum().to(zero))
         return dict(zip(FIGURES, torch.stack([*sums, *counts]).tolist(), strict=True))

@@ -22,20 +22,32 @@ class GGPO:
     """Noise radius σ relative to the row norm; 0 is bit-identical to plain."""
     beta: float = 1.0
     """Weight of the gradient norm in a row's share of noise power; 0 is Flat-LoRA."""
-    mode: Literal["relative", "paper"] = "relative"
-    """`relative`: β scaled per layer, noise power exactly independent of β. `paper`: the literal sum of norms."""
+    mode: Literal["relative", "relative-product", "paper"] = "relative"
+    """`relative`: a sum of norms with β scaled, noise power exactly independent of β. `relative-product`: the same
+    for their product. `paper`: the literal sum of norms."""
+    normalize: Literal["layer", "model"] = "layer"
+    """Over which rows β is scaled: `layer` keeps each layer's noise power, `model` lets the gradient move it between
+    layers."""
+    control: Literal["none", "shuffled"] = "none"
+    """`shuffled`: the gradient norms go to other rows of their layer, anew at every step: a control for studies."""
     rank: int | None = None
     """k, the rank of the noise; null: clip(2^⌊log2(min(m,n)/256)⌋, 8, 32)."""
     probes: int = 4
     """k_p, probe columns that estimate the row gradient norms."""
-    scope: Literal["step"] = "step"
-    """One noise per optimizer step, shared by its micro-batches."""
+    sketch_every: int = 1
+    """Steps from one estimate of the row gradient norms to the next; those between do without probe columns."""
+    scope: Literal["step", "microbatch", "sample"] = "step"
+    """What has a noise of its own: an optimizer step, each of its micro-batches, or each sample of them (own signs in
+    the step's noise)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How σ rises over the steps: constant, or a ramp from 0 to σ."""
     ema: float = 0.95
-    """Decay of the averaged squared row gradient norms."""
+    """Decay of the averaged squared row gradient norms, for each estimate."""
     refresh: int = 16
-    """Steps between exact recomputations of the row norms of W0 + sBA."""
+    """Steps between recomputations of the row norms of W0 + sBA."""
+    tolerance: float = 0.0
+    """A recomputation leaves a layer at the row norms of W0 where the exact bound |s b_i A| on their difference is
+    within this part of them for every row; 0 always takes the product with W0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +71,8 @@ class MGPO:
 
     kind: Literal["mgpo"] = "mgpo"
     rho: float = 0.05
-    """ρ, length of the step before it is divided by the averaged gradient norm."""
+    """ρ, length of the step before it is divided by the averaged gradient norm; 0 is bit-identical to plain. The
+    paper: 0.05 for understanding, 0.01 (with momentum and ema 0.8) for generation."""
     momentum: float = 0.9
     """μ of the gradient momentum m."""
     ema: float = 0.9
@@ -79,7 +92,7 @@ class MSAM:
 
     kind: Literal["msam"] = "msam"
     rho: float = 0.05
-    """ρ, length of the step in the space of the adapter's factors."""
+    """ρ, length of the step in the space of the adapter's factors; 0 is bit-identical to plain."""
     momentum: float = 0.9
     """Decay of the averaged gradient (Adam's β1)."""
     sign: int = -1
@@ -88,7 +101,7 @@ class MSAM:
 
 @dataclass(frozen=True, kw_only=True)
 class SAM:
-    """Sharpness-aware minimisation over the adapted weights themselves, in two passes."""
+    """Sharpness-aware minimisation over the adapted weights themselves, in two passes; holds their dense gradient."""
 
     kind: Literal["sam"] = "sam"
     rho: float = 0.05
@@ -103,7 +116,7 @@ class ASAM:
     rho: float = 0.5
     """ρ, length of the ascent after each entry is divided by its size."""
     eta: float = 0.01
-    """η, added to an entry's size."""
+    """η, added to an entry's size, so that zeros move too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +134,10 @@ class BAR:
 
     kind: Literal["bar"] = "bar"
     form: Literal["nbar", "obar"] = "nbar"
-    """`nbar`: compares the norms of the factors' gradients. `obar`: compares the norms of the factors."""
+    """`nbar`: compares the norms of the factors' gradients, grows one factor and shrinks the other. `obar`: compares
+    the norms of the factors and shrinks the larger."""
     alpha: float = 0.05
-    """α: a factor is scaled by 1 ± α·lr."""
+    """α: a factor is scaled by 1 ± α·lr; 0 is bit-identical to plain."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """How α falls to 0 over the steps."""
 
@@ -138,7 +152,7 @@ class BiLora:
     rank: int = 8
     """Rank of the second adapter."""
     lr_scale: float = 1.0
-    """Learning rate of the second adapter relative to the first's."""
+    """Learning rate of the second adapter (AdamW's ascent) relative to the first's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +161,7 @@ class NEFTune:
 
     kind: Literal["neftune"] = "neftune"
     alpha: float = 5.0
-    """α: noise is uniform in ±α/√(T·D)."""
+    """α: noise is uniform in ±α/√(T·D), T tokens of width D a row; 0 is bit-identical to plain."""
 
 
 RegularizerConfig = Plain | GGPO | FlatLora | MGPO | MSAM | SAM | ASAM | LoraSAM | BAR | BiLora | NEFTune

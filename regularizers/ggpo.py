@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from regularizers.layers import find_lora_sites, refuse_none
 from regularizers.mesh import ALONE, Placement
 from regularizers.protocol import Regularizer
 from regularizers.rownorms import accumulation_dtype
-from regularizers.signs import MAX_COLUMNS, step_id
+from regularizers.samples import Batches
+from regularizers.signs import MAX_COLUMNS, micro_id, step_id
 
 if TYPE_CHECKING:
     from typing import Self
@@ -40,35 +41,36 @@ _log = logging.getLogger(__name__)
 def check_settings(config: GGPO) -> None:
     """Raises RegularizerError for a value without a meaning, naming the key."""
 
-    def demand(holds: bool, key: str, value: object, wanted: str) -> None:
+    def demand(holds: bool, key: str, wanted: str) -> None:
         if not holds:
-            raise RegularizerError(f"regularizer.{key}: {value} is not {wanted}")
+            raise RegularizerError(f"regularizer.{key}: {getattr(config, key)} is not {wanted}")
 
-    demand(math.isfinite(config.sigma) and config.sigma >= 0, "sigma", config.sigma, "a number ≥ 0")
-    demand(math.isfinite(config.beta) and config.beta >= 0, "beta", config.beta, "a number ≥ 0")
-    demand(config.mode in ("relative", "paper"), "mode", config.mode, "`relative` or `paper`")
-    demand(config.scope == "step", "scope", config.scope, "`step`")
-    demand(
-        config.schedule in ("constant", "linear", "cosine"),
-        "schedule",
-        config.schedule,
-        "`constant`, `linear` or `cosine`",
-    )
-    demand(0 <= config.ema < 1, "ema", config.ema, "a number in [0, 1)")
-    demand(config.refresh >= 1, "refresh", config.refresh, "a number of steps ≥ 1")
-    demand(
-        config.rank is None or 1 <= config.rank <= MAX_COLUMNS,
-        "rank",
-        config.rank,
-        f"null or a number from 1 to {MAX_COLUMNS}",
-    )
+    kinds = get_type_hints(GGPO)
+    for key in ("mode", "normalize", "control", "scope", "schedule"):
+        known = get_args(kinds[key])
+        names = [f"`{name}`" for name in known]
+        demand(getattr(config, key) in known, key, f"{', '.join(names[:-1])} or {names[-1]}")
+
+    demand(math.isfinite(config.sigma) and config.sigma >= 0, "sigma", "a number ≥ 0")
+    demand(math.isfinite(config.beta) and config.beta >= 0, "beta", "a number ≥ 0")
+    demand(0 <= config.ema < 1, "ema", "a number in [0, 1)")
+    demand(config.refresh >= 1, "refresh", "a number of steps ≥ 1")
+    demand(math.isfinite(config.tolerance) and config.tolerance >= 0, "tolerance", "a number ≥ 0")
+    demand(config.rank is None or 1 <= config.rank <= MAX_COLUMNS, "rank", f"null or a number from 1 to {MAX_COLUMNS}")
     fewest = 1 if config.beta > 0 else 0
-    demand(
-        fewest <= config.probes <= MAX_COLUMNS,
-        "probes",
-        config.probes,
-        f"a number from {fewest} to {MAX_COLUMNS}" + (" (β > 0 needs the gradient sketch)" if fewest else ""),
-    )
+    needed = " (β > 0 needs the gradient sketch)" if fewest else ""
+    demand(fewest <= config.probes <= MAX_COLUMNS, "probes", f"a number from {fewest} to {MAX_COLUMNS}{needed}")
+    demand(config.sketch_every >= 1, "sketch_every", "a number of steps ≥ 1")
+    if config.mode == "paper" and config.normalize == "model":
+        raise RegularizerError(
+            "regularizer.normalize: model has no meaning with mode: paper, which takes both norms as they are; use "
+            "mode: relative, or normalize: layer"
+        )
+    if config.control == "shuffled" and config.beta == 0:
+        raise RegularizerError(
+            "regularizer.control: shuffled shuffles the gradient's share of the noise, and with beta: 0 there is none; "
+            "use beta > 0, or control: none"
+        )
 
 
 class GGPORegularizer(Regularizer):
@@ -88,7 +90,11 @@ class GGPORegularizer(Regularizer):
         self._step = 0
         self._refreshed = -1
         """Step of the last row norms; −1: none yet."""
+        self._recomputed = 0
+        """Layers whose row norms the last step took exactly."""
         self._inside = False
+        self._model: nn.Module | None = None
+        self._batches = Batches()
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         if self._attached:
@@ -98,16 +104,20 @@ class GGPORegularizer(Regularizer):
                 f"regularizer.schedule: {self.config.schedule} ramps over the optimizer steps, but there are "
                 f"{total_steps}; give the number of steps, or use `constant`"
             )
+        if self.config.scope != "step" and placement is not None and placement.pipelined:
+            raise RegularizerError(
+                f"regularizer.scope: {self.config.scope} draws for every micro-batch, and a pipeline has several under "
+                "way at once; use scope: step, or mesh.pp: 1"
+            )
         self._placement = placement or ALONE
         sites, others = find_lora_sites(model, self._placement)
         probes = self.config.probes if self.config.beta > 0 else 0
         groups: dict[tuple[torch.device, torch.dtype], list[NoiseBranch]] = {}
         for site in sites:
             rank = self.config.rank or default_rank(site.whole_rows, site.whole_columns)
-            dtype = site.base.weight.dtype
-            branch = NoiseBranch(site, rank, probes, accumulation_dtype(dtype))
-            groups.setdefault((site.device, dtype), []).append(branch)
-        banks = [Bank(branches, self.config, self._placement) for branches in groups.values()]
+            branch = NoiseBranch(site, rank, probes, accumulation_dtype(site.dtype))
+            groups.setdefault((site.device, site.dtype), []).append(branch)
+        banks = [Bank(branches, self.config, self._batches, self._placement) for branches in groups.values()]
         self._device = banks[0].device if banks else self._placement.device
         # A pipeline's stage may have no adapter, and its row may be cut; what counts is the whole model.
         counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
@@ -121,7 +131,7 @@ class GGPORegularizer(Regularizer):
                 len(others),
                 others[0],
             )
-        self._banks, self._attached = banks, True
+        self._banks, self._model, self._attached = banks, model, True
         self._seed, self._total_steps = seed, total_steps
         self._step, self._refreshed = 0, -1
         return self
@@ -132,35 +142,58 @@ class GGPORegularizer(Regularizer):
             raise RegularizerError("GGPO is not attached to a model; call attach(model, seed=..., total_steps=...)")
         if self._inside:
             raise RegularizerError(f"step({t}) begins inside another step; a step's context must be left first")
-        self._step = t
+        self._step, self._recomputed = t, 0
         sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
         if sigma == 0:  # not a branch of zeros: the very same operations as plain LoRA
             for bank in self._banks:
                 bank.rest()
             yield range(1)
             return
+        sketches = self.config.beta > 0 and t % self.config.sketch_every == 0
+        assert self._model is not None
         self._inside = True
         try:
-            if self._refreshed < 0 or not 0 <= t - self._refreshed < self.config.refresh:
-                for bank in self._banks:
-                    bank.refresh_norms()
-                self._refreshed = t
-            for bank in self._banks:
-                bank.perturb(sigma, step_id(self._seed, t))
-            yield range(1)
-            self._learn()
+            self._perturb(t, sigma, sketches=sketches)
+            with self._batches.watching(self._model) if self.config.scope == "sample" else nullcontext():
+                yield range(1)
+            if sketches:
+                self._learn(loss_scale)
         finally:
             for bank in self._banks:
                 bank.restore()
             self._inside = False
 
+    def micro(self, index: int) -> None:
+        if not self._inside or self.config.scope == "step":
+            return
+        self._batches.forget()
+        for bank in self._banks:
+            bank.micro(micro_id(self._seed, self._step, index))
+
     @torch.no_grad()
-    def _learn(self) -> None:
+    def _perturb(self, t: int, sigma: float, *, sketches: bool) -> None:
+        """Row norms if they are due, the rows' shares of the noise power, and the noise itself."""
+        if self._refreshed < 0 or not 0 <= t - self._refreshed < self.config.refresh:
+            self._recomputed = sum(bank.refresh_norms() for bank in self._banks)
+            self._refreshed = t
+        step = step_id(self._seed, t)
+        for bank in self._banks:
+            bank.guide(step)
+        totals = None
+        if self.config.normalize == "model":
+            totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+            for bank in self._banks:
+                totals += bank.totals().to(totals)
+            self._placement.sum_pipeline(totals)
+        for bank in self._banks:
+            bank.scale(sigma, totals)
+            bank.install(step, sketches=sketches)
+
+    @torch.no_grad()
+    def _learn(self, loss_scale: float) -> None:
         """Average this step's sketches in, unless one of them, on whatever rank, is not finite. No wait for the
         device."""
-        if self.config.beta == 0:
-            return
-        sketches = [bank.sketch() for bank in self._banks]
+        sketches = [bank.sketch(loss_scale) for bank in self._banks]
         broken = torch.zeros((), device=self._device)
         for q, _ in sketches:
             broken += (~q.isfinite().all()).to(broken)
@@ -169,33 +202,39 @@ class GGPORegularizer(Regularizer):
         for bank, (q, took_part) in zip(self._banks, sketches, strict=True):
             bank.learn(q, took_part, (broken == 0).to(bank.device))
 
-    def perturbations(self) -> dict[str, Tensor]:
-        """ε (m, n) of every layer, dense: for tests and instruments, inside a step only."""
-        return {
-            branch.site.name: branch.noise_out @ branch.noise_in.T
-            for bank in self._banks
-            for branch in bank.branches
-            if branch.noise_out is not None and branch.noise_in is not None
-        }
+    def perturbations(self, sample: int = 0, samples: int = 1) -> dict[str, Tensor]:
+        """ε (m, n) of every layer, dense: for tests and instruments, inside a step only; of the micro-batch at hand
+        where it has its own, and of number `sample` of this process's `samples` in it where each sample has."""
+        noise = {}
+        for bank in self._banks:
+            for branch in bank.branches:
+                if branch.noise_out is not None and branch.noise_in is not None:
+                    out = branch.noise_out
+                    if branch.signs is not None:
+                        out = out * branch.signs(torch.empty(samples, 1))[sample]
+                    noise[branch.site.name] = out @ branch.noise_in.T
+        return noise
 
     def metrics(self) -> dict[str, float]:
         """Of the last step: `sigma` (scheduled), `row_sigma_mean`, `gradient_share` (the gradient's part of the noise
-        power), `guidance` (how much power the gradient moved between rows, 0 to 1, mean over layers), layer counts,
-        `sketches` averaged and `sketches_skipped` because they were not finite (means over layers)."""
+        power), `guidance` (how much power the gradient moved between rows, 0 to 1: mean over layers, or with
+        `normalize: model` of the whole model), layer counts, `norms_refreshed` (layers whose row norms were taken from
+        W0 anew), `sketches` averaged and `sketches_skipped` because they were not finite (means over layers)."""
         parts = [bank.figures() for bank in self._banks]
-        sums = [sum(part[name] for part in parts) for name in FIGURES]
+        sums = [*(sum(part[name] for part in parts) for name in FIGURES), self._recomputed]
         if self._placement is not ALONE:
             total = torch.tensor(sums, dtype=torch.float64, device=self._device)
             self._placement.sum_pipeline(total)
             sums = total.tolist()
-        power, gradient_power, sigma_sum, moved, sketches, skipped = sums
+        power, gradient_power, sigma_sum, moved, sketches, skipped, recomputed = sums
         return {
             "sigma": scheduled_sigma(self.config.sigma, self.config.schedule, self._step, self._total_steps),
             "row_sigma_mean": sigma_sum / max(self._rows, 1),
             "gradient_share": gradient_power / power if power else 0.0,
-            "guidance": moved / max(self._layers, 1),
+            "guidance": moved / (1 if self.config.normalize == "model" else max(self._layers, 1)),
             "perturbed_layers": float(self._layers),
             "layers_left_alone": float(self._left_alone),
+            "norms_refreshed": float(recomputed),
             "sketches": sketches / max(self._layers, 1),
             "sketches_skipped": skipped / max(self._layers, 1),
         }
@@ -242,7 +281,7 @@ class GGPORegularizer(Regularizer):
         for bank in self._banks:
             bank.restore()
         release(self)
-        self._banks, self._attached, self._inside = [], False, False
+        self._banks, self._model, self._attached, self._inside = [], None, False, False
         self._placement, self._layers, self._rows, self._left_alone = ALONE, 0, 0, 0
 
 

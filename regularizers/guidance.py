@@ -2,19 +2,18 @@
 
 Pure functions over flat vectors: the rows of all layers one after another, `owner` (rows,) naming each row's layer.
 Sources: LoRA-GGPO (arXiv 2502.14538 v1) for the sum of weight and gradient norms, Flat-LoRA (arXiv 2409.14396) for
-σ²/n·|W'_i|² and the ramp; the `relative` scaling of β is our own reading.
+σ²/n·|W'_i|² and the ramp; the `relative` scalings of β are our own readings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-Mode = Literal["relative", "paper"]
+Mode = Literal["relative", "relative-product", "paper"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -42,27 +41,30 @@ def debiased(ema: Tensor, updates: Tensor, decay: float) -> Tensor:
     return torch.where(updates > 0, ema / weight.clamp_min(torch.finfo(ema.dtype).tiny), torch.zeros_like(ema))
 
 
-def power_shares(
-    norms: Tensor,
-    v: Tensor,
-    *,
-    beta: float,
-    mode: Mode,
-    owner: Tensor,
-    means: Callable[[Tensor, Tensor], Sequence[Tensor]],
-) -> tuple[Tensor, Tensor]:
+def gradient_form(norms: Tensor, v: Tensor, mode: Mode) -> Tensor:
+    """What the gradient's part of a row's power is proportional to, (rows,): v_i, or |W'_i|² v_i for the product."""
+    return norms * v if mode == "relative-product" else v
+
+
+def gradient_level(norms: Tensor, forms: Tensor) -> Tensor:
+    """Factor that brings `gradient_form` to the size of |W'|², from the sums (or means) of both over the same rows;
+    zero where no gradient is known yet."""
+    known = forms > 0
+    return torch.where(known, norms / torch.where(known, forms, torch.ones_like(forms)), 0.0)
+
+
+def power_shares(norms: Tensor, form: Tensor, level: Tensor, *, beta: float, mode: Mode) -> tuple[Tensor, Tensor]:
     """n·σ_i²/σ² of every row, and the part of it that comes from the gradient; both (rows,).
 
-    norms: |W'_i|²; v: averaged |G_i|², zero while unknown; means: of both over each layer's rows, (layers,) each.
-    relative: (|W'_i|² + β v_i·mean|W'|²/mean v)/(1+β), whose sum over a layer does not depend on β. A layer
-        without a gradient yet shares its power by the weights alone: |W'_i|², the same sum.
-    paper: |W'_i|² + β v_i.
+    norms: |W'_i|²; form: `gradient_form`; level: `gradient_level` over the row's layer, or over the whole model.
+    relative: (|W'_i|² + β v_i·Σ|W'|²/Σv)/(1+β).
+    relative-product: |W'_i|² (1 + β v_i·Σ|W'|²/Σ|W'|²v)/(1+β).
+        The sum of both over the rows that `level` was taken over does not depend on β. Where no gradient is known
+        yet they share the power by the weights alone: |W'_i|², the same sum.
+    paper: |W'_i|² + β v_i; level is not used.
     """
     if mode == "paper":
-        gradient = beta * v
+        gradient = beta * form
         return norms + gradient, gradient
-    mean_norms, mean_v = means(norms, v)
-    known = mean_v > 0
-    scale = torch.where(known, mean_norms / torch.where(known, mean_v, torch.ones_like(mean_v)), 0.0)
-    gradient = beta / (1 + beta) * scale[owner] * v
-    return torch.where(known[owner], norms / (1 + beta) + gradient, norms), gradient
+    gradient = beta / (1 + beta) * level * form
+    return torch.where(level > 0, norms / (1 + beta) + gradient, norms), gradient

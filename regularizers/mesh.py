@@ -56,6 +56,10 @@ class Placement(Protocol):
         """Add up over the pipeline's stages: other layers."""
 
     @property
+    def pipelined(self) -> bool:
+        """Whether several micro-batches are under way at once, as in a pipeline."""
+
+    @property
     def share(self) -> tuple[int, int]:
         """(i, n): this process has the i-th of n equal runs of every micro-batch's rows."""
 
@@ -76,6 +80,7 @@ class Alone:
     """The placement of a single process: it has everything, and sums are free."""
 
     gradient_scale = 1.0
+    pipelined = False
 
     @property
     def device(self) -> torch.device:

@@ -140,7 +140,7 @@ _HOMES: dict[type[Any], str] = {
     Plain: "protocol:PlainRegularizer",
     GGPO: "ggpo:GGPORegularizer",
     FlatLora: "ggpo:flat_lora",
-    MGPO: "momentum:MomentumRegularizer",
+    MGPO: "momentum:mgpo",
     MSAM: "momentum:MomentumRegularizer",
     SAM: "sam:WeightSAM",
     ASAM: "sam:AdapterSAM",

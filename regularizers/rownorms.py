@@ -38,21 +38,14 @@ def squared_update_norms(a: Tensor, sb: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def adapted_squared_row_norms(
-    weight: Tensor, a: Tensor, sb: Tensor, *, base: Tensor | None = None, tolerance: float = 0.0
-) -> Tensor:
+def adapted_squared_row_norms(weight: Tensor, a: Tensor, sb: Tensor, *, base: Tensor | None = None) -> Tensor:
     """|w'_i|² (m,) of `weight` + `sb` @ `a`, in float32 (float64 for float64 weights).
 
     weight (m, n), a (r, n), sb = s·B (m, r); base: `squared_row_norms(weight)` if known. The weight may lie on another
-    device than the others; it is brought to theirs a few rows at a time. Where the exact bound says
-    that no row norm moved by more than `tolerance` times itself, the product with W0 is skipped: with the default 0
-    that is only the case for an update that is zero.
+    device than the others; it is brought to theirs a few rows at a time.
     """
     dtype = accumulation_dtype(weight.dtype)
     base = squared_row_norms(weight).to(a.device) if base is None else base
     a, sb = a.to(dtype), sb.to(dtype)
-    update = squared_update_norms(a, sb)
-    if bool((update <= tolerance**2 * base).all()):
-        return base.clone()
     cross = torch.cat([rows.to(a) @ a.T for rows in _chunks(weight)])
-    return (base + 2 * (sb * cross).sum(1) + update).clamp_min(0)
+    return (base + 2 * (sb * cross).sum(1) + squared_update_norms(a, sb)).clamp_min(0)

@@ -1,6 +1,7 @@
 """Random signs by counting, not by a generator: any device, any split, any recomputation sees the same ones.
 
-A sign is one bit of a 64-bit hash of (seed, optimizer step, layer, side, *global* row or column). The hash is
+A sign is one bit of a 64-bit hash of (seed, optimizer step, layer, side, *global* row or column), for some scopes also
+of the micro-batch and the sample. The hash is
 SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) used as a counter generator: word i of stream `key` is
 mix64(key + (i+1)·γ). Signed 64-bit integers wrap modulo 2^64 on every device, so the words are the same on all.
 """
@@ -8,17 +9,18 @@ mix64(key + (i+1)·γ). Signed 64-bit integers wrap modulo 2^64 on every device,
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-Side = Literal["out", "in", "probe"]
+Side = Literal["out", "in", "probe", "shuffle", "sample"]
 MAX_COLUMNS = 64
 """Signs that one word, hence one row or column, can give."""
 
-_SIDES: dict[str, int] = {"out": 1, "in": 2, "probe": 3}
+_SIDES: dict[str, int] = {"out": 1, "in": 2, "probe": 3, "shuffle": 4, "sample": 5}
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
@@ -61,8 +63,13 @@ def step_id(seed: int, step: int) -> int:
     return _signed(_mix_int(_mix_int(seed + _GAMMA) + step * _GAMMA))
 
 
+def micro_id(seed: int, step: int, micro: int) -> int:
+    """The part of a key that changes with every micro-batch (from 0) of every optimizer step, as an int64."""
+    return _signed(_mix_int(step_id(seed, step) + (micro + 1) * _GAMMA))
+
+
 def stream_keys(streams: Tensor, step: int) -> Tensor:
-    """The keys of streams (int64 `stream_id`s) at one optimizer step (a `step_id`)."""
+    """The keys of streams (int64 `stream_id`s) at one optimizer step (a `step_id`) or micro-batch (a `micro_id`)."""
     return mix64(streams ^ step)
 
 
@@ -74,6 +81,22 @@ def counters(indices: Tensor) -> Tensor:
 def sign_words(keys: Tensor, counters: Tensor) -> Tensor:
     """One 64-bit word for each pair of a key and a counter (broadcast)."""
     return mix64(keys + counters)
+
+
+class Streams:
+    """Words of many streams in one call: of stream i at its indices i, one stream after another."""
+
+    def __init__(self, streams: Sequence[int], indices: Sequence[Tensor], device: torch.device) -> None:
+        """`streams`: `stream_id`s; `indices`: global rows or columns (int64) of each."""
+        self._streams = torch.tensor(streams, dtype=torch.int64, device=device)
+        self._lengths = torch.tensor([len(each) for each in indices], device=device)
+        self._total = sum(len(each) for each in indices)
+        self._counters = counters(torch.cat(list(indices)).to(device))
+
+    def words(self, step: int) -> Tensor:
+        """At one `step_id` or `micro_id`, int64 (Σ lengths,)."""
+        keys = torch.repeat_interleave(stream_keys(self._streams, step), self._lengths, output_size=self._total)
+        return sign_words(keys, self._counters)
 
 
 @lru_cache(maxsize=16)
@@ -103,9 +126,11 @@ def signs(
     side: Side,
     indices: Tensor | range,
     columns: int,
+    micro: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Signs ±1 (len(indices), columns) of one side of a layer; `indices` are global rows ("out") or columns.
+    """Signs ±1 (len(indices), columns) of one side of a layer; `indices` are global rows ("out"), columns, or rows of
+    the micro-batch `micro` ("sample").
 
     Any split of the indices over processes gives the slices of the whole. `GGPORegularizer` draws all layers in one
     call of the same functions; this is the readable form and the reference.
@@ -113,4 +138,5 @@ def signs(
     if isinstance(indices, range):
         indices = torch.arange(indices.start, indices.stop, indices.step, dtype=torch.int64)
     stream = torch.tensor([stream_id(layer, side)], device=indices.device)
-    return unpack(sign_words(stream_keys(stream, step_id(seed, step)), counters(indices)), columns, dtype=dtype)
+    key = step_id(seed, step) if micro is None else micro_id(seed, step, micro)
+    return unpack(sign_words(stream_keys(stream, key), counters(indices)), columns, dtype=dtype)

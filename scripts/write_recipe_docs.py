@@ -58,6 +58,8 @@ def rows(cls: type, path: str = "") -> list[str]:
             continue
         if not components:
             out.append(f"| `{key}` | {_kinds(field, hint)} | {docs.get(field.name, '')} |")
+            if typing.get_origin(hint) is dict and dataclasses.is_dataclass(inner := typing.get_args(hint)[1]):
+                out += rows(inner, f"{key}.NAME")
             continue
         default = _default(field)
         kind = getattr(default, "kind", None)
@@ -78,6 +80,8 @@ def _default(field: dataclasses.Field) -> Any:
 
 def _kinds(field: dataclasses.Field, hint: Any) -> str:
     default = _default(field)
+    if default is dataclasses.MISSING:
+        return "required"
     shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
     shown = {"()": "[]", "{}": "{}", "": "''"}.get(shown, shown)
     choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()

@@ -94,6 +94,19 @@ def frozen_checksums(model: nn.Module) -> dict[str, bytes]:
     }
 
 
+def fitted(model: Any, ids: Tensor, target: float) -> Any:
+    """Train the adapter until the loss on `ids` is below `target`."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(400):
+        loss = loss_of(model, ids)
+        optimizer.zero_grad()
+        if float(loss.detach()) < target:
+            return model
+        loss.backward()
+        optimizer.step()
+    raise AssertionError(f"the tiny model stopped at {float(loss.detach()):.3f}")
+
+
 def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """W0 of every LoRA layer by the layer's name, as stored (Conv1D: transposed)."""
     return {

@@ -196,7 +196,12 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
             lines += _dump(child, origins, child_path, depth + 1)
         elif isinstance(child, dict):
             lines.append(f"{pad}{field.name}:" + ("" if child else " {}") + f"  # {origins.get(child_path, 'default')}")
-            lines += [f"{pad}  {json.dumps(key)}: {_scalar_text(item)}" for key, item in child.items()]
+            for key, item in child.items():
+                if dataclasses.is_dataclass(item):
+                    lines.append(f"{pad}  {json.dumps(key)}:")
+                    lines += _dump(item, origins, f"{child_path}.{key}", depth + 2)
+                else:
+                    lines.append(f"{pad}  {json.dumps(key)}: {_scalar_text(item)}")
         else:
             lines.append(f"{pad}{field.name}: {_scalar_text(child)}  # {origins.get(child_path, 'default')}")
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from experiments.report import findings, formats, sections_run, sections_study
+from experiments.report import findings, formats, sections_run, sections_sharpness, sections_study
 from experiments.report.blocks import (
     Bars,
     Chapter,
@@ -38,6 +38,7 @@ def chapter(run: Run) -> Chapter:
         parts.append(findings.train_finding(run))
         tiles += sections_run.training_tiles(run)
         sections += [*sections_run.evaluation_sections(run), *sections_run.training_sections(run)]
+        sections += sections_sharpness.sharpness_sections(run)
     if run.selection is not None:
         kinds.append("selection")
         weight = max(weight, 2)

@@ -146,6 +146,16 @@ class Run:
         return _check_eval(self.path / "eval.json", read_object(self.path / "eval.json"))
 
     @cached_property
+    def sharpness(self) -> dict[str, Any]:
+        """What `flatshift eval --sharpness` wrote; empty if it was not asked."""
+        file = self.path / "sharpness.json"
+        found = read_object(file)
+        lost = {"loss", "measures", "about", "slices"} - set(found) if found else set()
+        if lost:
+            raise UserError(f"{file} has no {min(lost)!r}; run `flatshift eval {self.path} --sharpness` again")
+        return found
+
+    @cached_property
     def selection(self) -> Selection | None:
         for folder in (self.path, self.path / "selection"):
             if (folder / "scores.parquet").is_file() or (folder / "selected.jsonl").is_file():

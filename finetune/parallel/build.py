@@ -18,6 +18,7 @@ from ..adapter import attach_adapter, attach_on_meta, initial_value
 from ..backbone import load_backbone
 from ..config import Adapter, Mesh, Task, Train
 from ..memory import size
+from ..quantised import describe, unwrap_packed
 from .activation import checkpoint_activations
 from .engine import Engine
 from .layout import canonical
@@ -42,18 +43,55 @@ def build_engine(
     Raises:
         UserError: whatever of backbone, adapter and mesh does not go together, before a weight is read.
     """
-    dtype = torch.bfloat16 if train.adapter_precision == "bf16" else torch.float32
-    if world.size == 1:
-        model = load_backbone(
-            backbone, task=task, label_names=label_names, precision=train.precision, device=world.device
-        )
-        alone = attach_adapter(model, adapter, task=task, seed=train.seed, dtype=dtype)
-        checkpoint_activations(alone, train.checkpointing)
-        return Engine.alone(alone)
+    if world.size == 1 or train.quantization is not None:
+        whole = _whole(backbone, task=task, adapter=adapter, train=train, world=world, label_names=label_names)
+        if train.quantization is not None:
+            say(describe(whole, train.quantization))
+        if world.size > 1:
+            return _quantised_on_mesh(whole, train=train, mesh=mesh, world=world)
+        checkpoint_activations(whole, train.checkpointing)
+        return Engine.alone(whole)
     return _on_mesh(
-        backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, say=say,
-        dtype=dtype,
-    )  # fmt: skip
+        backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, say=say
+    )
+
+
+def _whole(
+    backbone: str, *, task: Task, adapter: Adapter, train: Train, world: World, label_names: Sequence[str] | None
+) -> Any:
+    """All of the model on this rank's device, with values."""
+    model = load_backbone(
+        backbone,
+        task=task,
+        label_names=label_names,
+        precision=train.precision,
+        quantization=train.quantization,
+        device=world.device,
+    )
+    return attach_adapter(model, adapter, task=task, seed=train.seed, dtype=_adapter_dtype(train))
+
+
+def _adapter_dtype(train: Train) -> torch.dtype:
+    return torch.bfloat16 if train.adapter_precision == "bf16" else torch.float32
+
+
+def _quantised_on_mesh(model: Any, *, train: Train, mesh: Mesh, world: World) -> Engine:
+    """Every rank reads and quantises the whole backbone, in a quarter or half of its bytes in bf16, and keeps its
+    shard: blocks of packed values do not follow the rows by which files are read, and double quantisation needs all
+    scales of a weight."""
+    from .context import ContextParallel, check_context
+    from .shard import shard
+
+    if mesh.cp > 1:
+        check_context(model)
+    tokens = ContextParallel(world) if mesh.cp > 1 else None
+    if tokens is not None:
+        tokens.attach(model)
+    checkpoint_activations(model, train.checkpointing)
+    if world.width("dp", "cp") > 1 and mesh.zero == 3:
+        unwrap_packed(model)
+    sharding = shard(model, mesh=mesh, world=world)
+    return Engine(model, world, sharding=sharding, tokens=tokens, multiple=1 if tokens is None else tokens.multiple)
 
 
 def _on_mesh(
@@ -66,7 +104,6 @@ def _on_mesh(
     world: World,
     label_names: Sequence[str] | None,
     say: Callable[[str], None],
-    dtype: torch.dtype,
 ) -> Engine:
     from .context import ContextParallel, check_context
     from .pipeline import PipelineRunner, cut_parts
@@ -77,7 +114,7 @@ def _on_mesh(
 
     def whole() -> Any:
         skeleton = build_skeleton(backbone, task=task, label_names=label_names, precision=train.precision)
-        return attach_on_meta(skeleton, adapter, task=task, dtype=dtype)
+        return attach_on_meta(skeleton, adapter, task=task, dtype=_adapter_dtype(train))
 
     model = whole()
     base = model.get_base_model()

@@ -22,6 +22,8 @@ _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _LOGITS_BYTES = 1 << 30
 """What evaluation lets logits take (`finetune.evaluate.perplexity`)."""
+_PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+"""Of a value of a quantised block, scales included."""
 _STATE_BYTES = 16
 """Of an adapter parameter: weight, gradient, two moments, and the float32 master where the first two are bf16."""
 
@@ -130,11 +132,13 @@ def footprint(backbone: Backbone, *, mesh: Mesh, adapter: Adapter, train: Train,
         rows: of a micro-batch on one rank; by default its share of `train.batch_size`.
     """
     width = 2 if train.precision == "bf16" else 4
+    kept = _PACKED_BYTES.get(train.quantization or "", width)
     shards = mesh.dp * mesh.cp
-    unit = max((*backbone.blocks, *backbone.ends)) * width // mesh.tp
+    block, end = max(backbone.blocks) * kept, max(backbone.ends, default=0) * width
+    unit = int(max(block, end)) // mesh.tp
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
-    outside = sum(backbone.ends) if mesh.pp == 1 else max(backbone.ends, default=0)
-    stage = (layers * max(backbone.blocks) + outside) * width // mesh.tp
+    outside = sum(backbone.ends) * width if mesh.pp == 1 else end
+    stage = int(layers * block + outside) // mesh.tp
     gathered = 0
     if shards > 1 and mesh.zero == 3:
         gathered = stage + unit if mesh.pp > 1 or not mesh.reshard else 2 * unit

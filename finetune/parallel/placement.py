@@ -43,6 +43,10 @@ class MeshPlacement:
         self._world.sum(tensor, "pp")
 
     @property
+    def pipelined(self) -> bool:
+        return self._world.width("pp") > 1
+
+    @property
     def share(self) -> tuple[int, int]:
         return self._world.index(*DATA), self._world.width(*DATA)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import Mesh, Optimizer, Train
 from ..memory import size
+from ..quantised import scales
 from .engine import Engine
 from .pipeline.plan import bubble, full_pieces, pieces_per_micro, virtual_stages
 from .placing import local
@@ -20,6 +21,7 @@ def mesh_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Optimizer
     """The plan of one stage as text, one cause a line."""
     world, sharding = engine.world, engine.sharding
     frozen = sum(local(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
+    frozen += sum(part.nbytes for part in scales(engine.model).values())
     adapter = sum(local(p).nbytes for p in engine.parameters.values())
     masters = 0 if train.adapter_precision == "fp32" else 2 * adapter
     moments = 2 * (adapter if train.adapter_precision == "fp32" else 2 * adapter)

@@ -123,8 +123,31 @@ RULES: tuple[Rule, ...] = (
         "leave DoRA off or use mesh.dp", lambda s: s.adapter.dora and s.mesh.tp > 1,
     ),
     Rule(
+        "adapter.init: pissa", REQUIRES, "one rank", "the decomposition needs the whole weight",
+        "set adapter.init: default", lambda s: s.adapter.init == "pissa" and s.mesh.size > 1,
+    ),
+    Rule(
         "train.adapter_precision: bf16", REQUIRES, "train.precision: bf16", "a float32 layer cannot take bf16 factors",
         "set train.precision: bf16", lambda s: s.train.adapter_precision == "bf16" and s.train.precision != "bf16",
+    ),
+    Rule(
+        "train.quantization", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "packed weights are quantised whole",
+        "use mesh.dp or mesh.replicate", lambda s: s.train.quantization is not None and s.mesh.tp * s.mesh.pp > 1,
+    ),
+    Rule(
+        "train.quantization: int8", INCOMPATIBLE, "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)",
+        "bitsandbytes computes with a whole copy of its own", "set train.quantization: nf4, mesh.zero: 1, or use "
+        "mesh.replicate",
+        lambda s: s.train.quantization == "int8" and s.mesh.dp * s.mesh.cp > 1 and s.mesh.zero == 3,
+    ),
+    Rule(
+        "train.quantization", INCOMPATIBLE, "adapter.init: pissa", "packed weights cannot be left with the rest",
+        "leave adapter.init at default",
+        lambda s: s.train.quantization is not None and s.adapter.init == "pissa",
+    ),
+    Rule(
+        "train.quantization", INCOMPATIBLE, "mesh.offload", "the scales of packed weights stay on the device",
+        "leave it off", lambda s: s.train.quantization is not None and s.mesh.offload,
     ),
     Rule(
         "mesh.sequence_parallel", INCOMPATIBLE, "task.kind: classify",

@@ -50,7 +50,10 @@ def build_skeleton(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise refusal(error, task, where) from error
     if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(f"{where} is quantised, which a mesh does not read; take the unquantised one, or one device")
+        raise UserError(
+            f"{where} is quantised already, and neither a mesh nor train.quantization begins with that; take the "
+            "unquantised one, or one device and no train.quantization"
+        )
     checkpoint = Checkpoint.of(model, directory)
     if checkpoint.mismatched and not options:
         odd = checkpoint.mismatched[0]

@@ -19,6 +19,7 @@ from tests.regularizer_models import (
     base_weights,
     clear,
     densely_perturbed,
+    fitted,
     gradients,
     loss_of,
     tiny_gpt2,
@@ -189,19 +190,6 @@ def test_entries_of_a_row_are_independent() -> None:
 
 
 # --- the sketch is of the gradient at the perturbed point -------------------------------------------------------------
-
-
-def fitted(model: Any, ids: Tensor, target: float) -> Any:
-    """Train the adapter until the loss on `ids` is below `target`."""
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(400):
-        loss = loss_of(model, ids)
-        optimizer.zero_grad()
-        if float(loss.detach()) < target:
-            return model
-        loss.backward()
-        optimizer.step()
-    raise AssertionError(f"the tiny model stopped at {float(loss.detach()):.3f}")
 
 
 @pytest.mark.parametrize("near_convergence", [False, True], ids=["start", "near-zero-loss"])

@@ -63,6 +63,22 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"adapter_precision": "bf16"},
         {"adapter_precision": "bf16", "precision": "bf16"},
     ),
+    ("train.quantization", "mesh.tp > 1 or mesh.pp > 1"): (
+        {"quantization": "nf4", "pp": 2},
+        {"quantization": "nf4", "dp": 2, "replicate": 2},
+    ),
+    ("train.quantization: int8", "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)"): (
+        {"quantization": "int8", "dp": 2},
+        {"quantization": "int8", "dp": 2, "zero": 2},
+    ),
+    ("train.quantization", "adapter.init: pissa"): (
+        {"quantization": "nf4", "init": "pissa"},
+        {"quantization": "nf4", "init": "default"},
+    ),
+    ("train.quantization", "mesh.offload"): (
+        {"quantization": "nf4", "offload": True, "dp": 2, "device": "cuda"},
+        {"quantization": "nf4", "dp": 2, "device": "cuda"},
+    ),
     ("mesh.sequence_parallel", "task.kind: classify"): (
         {"sequence_parallel": True, "tp": 2, "task": Classify()},
         {"tp": 2, "task": Classify()},

@@ -2,47 +2,81 @@
 
 import pytest
 import torch
+from torch import Tensor
 
-from regularizers.guidance import debiased, default_rank, layer_means, power_shares, scheduled_sigma
+from regularizers.guidance import (
+    debiased,
+    default_rank,
+    gradient_form,
+    gradient_level,
+    layer_means,
+    power_shares,
+    scheduled_sigma,
+)
 
 SIZES = [5, 8, 3]
 OWNER = torch.repeat_interleave(torch.tensor(SIZES))
 GENERATOR = torch.Generator().manual_seed(0)
 NORMS = torch.rand(16, generator=GENERATOR, dtype=torch.float64) + 0.5
 V = 1e-9 * torch.rand(16, generator=GENERATOR, dtype=torch.float64)
+LAYER = slice(5, 13)
 
 
-def shares(beta: float, mode: str = "relative", v: torch.Tensor = V) -> tuple[torch.Tensor, torch.Tensor]:
-    def means(*values: torch.Tensor) -> list[torch.Tensor]:
-        return [layer_means(each, SIZES) for each in values]
+def shares(beta: float, mode: str = "relative", v: Tensor = V, *, model: bool = False) -> tuple[Tensor, Tensor]:
+    form = gradient_form(NORMS, v, mode)
+    if model:
+        level = gradient_level(NORMS.sum(), form.sum()).expand(16)
+    else:
+        level = gradient_level(layer_means(NORMS, SIZES), layer_means(form, SIZES))[OWNER]
+    return power_shares(NORMS, form, level, beta=beta, mode=mode)
 
-    return power_shares(NORMS, v, beta=beta, mode=mode, owner=OWNER, means=means)
 
-
+@pytest.mark.parametrize("mode", ["relative", "relative-product"])
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0, 30.0])
-def test_power_of_every_layer_is_independent_of_beta(beta: float) -> None:
-    for guided, plain in zip(shares(beta)[0].split(SIZES), NORMS.split(SIZES), strict=True):
+def test_power_of_every_layer_is_independent_of_beta(beta: float, mode: str) -> None:
+    for guided, plain in zip(shares(beta, mode)[0].split(SIZES), NORMS.split(SIZES), strict=True):
         assert float(guided.sum()) == pytest.approx(float(plain.sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["relative", "relative-product"])
+def test_over_the_model_power_moves_between_layers_and_none_is_made(mode: str) -> None:
+    v = V.clone()
+    v[LAYER] *= 100
+    guided = shares(1.0, mode, v, model=True)[0]
+    assert float(guided.sum()) == pytest.approx(float(NORMS.sum()), rel=1e-12)
+    assert float(guided[LAYER].sum()) > 1.3 * float(NORMS[LAYER].sum())
+    assert float(guided[:5].sum()) < 0.7 * float(NORMS[:5].sum())
 
 
 def test_relative_is_the_formula() -> None:
     guided, gradient = shares(1.0)
-    layer = slice(5, 13)
-    expected = (NORMS[layer] + V[layer] * NORMS[layer].mean() / V[layer].mean()) / 2
-    assert torch.allclose(guided[layer], expected, rtol=1e-12)
+    expected = (NORMS[LAYER] + V[LAYER] * NORMS[LAYER].mean() / V[LAYER].mean()) / 2
+    assert torch.allclose(guided[LAYER], expected, rtol=1e-12)
     assert float(gradient.sum() / guided.sum()) == pytest.approx(0.5)
 
 
-def test_relative_does_not_see_the_unit_of_the_loss() -> None:
-    assert torch.allclose(shares(1.0)[0], shares(1.0, v=V * 1e6)[0], rtol=1e-12)
+def test_relative_product_is_the_formula() -> None:
+    norms, v = NORMS[LAYER], V[LAYER]
+    guided, gradient = shares(2.0, "relative-product")
+    expected = norms * (1 + 2 * v / ((norms * v).sum() / norms.sum())) / 3
+    assert torch.allclose(guided[LAYER], expected, rtol=1e-12)
+    assert float(gradient.sum() / guided.sum()) == pytest.approx(2 / 3)
+    assert not torch.allclose(guided, shares(2.0)[0], rtol=1e-3)
 
 
-def test_relative_with_no_gradient_yet_uses_weights_alone() -> None:
+@pytest.mark.parametrize("mode", ["relative", "relative-product"])
+def test_relative_does_not_see_the_unit_of_the_loss(mode: str) -> None:
+    assert torch.allclose(shares(1.0, mode)[0], shares(1.0, mode, v=V * 1e6)[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["relative", "relative-product"])
+def test_relative_with_no_gradient_yet_uses_weights_alone(mode: str) -> None:
     v = V.clone()
-    v[5:13] = 0
-    guided, gradient = shares(1.0, v=v)
-    assert torch.equal(guided[5:13], NORMS[5:13]) and not gradient[5:13].any()
+    v[LAYER] = 0
+    guided, gradient = shares(1.0, mode, v=v)
+    assert torch.equal(guided[LAYER], NORMS[LAYER]) and not gradient[LAYER].any()
     assert not torch.equal(guided[:5], NORMS[:5])
+    assert torch.equal(shares(1.0, mode, v=0 * v, model=True)[0], NORMS)
 
 
 def test_paper_is_the_literal_sum() -> None:

@@ -49,13 +49,18 @@ def test_plain_does_nothing() -> None:
         ("sigma", float("nan")),
         ("beta", -1.0),
         ("mode", "product"),
-        ("scope", "sample"),
+        ("scope", "token"),
+        ("normalize", "row"),
+        ("control", "permuted"),
         ("schedule", "step"),
         ("ema", 1.0),
         ("refresh", 0),
         ("rank", 0),
         ("rank", 65),
         ("probes", 0),
+        ("sketch_every", 0),
+        ("tolerance", -0.1),
+        ("tolerance", float("nan")),
     ],
 )
 def test_a_setting_without_a_meaning_is_refused_by_name(key: str, value: object) -> None:
@@ -81,8 +86,12 @@ def test_a_model_with_lora_on_embeddings_only_is_refused_and_mixed_is_reported(c
     with pytest.raises(RegularizerError, match="embed_tokens"):
         build(GGPO()).attach(with_lora(tiny_llama(), target_modules=["embed_tokens"]), seed=0, total_steps=1)
     model = with_lora(tiny_llama(), target_modules=["embed_tokens", "q_proj"])
+    caplog.clear()
     regularizer = build(GGPO()).attach(model, seed=0, total_steps=1)
-    assert "embed_tokens" in caplog.text
+    assert [record.getMessage() for record in caplog.records] == [
+        "GGPO leaves 1 LoRA layers that are not linear alone, e.g. base_model.model.model.embed_tokens: they train "
+        "unperturbed"
+    ]
     with regularizer.step(0):
         assert list(regularizer.perturbations()) == [
             f"base_model.model.model.layers.{i}.self_attn.q_proj" for i in range(2)
@@ -179,6 +188,31 @@ def test_a_forward_that_someone_else_replaced_is_called_and_restored() -> None:
     with regularizer.step(0):
         loss_of(model, ids)
     assert calls and layer.forward is counted
+
+
+def test_a_variant_keeps_its_slot_and_is_delegated_to() -> None:
+    """DoRA's rule is asked for every forward pass, and its slot in the layer is never written."""
+    model, ids = with_lora(tiny_llama(), use_dora=True), tokens()
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    variant, calls = layer.lora_variant["default"], []
+    slots = {id(module.lora_variant["default"]) for module in model.modules() if hasattr(module, "lora_variant")}
+
+    class Counted(type(variant)):
+        @staticmethod
+        def forward(module, *args, **kwargs):
+            calls.append(1)
+            return type(variant).forward(module, *args, **kwargs)
+
+    layer.lora_variant["default"] = mine = Counted()
+    regularizer = build(GGPO(sigma=0.3)).attach(model, seed=0, total_steps=1)
+    with regularizer.step(0):
+        loss_of(model, ids).backward()
+        assert layer.lora_variant["default"] is mine and len(calls) == 1
+    regularizer.detach()
+    layer.lora_variant["default"] = variant
+    assert slots == {
+        id(module.lora_variant["default"]) for module in model.modules() if hasattr(module, "lora_variant")
+    }
 
 
 def test_state_of_something_else_is_refused() -> None:

@@ -42,14 +42,20 @@ def test_skip_bound_holds_and_is_attained_by_aligned_rows() -> None:
     assert torch.allclose(grown, bound, rtol=1e-9)
 
 
-def test_tolerance_skips_only_within_the_bound() -> None:
-    weight, a, sb = problem(torch.float32)
-    base = squared_row_norms(weight)
-    reach = float((squared_update_norms(a, sb) / base).sqrt().max())
-    assert torch.equal(adapted_squared_row_norms(weight, a, sb, base=base, tolerance=reach * 1.001), base)
-    exact = adapted_squared_row_norms(weight, a, sb, base=base, tolerance=reach * 0.999)
-    assert torch.equal(exact, adapted_squared_row_norms(weight, a, sb))
-    assert torch.equal(adapted_squared_row_norms(weight, a, 0 * sb, base=base), base)
+def test_the_bound_of_a_layer_needs_no_look_at_its_weight() -> None:
+    model = with_lora(tiny_llama(), use_rslora=True)
+    for site in find_lora_sites(model)[0]:
+        factors, weight = site.factors(), site.base.weight
+        base, update = site.bound(factors)
+        assert torch.equal(base, squared_row_norms(weight))
+        dense = 4.0 * factors[1].double() @ factors[0].double()  # α/√r = 8/2
+        assert torch.allclose(update.double(), dense.square().sum(1), rtol=1e-5)
+        moved = (site.squared_norms(factors).sqrt() - base.sqrt()).abs()
+        assert bool((moved <= update.sqrt() * (1 + 1e-5)).all())
+        weight.data.zero_()
+        assert torch.equal(site.bound(factors)[1], update)
+    dora = find_lora_sites(with_lora(tiny_llama(), use_dora=True))[0][0]
+    assert bool(dora.bound(dora.factors())[1].isinf().all())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,18 @@ import math
 import pytest
 import torch
 
-from regularizers.signs import MAX_COLUMNS, counters, layer_uid, mix64, signs, step_id, stream_id, unpack
+from regularizers.signs import (
+    MAX_COLUMNS,
+    Streams,
+    counters,
+    layer_uid,
+    micro_id,
+    mix64,
+    signs,
+    step_id,
+    stream_id,
+    unpack,
+)
 
 KEY = {"seed": 3, "step": 7, "layer": "model.layers.0.q_proj", "side": "out"}
 
@@ -60,7 +71,18 @@ def test_signs_are_fair_and_uncorrelated() -> None:
     assert float((drawn[:-1] * drawn[1:]).mean(0).abs().max()) < bound
 
 
-@pytest.mark.parametrize("other", [{"seed": 4}, {"step": 8}, {"layer": "model.layers.0.k_proj"}, {"side": "probe"}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 4},
+        {"step": 8},
+        {"layer": "model.layers.0.k_proj"},
+        {"side": "probe"},
+        {"side": "sample"},
+        {"micro": 0},
+        {"micro": 1},
+    ],
+)
 def test_every_part_of_the_key_gives_another_draw(other: dict) -> None:
     n = 20_000
     first, second = (signs(**(KEY | part), indices=range(n), columns=8) for part in ({}, other))
@@ -72,3 +94,20 @@ def test_neighbouring_steps_are_independent() -> None:
     drawn = torch.stack([signs(**(KEY | {"step": t}), indices=range(8), columns=8) for t in range(2000)])
     assert float((drawn[:-1] * drawn[1:]).mean(0).abs().max()) < 5 / math.sqrt(2000)
     assert step_id(0, 1) != step_id(1, 0)
+
+
+def test_micro_batches_are_independent_of_each_other_and_of_the_next_step() -> None:
+    drawn = torch.stack([signs(**KEY, micro=i, indices=range(8), columns=8) for i in range(2000)])
+    assert float((drawn[:-1] * drawn[1:]).mean(0).abs().max()) < 5 / math.sqrt(2000)
+    keys = {micro_id(0, step, micro) for step in range(40) for micro in range(40)} | {step_id(0, t) for t in range(40)}
+    assert len(keys) == 1640
+
+
+def test_many_streams_in_one_call_are_the_same_words() -> None:
+    indices = [torch.arange(5), torch.tensor([9, 2, 4])]
+    streams = Streams([stream_id("a", "out"), stream_id("b", "in")], indices, torch.device("cpu"))
+    for micro, key in ((None, step_id(3, 7)), (2, micro_id(3, 7, 2))):
+        parts = unpack(streams.words(key), 12).split([5, 3])
+        for part, index, layer, side in zip(parts, indices, "ab", ("out", "in"), strict=True):
+            alone = signs(seed=3, step=7, micro=micro, layer=layer, side=side, indices=index, columns=12)
+            assert torch.equal(part, alone)

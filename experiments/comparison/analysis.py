@@ -1,0 +1,331 @@
+"""From results to the document: endpoints, intervals, corrected p-values, floors, costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from experiments.comparison.plan import Plan
+from experiments.comparison.protocol import protocol
+from experiments.comparison.runner import Outcome, Result
+from experiments.stats import paired_difference, t_interval, t_quantile
+from finetune.seeds import numpy_generator
+
+BySeed = dict[int, float]
+
+
+def paired_p(differences: Sequence[float]) -> float | None:
+    """Two-sided p of a paired t-test; None below two differences, 1 or 0 where they do not spread."""
+    from scipy.special import stdtr
+
+    n = len(differences)
+    if n < 2:
+        return None
+    mean = math.fsum(differences) / n
+    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
+    if sd == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * stdtr(n - 1, -abs(mean) / (sd / math.sqrt(n))))
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Holm's step-down adjustment (1979): adjusted p by name."""
+    adjusted, running = {}, 0.0
+    for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        running = max(running, min(1.0, (len(p_values) - place) * p))
+        adjusted[name] = running
+    return adjusted
+
+
+def detectable(differences: Sequence[float]) -> float | None:
+    """The effect that a two-sided 5 % test finds with a power of 80 %: (t.975 + t.80)·s_d/√S."""
+    n = len(differences)
+    if n < 2:
+        return None
+    sd = float(np.std(differences, ddof=1))
+    return (t_quantile(0.975, n - 1) + t_quantile(0.80, n - 1)) * sd / math.sqrt(n)
+
+
+def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
+    """comparison.json: everything that the page shows."""
+    study = plan.study
+    tables = {task: _task(plan, outcome, task) for task in study.tasks}
+    classified = [task for task in study.tasks if plan.classifies(task)]
+    informative = [task for task in classified if tables[task]["informative"]]
+    methods = {name: _method(plan, outcome, name, informative, classified) for name in study.methods}
+    others = {name: m for name, m in methods.items() if name != study.baseline}
+    adjusted = holm(
+        {name: m["primary"]["p"] for name, m in others.items() if m["primary"] and m["primary"]["p"] is not None}
+    )
+    for name, p in adjusted.items():
+        methods[name]["primary"]["p_holm"] = p
+    return {
+        "recipe": plan.resolved.name,
+        "baseline": study.baseline,
+        "protocol": protocol(study),
+        "informative": informative,
+        "tasks": tables,
+        "methods": methods,
+        "controls": [_control(plan, outcome, control, of, informative) for control, of in study.controls.items()],
+        "trials": [_trials(plan, outcome, pair) for pair in plan.pairs],
+        "diverged": [
+            {
+                "kind": r["kind"],
+                "method": r["method"],
+                "task": r["task"],
+                "seed": r["seed"],
+                "setting": r["setting"],
+                "status": r["status"],
+                "reason": r["reason"],
+            }
+            for r in _all_results(outcome)
+            if r["status"] != "done"
+        ],
+        "cells": len(list(_all_results(outcome))),
+        "cpu_s": round(math.fsum(r["cpu_s"] for r in _all_results(outcome)), 1),
+    }
+
+
+def _all_results(outcome: Outcome) -> Any:
+    for trials in outcome.trials.values():
+        yield from (result for _, result in trials)
+    for group in (outcome.finals, outcome.equal_time):
+        for results in group.values():
+            yield from results
+
+
+def _floor(plan: Plan, outcome: Outcome, task: str) -> float | None:
+    """Majority floor of a task's test rows; None for generation."""
+    for (_, where), results in outcome.finals.items():
+        for result in results:
+            if where == task and "majority_floor" in result["metrics"]:
+                return float(result["metrics"]["majority_floor"])
+    return None
+
+
+def _values(plan: Plan, outcome: Outcome, task: str, results: Sequence[Result], metric: str | None = None) -> BySeed:
+    """A metric by seed; a diverged run has the majority floor, and no value where there is none."""
+    wanted = metric or ("accuracy" if plan.classifies(task) else "loss")
+    found = {}
+    for result in results:
+        if result["status"] == "done":
+            found[int(result["seed"])] = float(result["metrics"][wanted])
+        elif (
+            result["status"] == "diverged"
+            and wanted == "accuracy"
+            and (floor := _floor(plan, outcome, task)) is not None
+        ):
+            found[int(result["seed"])] = floor
+    return found
+
+
+def _interval(values: Sequence[float]) -> dict[str, Any] | None:
+    return asdict(t_interval(values)) if values else None
+
+
+def _paired(ours: BySeed, base: BySeed) -> dict[str, Any] | None:
+    """ours − base over shared seeds: mean, interval, p, detectable effect."""
+    found = paired_difference(ours, base)
+    if found is None:
+        return None
+    differences = [ours[s] - base[s] for s in sorted(set(ours) & set(base))]
+    return {
+        **asdict(found),
+        "p": paired_p(differences),
+        "detectable": detectable(differences),
+        "by_seed": {str(s): ours[s] - base[s] for s in sorted(set(ours) & set(base))},
+    }
+
+
+def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
+    study = plan.study
+    base = _values(plan, outcome, task, outcome.finals[study.baseline, task])
+    floor = _floor(plan, outcome, task)
+    mean = t_interval(list(base.values())).value if base else None
+    informative, margin = None, None
+    if floor is not None and mean is not None:
+        items = _items(outcome.finals[study.baseline, task][0])
+        n = len(items) if items is not None else study.tasks[task].test
+        spread = float(np.var(list(base.values()), ddof=1)) / len(base) if len(base) > 1 else 0.0
+        error = math.sqrt(spread + mean * (1 - mean) / n)
+        margin = (mean - floor) / error if error else (math.inf if mean > floor else 0.0)
+        margin = min(margin, 1e6)
+        informative = margin >= 3
+    methods = {}
+    for method in study.methods:
+        if task not in study.runs_on(method):
+            continue
+        values = _values(plan, outcome, task, outcome.finals[method, task])
+        shorter = outcome.equal_time.get((method, task))
+        methods[method] = {
+            "mean": _interval(list(values.values())),
+            "difference": None if method == study.baseline else _paired(values, base),
+            "f1_macro": _mean(plan, outcome, task, method, "f1_macro"),
+            "loss": _mean(plan, outcome, task, method, "loss"),
+            "sharpness": _plain_mean([r.get("sharpness") for r in outcome.finals[method, task]]),
+            "step_cpu_s": _plain_mean([r.get("step_cpu_s") for r in outcome.finals[method, task]]),
+            "equal_time": None
+            if shorter is None
+            else {"steps": shorter[0]["steps"], "difference": _paired(_values(plan, outcome, task, shorter), base)},
+        }
+    return {
+        "metric": "accuracy" if plan.classifies(task) else "loss",
+        "file": study.tasks[task].file,
+        "rows": {
+            "train": study.tasks[task].train,
+            "validation": study.tasks[task].validation,
+            "test": study.tasks[task].test,
+        },
+        "steps": plan.steps(task),
+        "floor": floor,
+        "margin_se": margin,
+        "informative": informative,
+        "methods": methods,
+    }
+
+
+def _mean(plan: Plan, outcome: Outcome, task: str, method: str, metric: str) -> float | None:
+    found = [r["metrics"].get(metric) for r in outcome.finals[method, task] if r["status"] == "done"]
+    return _plain_mean(found)
+
+
+def _plain_mean(values: Sequence[float | None]) -> float | None:
+    there = [v for v in values if v is not None]
+    return math.fsum(there) / len(there) if there else None
+
+
+def _method(
+    plan: Plan, outcome: Outcome, name: str, informative: Sequence[str], classified: Sequence[str]
+) -> dict[str, Any]:
+    study = plan.study
+    method = study.methods[name]
+    mine = [task for task in informative if task in study.runs_on(name)]
+    everything = [task for task in classified if task in study.runs_on(name)]
+    primary = endpoint(plan, outcome, name, study.baseline, mine)
+    if primary is not None and name != study.baseline:
+        primary["tasks"] = mine
+        primary["p_holm"] = None
+        primary["bootstrap"] = _bootstrap(plan, outcome, name, study.baseline, mine)
+        primary["wins"] = sum(d > 0 for d in primary["by_seed"].values())
+    ratio = outcome.step_ratio.get(name)
+    return {
+        "note": method.note,
+        "confirmatory": method.confirmatory,
+        "seeds": len(study.seeds_of(name)),
+        "tasks": study.runs_on(name),
+        "primary": None if name == study.baseline else primary,
+        "all_tasks": None if name == study.baseline else endpoint(plan, outcome, name, study.baseline, everything),
+        "equal_time": _equal_time(plan, outcome, name, mine),
+        "step_ratio": ratio,
+        "sharpness": _sharpness(plan, outcome, name),
+    }
+
+
+def endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence[str]) -> dict[str, Any] | None:
+    """Seed by seed the mean over `tasks` of (ours − base), with its interval and p."""
+    if not tasks or ours == base:
+        return None
+    mine, theirs = (
+        {task: _values(plan, outcome, task, outcome.finals[m, task]) for task in tasks} for m in (ours, base)
+    )
+    return _paired(*_over_tasks(mine, theirs))
+
+
+def _over_tasks(mine: Mapping[str, BySeed], theirs: Mapping[str, BySeed]) -> tuple[BySeed, BySeed]:
+    """Means over tasks by seed, of the seeds that every task has on both sides."""
+    seeds = set.intersection(*(set(side[t]) for side in (mine, theirs) for t in side))
+    a, b = (
+        {seed: math.fsum(values[seed] for values in side.values()) / len(side) for seed in sorted(seeds)}
+        for side in (mine, theirs)
+    )
+    return a, b
+
+
+def _equal_time(plan: Plan, outcome: Outcome, name: str, tasks: Sequence[str]) -> dict[str, Any] | None:
+    """The endpoint with the shorter runs; None where the method's step costs about what the baseline's does."""
+    if not tasks or any((name, task) not in outcome.equal_time for task in tasks):
+        return None
+    base = plan.study.baseline
+    mine = {task: _values(plan, outcome, task, outcome.equal_time[name, task]) for task in tasks}
+    theirs = {task: _values(plan, outcome, task, outcome.finals[base, task]) for task in tasks}
+    return _paired(*_over_tasks(mine, theirs))
+
+
+def _sharpness(plan: Plan, outcome: Outcome, name: str) -> dict[str, Any] | None:
+    """ln(sharpness ÷ the baseline's) over tasks and seeds: mean and interval of the ratio; None without a measure."""
+    base = plan.study.baseline
+    logs = []
+    for task in plan.study.runs_on(name):
+        for ours, peer in zip(outcome.finals[name, task], outcome.finals[base, task], strict=False):
+            a, b = ours.get("sharpness"), peer.get("sharpness")
+            if a is not None and b is not None and a > 0 and b > 0:
+                logs.append(math.log(a / b))
+    if not logs:
+        return None
+    found = t_interval(logs)
+    return {
+        "ratio": math.exp(found.value),
+        "low": None if found.low is None else math.exp(found.low),
+        "high": None if found.high is None else math.exp(found.high),
+        "n": found.n,
+    }
+
+
+def _items(result: Result) -> np.ndarray | None:
+    """Right (1) or wrong (0) by test row; None of a run that failed or of generation."""
+    items = result.get("items")
+    return np.frombuffer(items.encode(), dtype=np.uint8).astype(np.float64) - 48 if isinstance(items, str) else None
+
+
+def _bootstrap(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence[str]) -> dict[str, Any] | None:
+    """95 % percentile interval of the endpoint over resampled seeds × test items (the same for both sides)."""
+    count = min(len(outcome.finals[ours, tasks[0]]), len(outcome.finals[base, tasks[0]])) if tasks else 0
+    if not count:
+        return None
+    rng = numpy_generator(0, "comparison", "bootstrap", ours)
+    draws = plan.study.resamples
+    seeds = rng.multinomial(count, np.full(count, 1 / count), size=draws) / count
+    total = np.zeros(draws)
+    for task in tasks:
+        floor = _floor(plan, outcome, task) or 0.0
+        sides = []
+        for method in (ours, base):
+            found = [_items(result) for result in outcome.finals[method, task][:count]]
+            width = next((len(f) for f in found if f is not None), 1)
+            sides.append(np.stack([np.full(width, floor) if f is None else f for f in found]))
+        if sides[0].shape != sides[1].shape:
+            return None
+        difference = sides[0] - sides[1]
+        n = difference.shape[1]
+        items = rng.multinomial(n, np.full(n, 1 / n), size=draws) / n
+        total += np.einsum("rs,si,ri->r", seeds, difference, items, optimize=True)
+    low, high = np.quantile(total / len(tasks), [0.025, 0.975])
+    return {"low": float(low), "high": float(high), "resamples": draws}
+
+
+def _control(plan: Plan, outcome: Outcome, control: str, of: str, informative: Sequence[str]) -> dict[str, Any]:
+    """method − control on the seeds and tasks that both have."""
+    study = plan.study
+    tasks = [t for t in informative if t in study.runs_on(control) and t in study.runs_on(of)]
+    return {"method": of, "control": control, "difference": endpoint(plan, outcome, of, control, tasks), "tasks": tasks}
+
+
+def _trials(plan: Plan, outcome: Outcome, pair: tuple[str, str]) -> dict[str, Any]:
+    """One row of the tuning table."""
+    runs = outcome.trials[pair]
+    chosen = outcome.chosen[pair]
+    return {
+        "method": pair[0],
+        "task": pair[1],
+        "trials": len(runs),
+        "failed": sum(result["status"] != "done" for _, result in runs),
+        "chosen": chosen.overrides(),
+        "on_edge": outcome.edge[pair],
+        "lowest_lr": min(cell.setting.lr for cell, _ in runs),
+        "highest_lr": max(cell.setting.lr for cell, _ in runs),
+        "validation": next(result["metrics"] for cell, result in runs if cell.setting == chosen),
+    }

@@ -1,0 +1,70 @@
+"""`flatshift compare`: plan, run, judge, write. Running it again goes on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.comparison.analysis import analyse
+from experiments.comparison.page import page
+from experiments.comparison.plan import Plan
+from experiments.comparison.runner import run_study
+from experiments.console import Console
+from experiments.recipe.tree import Branch
+from finetune.atomic import write_json, write_text
+from finetune.errors import Interrupted, UserError
+
+DOCUMENT = "comparison.json"
+
+
+def compare(
+    recipe: str,
+    out: Path,
+    *,
+    data: Path | None = None,
+    overrides: Sequence[Branch] = (),
+    methods: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    jobs: int = 2,
+    quiet: bool = False,
+    on_cell: Callable[[Path], None] = lambda path: None,
+) -> dict[str, Any]:
+    """Run the comparison of `recipe` into `out` and return what comparison.json holds.
+
+    Args:
+        recipe: file or shipped name with a `comparison` block.
+        data: directory of the tasks' files.
+        methods, tasks: only these (the baseline always); empty: all.
+        jobs: worker processes, one thread each.
+        on_cell: told the file of each cell that this call finished.
+
+    Raises:
+        UserError: bad input, before any cell runs. Interrupted: stopped; the same call goes on.
+    """
+    if jobs < 1:
+        raise UserError(f"--jobs must be at least 1, got {jobs}")
+    plan = Plan(recipe, overrides, data=data, methods=methods, tasks=tasks)
+    console = Console(quiet=quiet)
+    try:
+        outcome = run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell)
+    except KeyboardInterrupt as error:
+        raise Interrupted("finished cells are kept; the same command goes on from there") from error
+    document = {**analyse(plan, outcome), "command": f"flatshift compare {recipe} --data DIR --out OUT"}
+    write_json(out / DOCUMENT, document)
+    write_text(out / "report.html", page(document))
+    return document
+
+
+def summary(document: dict[str, Any]) -> list[str]:
+    """The primary endpoint in lines for a terminal."""
+    from experiments.comparison.page import _effect, compared
+
+    lines = []
+    for name, m in compared(document):
+        mean, interval = _effect(m["primary"])
+        p = m["primary"]["p_holm"]
+        shown = "–" if p is None else f"{p:.3g}"
+        kind = "confirmatory" if m["confirmatory"] else "exploratory"
+        lines.append(f"{name}: {mean} points [{interval}], p (Holm) {shown}, {m['primary']['n']} seeds, {kind}")
+    return lines or ["no informative classification task: no primary endpoint"]

@@ -1,0 +1,96 @@
+"""Equal trials: every method gets as many runs to find its settings as every other, the baseline included.
+
+The first trials are a grid of learning rates × the method's own knobs. Each further round is one more run: where the
+best learning rate lies on an edge of those tried (at the best knobs), one step beyond it; else between it and its
+better neighbour. So an extended grid costs no method more trials than another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.comparison.settings import Comparison, StudyMethod
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One trial's settings."""
+
+    lr: float
+    knobs: tuple[tuple[str, Any], ...] = ()
+    """(dotted key, value) of the method's own."""
+
+    def overrides(self) -> dict[str, Any]:
+        """Dotted key → value."""
+        return {"optimizer.lr": self.lr, **dict(self.knobs)}
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a trial did on validation rows; a diverged one has value −inf."""
+
+    value: float
+    """Higher is better: accuracy, or minus the loss."""
+    loss: float
+    """Settles ties: lower is better."""
+
+
+FAILED = Score(-math.inf, math.inf)
+
+
+def first_trials(study: Comparison, method: StudyMethod) -> list[Setting]:
+    """The grid: every knob setting with every learning rate."""
+    axes = [[(key, value) for value in values] for key, values in method.knobs.items()]
+    return [Setting(lr, knobs) for knobs in itertools.product(*axes) for lr in study.rates(method)]
+
+
+def best_of(scores: Mapping[Setting, Score]) -> Setting | None:
+    """The best trial: highest value, then lowest loss, then lowest learning rate; None if all diverged."""
+    alive = {setting: score for setting, score in scores.items() if score.value > -math.inf}
+    if not alive:
+        return None
+    return min(alive, key=lambda s: (-alive[s].value, alive[s].loss, s.lr))
+
+
+def on_edge(scores: Mapping[Setting, Score]) -> bool:
+    """Whether the best learning rate is the lowest or highest of those tried with its knobs."""
+    best = best_of(scores)
+    if best is None:
+        return True
+    rates = _rates(scores, best.knobs)
+    return best.lr in (rates[0], rates[-1])
+
+
+def next_trial(scores: Mapping[Setting, Score]) -> Setting:
+    """The setting of one more trial, never one that was tried: beyond the edge, or between the best and a neighbour."""
+    best = best_of(scores)
+    if best is None:  # everything diverged: well below all that was tried
+        knobs = next(iter(scores)).knobs
+        rates = _rates(scores, knobs)
+        return Setting(_round(rates[0] * rates[0] / rates[1]), knobs)
+    rates = _rates(scores, best.knobs)
+    place = rates.index(best.lr)
+    if place == 0:
+        return Setting(_round(rates[0] * rates[0] / rates[1]), best.knobs)
+    if place == len(rates) - 1:
+        return Setting(_round(rates[-1] * rates[-1] / rates[-2]), best.knobs)
+
+    def rank(lr: float) -> tuple[float, float]:
+        score = scores[Setting(lr, best.knobs)]
+        return (-score.value, score.loss)
+
+    neighbour = min((rates[place - 1], rates[place + 1]), key=rank)
+    return Setting(_round(math.sqrt(best.lr * neighbour)), best.knobs)
+
+
+def _rates(scores: Mapping[Setting, Score], knobs: Sequence[tuple[str, Any]]) -> list[float]:
+    return sorted(setting.lr for setting in scores if setting.knobs == knobs)
+
+
+def _round(rate: float) -> float:
+    """Three digits, so that a rate reads well and names the same cell on every machine."""
+    return float(f"{rate:.3g}")

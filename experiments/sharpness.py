@@ -1,0 +1,171 @@
+"""How sharp is the minimum that a run ended in: `flatshift eval RUN_DIR --sharpness`.
+
+Measured is the run's adapter on fixed rows of one split, in float32 arithmetic on the weights that the run trained
+with. Rows and directions depend on the measurement's seed alone, so runs on the same data and backbone are comparable.
+Writes `sharpness.json`, the charts of it, and the run's report anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.config import Recipe
+from experiments.console import Console
+from experiments.judging import lay_out
+from experiments.preparing import prepare
+from experiments.recipe import resume_recipe
+from experiments.recipe.tree import Branch
+from experiments.report.sections_sharpness import adapter_digest, measure_name
+from finetune.atomic import write_json
+from finetune.config import Classify, Files
+from finetune.data import Example, iterate_eval
+from finetune.errors import UserError
+from finetune.loss import batch_loss
+from finetune.numerics import cpu_threads
+from finetune.seeds import numpy_generator
+from regularizers.sharpness import Measured, Sharpness, measure
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+FILE = "sharpness.json"
+SPLITS = ("dev", "test", "train")
+"""The first of these that has rows is measured on, unless one is named."""
+
+
+def measure_run(
+    path: Path,
+    settings: Sharpness | None = None,
+    *,
+    batches: int = 4,
+    split: str | None = None,
+    data: Sequence[str] = (),
+    seed: int = 0,
+    overrides: Sequence[Branch] = (),
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Measure the adapter of a run and write `sharpness.json`, plots/ and report.html there; returns the first.
+
+    Args:
+        batches: of `train.batch_size` rows each; fewer if the split has not as many.
+        split: dev, test or train; by default the first of dev, test and train that has rows.
+        data: files to take rows from instead (the split is called `data`).
+        seed: of the choice of rows and of all random directions.
+        overrides: another device than the run's, or no mesh.
+
+    Raises:
+        UserError: `path` is no run directory, has no adapter yet, or ran on a mesh; the split has no rows.
+        RegularizerError: the model cannot be measured in one of the spaces.
+    """
+    settings = settings or Sharpness()
+    recipe = resume_recipe(path, overrides).recipe
+    _check(path, recipe, batches, split, data)
+    console = Console(quiet=quiet)
+    with cpu_threads(recipe.train.threads):
+        if data:
+            recipe = dataclasses.replace(
+                recipe, data=dataclasses.replace(recipe.data, dev=Files(), test=Files(files=tuple(data)))
+            )
+        prepared = prepare(recipe)
+        splits = {name: list(getattr(prepared, name)) for name in SPLITS}
+        chosen = "test" if data else split or next(name for name in SPLITS if splits[name])
+        examples = splits[chosen]
+        if not examples:
+            raise UserError(f"--sharpness-split {chosen}: the run has no {chosen} rows; name another split, or --data")
+        name = "data" if data else chosen
+        rows = _rows(examples, batches * recipe.train.batch_size, seed)
+        engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, adapter=path / "adapter")
+        _widen(engine.model)
+        micros = [
+            micro.to(engine.device)
+            for micro in iterate_eval(
+                rows, task=recipe.task, batch_size=recipe.train.batch_size, pad_id=int(tokenizer.pad_token_id)
+            )
+        ]
+        supervised = sum(micro.supervised for micro in micros)
+        head = engine.find_head(micros[0].inputs, task=recipe.task)
+        unit = "examples" if isinstance(recipe.task, Classify) else "supervised tokens"
+        console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
+
+        def loss() -> Iterator[Tensor]:
+            for micro in micros:
+                yield batch_loss(engine.model, micro, task=recipe.task, head=head) / supervised
+
+        with console.task("sharpness", settings.passes(), "passes") as bar:
+            found = measure(engine.model, loss, settings, seed=seed, progress=bar)
+    result = _result(found, settings, split=name, rows=len(rows), supervised=supervised, seed=seed, path=path)
+    write_json(path / FILE, result)
+    from experiments.report import build_report, write_plots
+
+    write_plots(path)
+    console.say(f"report: {build_report([path], out=path / 'report.html')}")
+    return result
+
+
+def _check(path: Path, recipe: Recipe, batches: int, split: str | None, data: Sequence[str]) -> None:
+    if recipe.mesh.size > 1 or recipe.mesh.auto:
+        axes = [axis for axis in ("replicate", "dp", "tp", "pp", "cp") if getattr(recipe.mesh, axis) > 1]
+        flags = " ".join([f"--mesh.{axis} 1" for axis in axes] + ["--mesh.auto false"] * recipe.mesh.auto)
+        raise UserError(f"{path} ran on a mesh, and sharpness is measured in one process; add {flags}")
+    if not (path / "adapter").is_dir():
+        raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
+    if batches < 1:
+        raise UserError(f"--sharpness-batches: {batches} is not a number ≥ 1")
+    if data and split is not None:
+        raise UserError("--data and --sharpness-split exclude each other: keep one of them")
+    if split is not None and split not in SPLITS:
+        raise UserError(f"--sharpness-split: {split!r} is not one of {', '.join(SPLITS)}")
+
+
+def _rows(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
+    """`count` examples drawn by `seed` alone: the same for every run on the same rows."""
+    order = numpy_generator(seed, "sharpness", "rows").permutation(len(examples))[:count]
+    return [examples[index] for index in sorted(order)]
+
+
+def _widen(model: nn.Module) -> None:
+    """Half-precision weights in float32, value for value; what is quantised stays so."""
+    import torch
+
+    from regularizers.stored import is_quantised
+
+    half = (torch.bfloat16, torch.float16)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and is_quantised(module):
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.dtype in half:
+                tensor.data = tensor.data.float()
+
+
+def _result(
+    found: Measured, settings: Sharpness, *, split: str, rows: int, supervised: int, seed: int, path: Path
+) -> dict[str, Any]:
+    plain = found.as_dict()
+    about = {
+        "split": split,
+        "rows": rows,
+        "supervised": supervised,
+        "seed": seed,
+        "adapter_sha256": adapter_digest(path),
+        "settings": dataclasses.asdict(settings),
+        "spaces": plain["about"],
+    }
+    return {"loss": plain["loss"], "measures": plain["measures"], "about": about, "slices": plain["slices"]}
+
+
+def render(result: dict[str, Any]) -> str:
+    """The measures as lines for a person: `adapter λ_max 12.3 [12.2, 12.4]`."""
+
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.4g}"
+
+    lines = [f"loss {number(result['loss'])} on {result['about']['rows']} rows of {result['about']['split']}"]
+    for space, measures in result["measures"].items():
+        for name, m in measures.items():
+            interval = f" [{number(m['low'])}, {number(m['high'])}]" if m["low"] is not None else ""
+            lines.append(f"{space:7} {measure_name(name)}: {number(m['value'])}{interval}")
+    return "\n".join(lines)

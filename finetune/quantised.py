@@ -1,0 +1,203 @@
+"""A frozen backbone kept in 4 or 8 bits (`train.quantization`) by bitsandbytes: QLoRA (2305.14314), LLM.int8()
+(2208.07339).
+
+Linear layers are quantised while the weight files are read; embeddings, norms, heads and whatever trains stay floats.
+A layer computes with its dequantised values in `train.precision`. On a CPU int8 layers do so in training and quantise
+activations too when they are evaluated; on CUDA they always do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .config import Quantization
+from .errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+KINDS: tuple[Quantization, ...] = ("nf4", "nf4-double", "int8")
+_BLOCK = 64
+"""Values of a 4-bit weight that share a scale."""
+GET = "pip install 'flatshift[quant]'"
+
+
+def check_available(kind: Quantization | None) -> None:
+    """Raise UserError if `kind` is unknown or needs a package that is not here; bitsandbytes is not imported."""
+    if kind is None:
+        return
+    if kind not in KINDS:
+        raise UserError(f"train.quantization: {kind!r} is not known; take {', '.join(KINDS)} or null")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"train.quantization: {kind} needs the package bitsandbytes; {GET}, or leave it at null")
+
+
+def import_library() -> Any:
+    """The module bitsandbytes; raises UserError if it cannot be loaded.
+
+    On CPUs with bf16 instructions it would fetch a kernel from the model hub if the package `kernels` is installed;
+    code from there is never run, and nothing here would use that one.
+    """
+    absent = "kernels" not in sys.modules
+    if absent:
+        sys.modules["kernels"] = None  # type: ignore[assignment]
+    try:
+        with _quiet():
+            import bitsandbytes
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(f"the package bitsandbytes cannot be loaded ({error}); {GET}, or reinstall it") from error
+    finally:
+        if absent:
+            del sys.modules["kernels"]
+    return bitsandbytes
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back bitsandbytes' log lines, of which it writes one for each matrix product in some precisions."""
+    log = logging.getLogger("bitsandbytes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def try_out(kind: Quantization, device: str) -> str | None:
+    """Why a small layer of this kind does not let a gradient through on `device`; None if it does."""
+    import torch
+
+    library = import_library()
+    try:
+        if kind == "int8":
+            layer = library.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False, threshold=6.0)
+        else:
+            double = kind == "nf4-double"
+            layer = library.nn.Linear4bit(64, 64, bias=False, compress_statistics=double, quant_type="nf4")
+        layer.weight.data.copy_(torch.eye(64) + 0.1)
+        layer = layer.to(device)
+        x = torch.ones(4, 64, device=device, requires_grad=True)
+        with _quiet():
+            layer(x).sum().backward()
+        finite = x.grad is not None and bool(x.grad.isfinite().all()) and bool(x.grad.any())
+        return None if finite else "it gives no gradient"
+    except (RuntimeError, NotImplementedError, OSError, TypeError, ValueError, AttributeError) as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def loading_options(
+    kind: Quantization, skeleton: Any, *, dtype: torch.dtype, device: torch.device | str, where: str
+) -> dict[str, Any]:
+    """What `from_pretrained` is told besides.
+
+    Args:
+        skeleton: the model on meta (`finetune.parallel.skeleton.build_skeleton`).
+        dtype: of the computation, and of what is not quantised.
+
+    Raises:
+        UserError: no layer of the model can be quantised.
+    """
+    from transformers import BitsAndBytesConfig
+
+    kept = _kept_whole(skeleton, kind)
+    if not any(_inputs(module) and not _stays(name, kept) for name, module in skeleton.named_modules()):
+        wide = "" if kind == "int8" else f" with a multiple of {_BLOCK} inputs"
+        raise UserError(
+            f"{where} has no linear layer{wide} besides its head, so train.quantization: {kind} would change nothing; "
+            "leave it at null"
+        )
+    settings: dict[str, Any] = {"llm_int8_skip_modules": kept}
+    if kind == "int8":
+        settings["load_in_8bit"] = True
+    else:
+        settings |= {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": kind == "nf4-double",
+            "bnb_4bit_compute_dtype": dtype,
+        }
+    return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
+
+
+def _kept_whole(skeleton: Any, kind: Quantization) -> list[str]:
+    """Modules that stay floats: heads and tied weights, as transformers would have it; new ones, which train; and for
+    4 bits those whose rows do not end with a block of scales, which bitsandbytes 0.50 reads wrongly on CPUs."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    new = {name.rpartition(".")[0] for name in getattr(skeleton, "new_parameters", ())}
+    odd = {name for name, module in skeleton.named_modules() if kind != "int8" and _inputs(module) % _BLOCK}
+    return sorted({*get_keys_to_not_convert(skeleton), *new, *odd} - {""})
+
+
+def _inputs(module: Any) -> int:
+    """Columns of the weight of a layer that can be quantised; 0 for others."""
+    if type(module).__name__ == "Conv1D":
+        return int(module.nx)
+    return int(module.in_features) if type(module).__name__ == "Linear" else 0
+
+
+def _stays(name: str, kept: list[str]) -> bool:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return not should_convert_module(name, kept)
+
+
+def settle(model: nn.Module) -> None:
+    """Make a quantised `model` fit for training beside evaluation; does nothing to others.
+
+    On CPUs with bf16 instructions bitsandbytes would repack 4-bit weights in place at the first evaluation: the scales
+    are rounded to bf16, and from then on no gradient passes.
+    """
+    layers = [module for module in model.modules() if type(module).__module__.startswith("bitsandbytes.")]
+    for layer in layers:
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+    if layers:
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+
+
+def describe(model: nn.Module, kind: Quantization) -> str:
+    """What of the adapted layers is quantised, in a line for the log."""
+    bases = [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]
+    packed = sum(type(base).__module__.startswith("bitsandbytes.") for base in bases)
+    floats = f"; {len(bases) - packed} stay floats" if packed < len(bases) else ""
+    return f"backbone in {kind}: {packed} of {len(bases)} adapted layers{floats}"
+
+
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    """By name, the tensors that belong to quantised weights and are neither parameters nor buffers."""
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith("bitsandbytes."):
+            continue
+        weight: Any = module.weight
+        state: Any = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+        if state is not None:
+            nested = {} if state.state2 is None else {"nested": state.state2.absmax, "offset": state.offset}
+            found |= {f"{name}.weight.{part}": t for part, t in {"absmax": state.absmax, **nested}.items()}
+        row_scales = getattr(weight, "SCB", None)
+        if row_scales is None:
+            row_scales = getattr(getattr(module, "state", None), "SCB", None)
+        if row_scales is not None:
+            found[f"{name}.weight.SCB"] = row_scales
+    return found
+
+
+def unwrap_packed(model: nn.Module) -> None:
+    """Turn 4-bit parameters into plain ones of the same bytes, so that FSDP2 can shard them; the scales stay with
+    their layers, whole on every rank, and a layer finds them there when its bytes have been gathered."""
+    from torch import Tensor, nn
+
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")  # PEFT's layers pass their base's on as an attribute
+        if getattr(weight, "quant_state", None) is not None:
+            holder: Any = module
+            holder.quant_state = weight.quant_state
+            holder.weight = nn.Parameter(weight.detach().as_subclass(Tensor), requires_grad=False)

@@ -1,0 +1,97 @@
+"""A term added to the outputs of the adapted linear layers during a step, and which layers those are.
+
+What `regularizers.branch` is for GGPO's frozen noise, this is for methods whose term is learned (Bi-LoRA) or as large
+as the weight (SAM over it). The frozen weight is neither read nor written, so it may be quantised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.errors import RegularizerError
+from regularizers.layers import LoraSite, find_lora_sites
+from regularizers.mesh import Placement
+
+_log = logging.getLogger(__name__)
+
+Term = Callable[[Tensor, Tensor], Tensor]
+"""(output y (..., m), input x (..., n) before any dropout) → the output to hand on."""
+
+
+class AddedTerm:
+    """Puts a term behind one layer's own forward, whatever that computes, and takes it out again without a trace."""
+
+    def __init__(self, site: LoraSite) -> None:
+        self.site = site
+        self._plain: Callable[..., Tensor] | None = None
+        self._replaced: Callable[..., Tensor] | None = None
+
+    def install(self, term: Term) -> None:
+        """From now on the layer's output goes through `term`, except where the adapters are switched off.
+
+        Raises RegularizerError if the adapter is merged into the backbone.
+        """
+        layer: Any = self.site.layer
+        if getattr(layer, "merged", False):
+            raise RegularizerError(
+                f"the adapter of layer {self.site.name} is merged into the backbone; call model.unmerge_adapter() "
+                "before training"
+            )
+        self._replaced = vars(layer).get("forward")
+        self._plain = plain = layer.forward
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            y = plain(x, *args, **kwargs)
+            return y if layer.disable_adapters else term(y, x)
+
+        layer.forward = forward
+
+    def remove(self) -> None:
+        """Restore the layer's forward; harmless if nothing is installed."""
+        if self._plain is None:
+            return
+        if self._replaced is None:
+            del self.site.layer.forward
+        else:
+            self.site.layer.forward = self._replaced
+        self._plain = self._replaced = None
+
+
+def linear_sites(model: nn.Module, placement: Placement, method: str) -> list[LoraSite]:
+    """The linear LoRA layers of `model`; LoRA layers of other kinds are left alone, with a warning.
+
+    Raises RegularizerError if there is none, in the name of `method`.
+    """
+    sites, others = find_lora_sites(model, placement)
+    if not sites:
+        found = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
+        raise RegularizerError(
+            f"the model has {found}, and {method} works on adapted linear layers; attach a LoRA adapter to linear "
+            "layers first (adapter.targets: all-linear)"
+        )
+    if others:
+        _log.warning(
+            "%s leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
+            method,
+            len(others),
+            others[0],
+        )
+    return sites
+
+
+def refuse_cut_layers(placement: Placement, method: str) -> None:
+    """Raises RegularizerError on a mesh whose processes have parts of the layers, or other layers. Collective."""
+    ranks = torch.ones(2, device=placement.device)
+    placement.sum_tensor(ranks[0])
+    placement.sum_pipeline(ranks[1])
+    for axis, width in zip(("tp", "pp"), ranks.tolist(), strict=True):
+        if width > 1:
+            raise RegularizerError(
+                f"mesh.{axis}: {method} needs whole layers in every process; take another axis for this mesh, or a "
+                "method of adapter space (regularizer.kind: lora-sam)"
+            )

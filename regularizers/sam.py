@@ -1,0 +1,196 @@
+"""Sharpness-aware minimisation in two passes: over the adapter's factors, or over the adapted weights themselves.
+
+    ε = ρ g/|g|            SAM (Foret et al., ICLR 2021, arXiv 2010.01412, eq. 2), g = ∂L/∂w at w
+    ε = ρ T² g/|T g|       ASAM (Kwon et al., ICML 2021, arXiv 2102.11600, eq. 8), T = |w| + η
+
+and the update takes the gradient at w + ε. Norms are over all of w: all layers, and all processes of a mesh.
+
+LoRA-SAM, w = θ = all A and B: in the merged weight it moves by about c [BBᵀG + GAᵀA], so while B is small almost only
+inside the row space of A (Bi-LoRA, arXiv 2508.19564, §3). SAM over the merged weights W' has no such restriction and
+costs a dense gradient: see `WeightSAM`. Unlike the published code (davda54/sam) neither needs a closure, nor breaks
+accumulation or loss scaling (`regularizers.twopass`).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regularizers.adapters import Adapters
+from regularizers.added import AddedTerm, linear_sites, refuse_cut_layers
+from regularizers.config import ASAM, SAM, LoraSAM
+from regularizers.errors import RegularizerError, demand
+from regularizers.layers import canonical_name
+from regularizers.mesh import ALONE, Placement
+from regularizers.sharded import is_sharded
+from regularizers.twopass import TwoPass
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+def _check_radius(rho: float) -> None:
+    demand(math.isfinite(rho) and rho >= 0, "rho", rho, "a number ≥ 0")
+
+
+def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All LoRA layers of `model` by canonical name, embeddings included."""
+    return {
+        canonical_name(name): module
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
+
+
+class AdapterSAM(TwoPass):
+    """LoRA-SAM and ASAM: the second pass is at θ + ε, θ the adapter's factors (and their biases, if they have any).
+
+    θ is put back bit for bit when the step is left. Costs a second forward and backward, a copy of θ and two vectors
+    of its size in float32. Any mesh; the backbone may be quantised.
+    """
+
+    def __init__(self, config: LoraSAM | ASAM) -> None:
+        super().__init__(config.kind)
+        _check_radius(config.rho)
+        if isinstance(config, ASAM):
+            demand(math.isfinite(config.eta) and config.eta >= 0, "eta", config.eta, "a number ≥ 0")
+        self.config = config
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        self._refuse_second()
+        self._take(model, Adapters(model, placement or ALONE), lora_layers(model))
+        return self
+
+    def _begin(self, stack: ExitStack) -> None:
+        pass
+
+    def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
+        theta = self._theta
+        assert theta is not None
+        direction = theta.gradients(loss_scale)
+        norm = steepness = theta.squared_norm(direction).sqrt()
+        if isinstance(self.config, ASAM):
+            sizes = {name: self._size(name, value) for name, value in theta.values().items()}
+            scaled = {name: sizes[name] * g for name, g in direction.items()}
+            steepness = theta.squared_norm(scaled).sqrt()
+            direction = {name: sizes[name] * g for name, g in scaled.items()}
+        factor, usable = self._factor(self.config.rho, steepness)
+        move = {name: torch.where(usable.to(d.device), d * factor.to(d.device), 0.0) for name, d in direction.items()}
+        stack.enter_context(theta.moved(move))
+        return {"gradient_norm": norm, "perturbation_norm": theta.squared_norm(move).sqrt()}
+
+    def _size(self, name: str, value: Tensor) -> Tensor:
+        """T of one factor; a bias is not rescaled, as in the authors' code."""
+        assert isinstance(self.config, ASAM)
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        return torch.ones_like(wide) if name.endswith(".bias") else wide.abs().add_(self.config.eta)
+
+
+class _Collect(torch.autograd.Function):
+    """The identity on y (..., m); its backward adds ∂L/∂W' = dYᵀX to `total` (m, n), from x (..., n)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.total = total
+        return y.view_as(y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        ctx.total += rows.T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
+        return grad, None, None
+
+
+def _collecting(total: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    collected: Tensor = _Collect.apply(y, x.detach(), total)
+    return collected
+
+
+def _shifted(epsilon: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    return y + F.linear(x.to(y.dtype), epsilon.to(y.dtype)).to(y.dtype)
+
+
+class WeightSAM(TwoPass):
+    """SAM over the adapted weight matrices: ε = ρ G/|G|, G = ∂L/∂W' of every adapted linear layer, |G| over all.
+
+    The first pass gathers G = Σ dYᵀX beside the layers' own backward, the second adds x εᵀ to their outputs. W0 is
+    neither written nor made to require gradients. With LoRA dropout, W' is what the undropped input meets.
+
+    Memory: one dense float32 matrix per adapted layer, 4 bytes for each adapted weight (26 GB for all linear layers
+    of a 7 B model: twice its bf16 weights); G is turned into ε in place. Time: in the first pass one more matrix
+    product per layer, as full fine-tuning has, in the second two. Every process of `mesh.replicate` holds it whole.
+    """
+
+    def __init__(self, config: SAM) -> None:
+        super().__init__(config.kind)
+        _check_radius(config.rho)
+        self.config = config
+        self._terms: list[AddedTerm] = []
+        self._dense: list[Tensor] = []
+        """G, later ε, (m, n) of every layer; only during a step."""
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        self._refuse_second()
+        placement = placement or ALONE
+        refuse_cut_layers(placement, "SAM over the weights")
+        sites = linear_sites(model, placement, "SAM over the weights")
+        for site in sites:
+            if is_sharded(site.base.weight):
+                raise RegularizerError(
+                    f"mesh.dp: SAM over the weights holds a gradient as large as layer {site.name} in every process, "
+                    "which sharding is to avoid; take mesh.replicate, or regularizer.kind: lora-sam"
+                )
+        self._take(model, Adapters(model, placement), {site.name: site.layer for site in sites})
+        self._terms = [AddedTerm(site) for site in sites]
+        return self
+
+    def _begin(self, stack: ExitStack) -> None:
+        stack.callback(self._let_go)
+        for term in self._terms:
+            site = term.site
+            dtype = torch.float64 if site.dtype == torch.float64 else torch.float32
+            self._dense.append(torch.zeros(site.rows, site.columns, dtype=dtype, device=site.device))
+            term.install(partial(_collecting, self._dense[-1]))
+
+    @torch.no_grad()
+    def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
+        theta = self._theta
+        assert theta is not None
+        placement = theta.placement
+        squares = torch.zeros((), dtype=torch.float64, device=theta.device)
+        for gradient in self._dense:
+            placement.sum_data(gradient)
+            gradient /= placement.gradient_scale * loss_scale
+            # Norms of rows first: a float32 sum over a whole large matrix loses digits.
+            squares += torch.linalg.vector_norm(gradient, dim=1).double().square().sum().to(squares.device)
+        norm = squares.sqrt()
+        factor, usable = self._factor(self.config.rho, norm)
+        for term, gradient in zip(self._terms, self._dense, strict=True):
+            gradient *= factor.to(gradient)
+            gradient.masked_fill_(~usable.to(gradient.device), 0.0)
+            term.remove()
+            term.install(partial(_shifted, gradient))
+        return {
+            "gradient_norm": self._gradient_norm(loss_scale),
+            "weight_gradient_norm": norm,
+            "perturbation_norm": torch.where(usable, self.config.rho, 0.0),
+        }
+
+    def _let_go(self) -> None:
+        for term in self._terms:
+            term.remove()
+        self._dense = []
+
+    def detach(self) -> None:
+        self._let_go()
+        super().detach()
+        self._terms = []

@@ -1,0 +1,77 @@
+"""What is measured of a neighbourhood, and how hard. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from regularizers.errors import RegularizerError
+
+SpaceName = Literal["adapter", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharpness:
+    """Settings of `regularizers.sharpness.measure`. Raises RegularizerError for a value without a meaning."""
+
+    spaces: tuple[SpaceName, ...] = ("adapter", "full")
+    """`adapter`: the trained LoRA factors θ = (A, B). `full`: the adapted weights W' = W0 + sBA of linear layers."""
+    lanczos: int = 24
+    """Most Hessian products that λ_max may take; as many vectors of the space are kept. 0: not measured."""
+    tolerance: float = 1e-3
+    """λ_max is done when its residual is below this part of it."""
+    probes: int = 8
+    """Random vectors for the trace. 0: not measured."""
+    sigmas: tuple[float, ...] = (0.02, 0.05, 0.1)
+    """Noise radii relative to the row norms, for E[L(w+ε)] − L(w)."""
+    draws: int = 12
+    """Antithetic pairs of noise at each σ."""
+    rhos: tuple[float, ...] = (0.01, 0.05, 0.1)
+    """Radii of the balls for SAM-sharpness, in the norm of the whole space."""
+    ascent: int = 5
+    """Gradient steps of the longer search in a ball; 1: the one-step value only."""
+    lines: int = 3
+    """Random directions of the one-dimensional slices. 0: none."""
+    line_points: int = 21
+    """Points on a line, odd."""
+    plane_points: int = 11
+    """Points along each side of the two-dimensional slice, odd. 0: none."""
+    reach: float = 0.5
+    """How far slices go, in units of the row norms."""
+    confidence: float = 0.95
+    """Coverage of the intervals."""
+
+    def __post_init__(self) -> None:
+        def demand(holds: bool, key: str, wanted: str) -> None:
+            if not holds:
+                raise RegularizerError(f"sharpness.{key}: {getattr(self, key)} is not {wanted}")
+
+        known = bool(self.spaces) and set(self.spaces) <= {"adapter", "full"}
+        demand(known and len(set(self.spaces)) == len(self.spaces), "spaces", "`adapter`, `full` or both")
+        for key in ("sigmas", "rhos"):
+            values = getattr(self, key)
+            demand(all(math.isfinite(v) and v > 0 for v in values), key, "a list of numbers > 0")
+            demand(len(set(values)) == len(values), key, "a list of different numbers")
+        for key, least in {"lanczos": 0, "probes": 0, "draws": 1, "ascent": 1, "lines": 0}.items():
+            demand(getattr(self, key) >= least, key, f"a number ≥ {least}")
+        demand(self.line_points >= 3 and self.line_points % 2 == 1, "line_points", "an odd number ≥ 3")
+        planar = self.plane_points == 0 or (self.plane_points >= 3 and self.plane_points % 2 == 1)
+        demand(planar, "plane_points", "0 or an odd number ≥ 3")
+        demand(math.isfinite(self.reach) and self.reach > 0, "reach", "a number > 0")
+        demand(math.isfinite(self.tolerance) and self.tolerance > 0, "tolerance", "a number > 0")
+        demand(0 < self.confidence < 1, "confidence", "a number between 0 and 1")
+
+    def passes(self) -> int:
+        """Most evaluations of the loss (a gradient counts as three) that these settings take."""
+        gradients = 0
+        if self.lanczos or self.probes:
+            gradients += 1 + 2 * (2 + LADDER) + 2 * (self.lanczos + self.probes) + (4 if self.lanczos else 0)
+        gradients += len(self.rhos) * (self.ascent - 1) + (1 if self.rhos else 0)
+        losses = 2 * self.draws * len(self.sigmas) + 2 * len(self.rhos) + self.lines * (self.line_points - 1)
+        losses += max(self.plane_points**2 - 1, 0)
+        return 2 + len(self.spaces) * (3 * gradients + losses)
+
+
+LADDER = 8
+"""Most step lengths that are tried for the finite differences."""

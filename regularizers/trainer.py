@@ -1,0 +1,400 @@
+"""Regularizers in the Hugging Face `Trainer`, and in every trainer made from it (TRL's SFTTrainer is one).
+
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[RegularizerCallback(GGPO(sigma=0.05))])
+    trainer.train()
+
+serves all methods of one pass. The SAM kind takes a second pass, which no callback can make:
+
+    class SamTrainer(TwoPassMixin, Trainer): ...
+    trainer = SamTrainer(model, args, train_dataset=rows, callbacks=[RegularizerCallback(LoraSAM(rho=0.05))])
+
+If training raises (Ctrl-C too), a `Trainer` tells its callbacks nothing: with `TwoPassMixin`, which serves one-pass
+methods as well, or inside `with RegularizerCallback(...) as callback:`, the model is let go of all the same; else call
+`callback.close()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_callback import TrainerCallback
+
+from regularizers.config import RegularizerConfig
+from regularizers.errors import RegularizerError
+from regularizers.mesh import ALONE, Alone, Placement
+from regularizers.protocol import Regularizer, build
+from regularizers.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from transformers import Trainer
+else:
+    Trainer = object
+
+_log = logging.getLogger(__name__)
+
+TENSORS, RECORD = "regularizer.safetensors", "regularizer.json"
+"""What is written into each of the Trainer's checkpoint folders."""
+
+
+class Abandoned(Exception):
+    """Ends a step that was begun and not finished; nothing is learned from it."""
+
+
+class Replicas(Alone):
+    """The placement of a process under DistributedDataParallel, which averages gradients over the processes."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        self._device, self._rank, self._ranks = device, dist.get_rank(), dist.get_world_size()
+        self.gradient_scale = float(self._ranks)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def sum_data(self, tensor: Tensor) -> None:
+        import torch.distributed as dist
+
+        dist.all_reduce(tensor)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        return self._rank, self._ranks
+
+
+class RegularizerCallback(TrainerCallback):
+    """Attaches a regularizer for the length of `Trainer.train` and leads it through the optimizer steps.
+
+    A step is left when the backward pass of its last micro-batch ends: before the Trainer unscales and clips the
+    gradients, so methods that read them see the true ones. Accumulation, bf16 and fp16 autocast, gradient
+    checkpointing and DistributedDataParallel are served; evaluation and saving happen between steps and see the plain
+    model. The state goes into the Trainer's checkpoints and is taken over with `resume_from_checkpoint`. Figures go
+    into the Trainer's logs as `regularizer/<name>`: into `trainer.state.log_history` and what is printed; reporters
+    such as TensorBoard run before a user's callbacks and see them only with `TwoPassMixin`.
+    """
+
+    def __init__(
+        self,
+        regularizer: Regularizer | RegularizerConfig,
+        *,
+        seed: int | None = None,
+        resume_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """
+        Args:
+            regularizer: settings, or one that is not attached.
+            seed: keys its draws; None: the seed of the TrainingArguments.
+            resume_from: the checkpoint folder whose state is taken over on a resume, where it is not
+                `<output_dir>/checkpoint-<step>`. `TwoPassMixin` knows it by itself.
+        """
+        self.regularizer = regularizer if isinstance(regularizer, Regularizer) else build(regularizer)
+        self.seed = seed
+        self.resume_from = None if resume_from is None else Path(resume_from)
+        self.guarded = False
+        """Whether a `TwoPassMixin` makes the passes, ends the steps and cleans up."""
+        self.attached = False
+        self._step: contextlib.AbstractContextManager[Any] | None = None
+        self._passes: Iterator[int] = iter(())
+        self.micro_index = 0
+        """Which micro-batch of a pass comes next, or is under way."""
+        self._gradient_state: Any = None
+        self._queued = False
+        self._watcher: Any = None
+
+    # ------------------------------------------------------------------ one training run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()  # the Trainer begins anew after running out of memory (auto_find_batch_size)
+        model, name = kwargs["model"], type(self.regularizer).__name__
+        if not self.guarded:
+            if self.regularizer.passes > 1:
+                raise RegularizerError(
+                    f"{name} takes two passes over a step's batches, which a callback cannot make; train with "
+                    "`class SamTrainer(TwoPassMixin, Trainer): ...` (from regularizers import TwoPassMixin)"
+                )
+            if getattr(args, "torch_compile", False):
+                raise RegularizerError(
+                    "torch_compile hides from RegularizerCallback when a backward pass ends; train with "
+                    "`class MyTrainer(TwoPassMixin, Trainer): ...` (from regularizers import TwoPassMixin)"
+                )
+        placement = _placement(args, model)
+        seed = args.seed if self.seed is None else self.seed
+        self.regularizer.attach(
+            model, seed=seed, total_steps=state.max_steps, placement=None if placement is ALONE else placement
+        )
+        self.attached = True
+        self._gradient_state = kwargs["optimizer"].gradient_state
+        try:
+            if state.global_step > 0:
+                self._restore(args, state)
+        except BaseException:
+            self.close()
+            raise
+        if not self.guarded:
+            self._watcher = model.register_forward_hook(self._watch)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.abandon()
+        scaler = getattr(kwargs["optimizer"], "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        step = self.regularizer.step(state.global_step, loss_scale=scale)
+        self._passes = iter(step.__enter__())
+        self._step, self._queued = step, False
+        next(self._passes)
+        self._begin_micro(0)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._step is not None:
+            self._begin_micro(self.micro_index + 1)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._step is not None:
+            self.abandon()
+            raise RegularizerError(
+                "the loss was not made from the outputs of the model's own forward pass, so RegularizerCallback could "
+                "not tell when its backward pass ended; train with `class MyTrainer(TwoPassMixin, Trainer): ...`"
+            )
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"]
+        if not optimizer.step_was_skipped:  # by a loss scaler that met an infinite gradient
+            self.regularizer.updated(float(optimizer.param_groups[0]["lr"]))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.abandon()  # another callback stopped the epoch inside a step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self.attached and logs is not None and "loss" in logs and not self.guarded:
+            figures = self.figures()
+            logs.update(figures)
+            state.log_history[-1].update(figures)
+
+    # ------------------------------------------------------------------ steps, passes, micro-batches
+
+    @property
+    def inside(self) -> bool:
+        """Whether a step has begun and was not left."""
+        return self._step is not None
+
+    def next_pass(self) -> bool:
+        """Begin the next pass of the step, if there is one."""
+        if next(self._passes, None) is None:
+            return False
+        self._begin_micro(0)
+        return True
+
+    def _begin_micro(self, index: int) -> None:
+        self.micro_index = index
+        self.regularizer.micro(index)
+
+    def next_micro(self) -> None:
+        """The next micro-batch of a later pass comes next."""
+        self._begin_micro(self.micro_index + 1)
+
+    def leave(self) -> None:
+        """End the step: all its backward passes were made."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None, None, None)
+
+    def abandon(self) -> None:
+        """Undo a step that was not finished, and learn nothing from it; harmless outside."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(Abandoned, Abandoned("the step was not finished"), None)
+
+    def close(self) -> None:
+        """Let go of the model, wherever training was when it ended. Doing it twice is harmless."""
+        self.abandon()
+        if self._watcher is not None:
+            self._watcher.remove()
+            self._watcher = None
+        if self.attached:
+            self.regularizer.detach()
+            self.attached = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Forward hook: the first of these outputs that backward comes to begins the end of the step."""
+        if self.inside and self._gradient_state.sync_gradients and torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_begins)
+
+    def _backward_begins(self, gradient: Tensor) -> None:
+        if self.inside and not self._queued:
+            self._queued = True
+            # What is queued runs when all gradients are there. Queued once more from there, it runs after what DDP
+            # has queued meanwhile: its gradients are averaged by then.
+            _queue(lambda: _queue(self.leave))
+
+    # ------------------------------------------------------------------ logs and checkpoints
+
+    def figures(self) -> dict[str, float]:
+        """The regularizer's metrics under the names they have in the logs."""
+        return {f"regularizer/{name}": value for name, value in self.regularizer.metrics().items()}
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.attached:
+            return
+        tensors = self.regularizer.state_dict()
+        folder = _folder(args, state)
+        if not args.should_save:
+            return
+        if not folder.is_dir():  # a hyperparameter search names its folders otherwise
+            _log.warning("no folder %s: the regularizer's state is not saved with this checkpoint", folder)
+            return
+        from safetensors.torch import save_file
+
+        record = {"regularizer": type(self.regularizer).__name__, "step": state.global_step}
+        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / "writing")
+        (folder / "writing").replace(folder / TENSORS)
+        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def _restore(self, args: Any, state: Any) -> None:
+        """Take over the state of the checkpoint that the Trainer resumes from. Raises RegularizerError if it is not
+        found, or another regularizer's."""
+        folder = self.resume_from or _folder(args, state)
+        advice = "give RegularizerCallback(..., resume_from=<the checkpoint folder>)"
+        if not (folder / RECORD).is_file() and not self.regularizer.state_dict():
+            return
+        if not (folder / RECORD).is_file():
+            raise RegularizerError(
+                f"training resumes after step {state.global_step}, but {folder} holds no {RECORD}; {advice}, or train "
+                "anew"
+            )
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        mine = {"regularizer": type(self.regularizer).__name__, "step": state.global_step}
+        for key, value in mine.items():
+            if record[key] != value:
+                raise RegularizerError(
+                    f"{folder / RECORD} says {key} {record[key]}, but this run has {value}; {advice} of this run"
+                )
+        history = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+        if json.dumps(history) != json.dumps(state.log_history):
+            raise RegularizerError(f"{folder} is of another run than the one that is resumed; {advice}")
+        from safetensors.torch import load_file
+
+        self.regularizer.load_state_dict(load_file(folder / TENSORS, device=str(args.device)))
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _queue(action: Any) -> None:
+    """Run `action` at the end of the backward pass that is going on, as DDP and FSDP2 do theirs."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors of a model's output."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
+
+
+def _placement(args: Any, model: nn.Module) -> Placement:
+    """One process, or replicas under DDP. Raises RegularizerError for any other way to use several devices."""
+    if args.n_gpu > 1:
+        raise RegularizerError(
+            f"the Trainer splits batches over {args.n_gpu} GPUs of one process (DataParallel), on copies of the model "
+            "that no regularizer sees; start it with `torchrun --nproc-per-node`"
+        )
+    sharded = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
+    if sharded is not None or args.fsdp or args.deepspeed:
+        what = f"{sharded} is sharded" if sharded else "FSDP or DeepSpeed shards the model"
+        raise RegularizerError(
+            f"{what}, and the Trainer does not say how; train with DistributedDataParallel, or sharded with "
+            "`flatshift train`"
+        )
+    return Replicas(args.device) if args.world_size > 1 else ALONE
+
+
+class TwoPassMixin(Trainer):  # type: ignore[misc]
+    """`class SamTrainer(TwoPassMixin, Trainer): ...` makes both passes of the SAM kind; give it a RegularizerCallback.
+
+    The first pass goes through a step's micro-batches as they come; after the last one the second pass goes through
+    all of them again, each with the random state (dropout) that it had. The loss that is logged is the first pass's,
+    at the weights themselves. One-pass methods, and no regularizer at all, are served too. Trainers that count the
+    calls of `_prepare_inputs`, such as TRL's GRPOTrainer, would count the second pass.
+    """
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        callback = self._regularizer()
+        if callback is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        callback.guarded, given = True, callback.resume_from
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            callback.resume_from = Path(resume_from_checkpoint)
+        self._window: list[tuple[Any, list[Tensor]]] = []
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            callback.close()
+            callback.guarded, callback.resume_from = False, given
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        callback = self._regularizer()
+        if callback is None or not callback.inside:
+            return super().training_step(model, inputs, *args, **kwargs)
+        if callback.regularizer.passes > 1:
+            if callback.micro_index == 0:
+                self._window = []
+            self._window.append((copy.copy(inputs), _random_state(self.args.device)))
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        if self.accelerator.sync_gradients:
+            while callback.next_pass():
+                for index, (again, state) in enumerate(self._window):
+                    if index:
+                        callback.next_micro()
+                    _set_random_state(state, self.args.device)
+                    last = index + 1 == len(self._window)
+                    with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                        super().training_step(model, copy.copy(again), *args, **kwargs)
+            self._window = []
+            callback.leave()
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        callback = self._regularizer()
+        if callback is not None and callback.guarded and callback.attached and "loss" in logs:
+            logs = {**logs, **callback.figures()}
+        super().log(logs, *args, **kwargs)
+
+    def _regularizer(self) -> RegularizerCallback | None:
+        return next((c for c in self.callback_handler.callbacks if isinstance(c, RegularizerCallback)), None)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    """What dropout on `device` draws from."""
+    state = [torch.get_rng_state()]
+    return [*state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else state
+
+
+def _set_random_state(state: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)

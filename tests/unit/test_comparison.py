@@ -1,0 +1,299 @@
+"""Comparisons: trials are equal, statistics are the textbook's, and a study gives what its cells say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import lzma
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.comparison.analysis import detectable, endpoint, holm, paired_p
+from experiments.comparison.compare import compare
+from experiments.comparison.plan import Plan
+from experiments.comparison.runner import Outcome
+from experiments.comparison.settings import Comparison, StudyMethod, StudyTask
+from experiments.comparison.tuning import FAILED, Score, Setting, best_of, first_trials, next_trial, on_edge
+from experiments.recipe import from_override, load_recipe
+from finetune.errors import UserError
+from tests.comparison_study import make_study
+
+# --------------------------------------------------------------------------------------------- trials
+
+
+def scored(**by_rate: float) -> dict[Setting, Score]:
+    return {Setting(float(rate)): Score(value, 0.0) for rate, value in by_rate.items()}
+
+
+def test_a_further_trial_goes_beyond_an_edge_by_the_grids_own_step() -> None:
+    assert next_trial(scored(**{"1e-3": 0.5, "2e-3": 0.6, "4e-3": 0.7})).lr == 8e-3
+    assert next_trial(scored(**{"1e-3": 0.7, "2e-3": 0.6, "4e-3": 0.5})).lr == 5e-4
+    assert on_edge(scored(**{"1e-3": 0.7, "2e-3": 0.6}))
+
+
+def test_a_further_trial_halves_the_gap_to_the_better_neighbour() -> None:
+    inside = scored(**{"1e-3": 0.5, "2e-3": 0.9, "8e-3": 0.6})
+    assert next_trial(inside).lr == pytest.approx(math.sqrt(2e-3 * 8e-3), rel=1e-2)
+    assert not on_edge(inside)
+
+
+def test_further_trials_never_repeat_one() -> None:
+    def accuracy(rate: float) -> float:
+        return -abs(math.log(rate / 3.3e-2))  # far beyond the grid's upper edge
+
+    scores = scored(**{str(rate): accuracy(rate) for rate in (1e-3, 2e-3)})
+    for _ in range(12):
+        new = next_trial(scores)
+        assert new not in scores
+        scores[new] = Score(accuracy(new.lr), 0.0)
+    best = best_of(scores)
+    assert best is not None and abs(math.log(best.lr / 3.3e-2)) < 0.1 and not on_edge(scores)
+
+
+def test_ties_are_settled_by_loss_and_diverged_trials_lose() -> None:
+    low, mid, high = Setting(1e-3), Setting(2e-3), Setting(4e-3)
+    assert best_of({low: Score(0.5, 0.9), mid: Score(0.5, 0.8), high: FAILED}) == mid
+    assert best_of({low: FAILED, mid: FAILED}) is None
+    assert next_trial({low: FAILED, mid: FAILED}).lr == 5e-4
+
+
+def test_only_rates_with_the_best_knobs_count_for_the_edge() -> None:
+    a, b = (("regularizer.sigma", 0.05),), (("regularizer.sigma", 0.2),)
+    scores = {Setting(r, a): Score(0.5, 0.0) for r in (1e-3, 8e-3)} | {
+        Setting(1e-3, b): Score(0.4, 0.0),
+        Setting(2e-3, b): Score(0.9, 0.0),
+    }
+    assert next_trial(scores) == Setting(4e-3, b)
+
+
+def study(**changes: object) -> Comparison:
+    methods = {
+        "plain": StudyMethod(),
+        "ggpo": StudyMethod(lr=(1e-3, 3e-3), knobs={"regularizer.sigma": (0.05, 0.1)}, confirmatory=True),
+    }
+    settings = {"tasks": {"a": StudyTask(file="a.jsonl")}, "methods": methods, **changes}
+    return Comparison(**settings)  # type: ignore[arg-type]
+
+
+def test_every_method_has_as_many_first_trials() -> None:
+    made = study()
+    assert [len(set(first_trials(made, m))) for m in made.methods.values()] == [4, 4]
+    unequal = {**made.methods, "sam": StudyMethod(knobs={"regularizer.rho": (0.05, 0.1)})}
+    with pytest.raises(ValueError, match="sam would have 8 first trials and plain has 4"):
+        study(methods=unequal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"baseline": "lora"}, "baseline is 'lora'"),
+        ({"lr": (1e-3,)}, "at least two rising"),
+        ({"lr": (2e-3, 1e-3)}, "at least two rising"),
+        ({"tuning_seed": 5}, "also the seed of a final run"),
+        ({"controls": {"none": "ggpo"}}, "controls names 'none'"),
+        ({"methods": {"plain": StudyMethod(), "flat-x": StudyMethod(), "flat_x": StudyMethod()}}, "twice"),
+        ({"methods": {"plain": StudyMethod(), "x": StudyMethod(tasks=("b",))}}, "none of a"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused(changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        study(**changes)
+
+
+# --------------------------------------------------------------------------------------------- statistics
+
+
+def test_paired_p_is_scipys() -> None:
+    from scipy.stats import ttest_rel
+
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=10), rng.normal(size=10)
+    assert paired_p(list(a - b)) == pytest.approx(ttest_rel(a, b).pvalue, rel=1e-10)
+    assert paired_p([0.0, 0.0]) == 1.0 and paired_p([0.5]) is None
+
+
+def test_holm_is_the_step_down_procedure() -> None:
+    p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}
+    assert holm(p) == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+    rng = np.random.default_rng(1)
+    for _ in range(50):  # rejecting adjusted p ≤ α is rejecting step by step, from the smallest, at α/(m − i)
+        values = {str(i): float(v) for i, v in enumerate(rng.uniform(0, 0.1, size=6))}
+        rejected = set()
+        for i, (name, value) in enumerate(sorted(values.items(), key=lambda item: item[1])):
+            if value > 0.05 / (6 - i):
+                break
+            rejected.add(name)
+        assert rejected == {name for name, value in holm(values).items() if value <= 0.05}
+
+
+def test_the_detectable_effect_is_the_protocols() -> None:
+    assert detectable([0, 1, 0, 1, 0.5]) == pytest.approx(1.66 * np.std([0, 1, 0, 1, 0.5], ddof=1), rel=5e-3)
+    ten = list(np.random.default_rng(2).normal(size=10))
+    assert detectable(ten) == pytest.approx(0.99 * np.std(ten, ddof=1), rel=5e-3)
+
+
+# --------------------------------------------------------------------------------------------- a whole study
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
+    """(recipe, its directory of results, document) of the miniature, run once."""
+    place = tmp_path_factory.mktemp("study")
+    recipe = make_study(place)
+    out = place / "out"
+    return recipe, out, compare(str(recipe), out, data=place, jobs=1, quiet=True)
+
+
+def cells(out: Path) -> list[dict]:
+    return [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*.json"))]
+
+
+def test_trials_are_equal_and_use_a_seed_of_their_own(made) -> None:
+    _, out, document = made
+    assert {row["trials"] for row in document["trials"]} == {4} and len(document["trials"]) == 4
+    found = cells(out)
+    trials = [c for c in found if c["kind"] == "trial"]
+    assert {c["seed"] for c in trials} == {1_000_003} and {c["judged"] for c in trials} == {"validation"}
+    finals = [c for c in found if c["kind"] == "final"]
+    assert sorted({c["seed"] for c in finals}) == [0, 1, 2] and {c["judged"] for c in finals} == {"test"}
+    assert all(c["status"] == "done" for c in found), [c["reason"] for c in found]
+
+
+def test_the_document_is_what_the_cells_say(made) -> None:
+    _, out, document = made
+    values = {
+        (c["method"], c["seed"]): c["metrics"]["accuracy"]
+        for c in cells(out)
+        if c["kind"] == "final" and c["task"] == "easy"
+    }
+    for c in cells(out):
+        if c["kind"] == "final" and c["task"] == "easy":
+            assert c["items"].count("1") / len(c["items"]) == pytest.approx(c["metrics"]["accuracy"])
+    differences = [values["ggpo", s] - values["plain", s] for s in range(3)]
+    task = document["tasks"]["easy"]
+    assert task["methods"]["ggpo"]["difference"]["value"] == pytest.approx(np.mean(differences))
+    assert task["methods"]["plain"]["mean"]["value"] == pytest.approx(np.mean([values["plain", s] for s in range(3)]))
+    if task["informative"]:
+        assert document["methods"]["ggpo"]["primary"]["value"] == pytest.approx(np.mean(differences))
+    generation = document["tasks"]["answers"]
+    assert generation["metric"] == "loss" and generation["informative"] is None and generation["floor"] is None
+    one = next(c for c in cells(out) if c["kind"] == "final" and c["task"] == "answers")
+    nats, tokens = (np.array(part) for part in one["items"])
+    assert nats.sum() / tokens.sum() == pytest.approx(one["metrics"]["loss"], rel=1e-3)
+    assert task["methods"]["ggpo"]["sharpness"] is not None and math.isfinite(task["methods"]["ggpo"]["sharpness"])
+
+
+def test_the_page_is_whole_offline_and_escaped(made) -> None:
+    _, out, document = made
+    text = (out / "report.html").read_text(encoding="utf-8")
+    assert "<b>noise</b>" not in text and "&lt;b&gt;noise" in text
+    assert "http://" not in text.replace("http://www.w3.org", "") and "Holm" in text and "Equal trials" in text
+    for sentence in document["protocol"]:
+        assert sentence.split(":")[0].replace("'", "&#39;") in text
+
+
+def test_running_again_runs_nothing_and_says_the_same(made) -> None:
+    recipe, out, document = made
+    before = {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()}
+    again = compare(str(recipe), out, data=recipe.parent, jobs=1, quiet=True)
+    assert {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()} == before
+    assert again == document
+
+
+def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made) -> None:
+    from experiments.comparison.cell import _fresh
+    from experiments.comparison.data import material
+    from finetune.adapter import trainable
+
+    recipe, _, _ = made
+    plan = Plan(str(recipe), [], data=recipe.parent)
+    one, other, later = (
+        plan.cell("final", m, "easy", s, Setting(1e-2)) for m, s in (("plain", 0), ("ggpo", 0), ("plain", 1))
+    )
+    rows = [[example.where for example in material(cell).train] for cell in (one, other, later)]
+    assert rows[0] == rows[1] != rows[2] and len(rows[0]) == 40
+    tested = {example.where for example in material(one).judged}
+    trial = plan.cell("trial", "plain", "easy", 1_000_003, Setting(1e-2))
+    validation = {example.where for example in material(trial).judged}
+    assert not tested & validation and not validation & set(rows[0]) and not tested & set(rows[0])
+    a, b = (trainable(_fresh(cell, ("bad", "good")).model) for cell in (one, other))
+    assert all(a[name].equal(b[name]) for name in a)
+    assert len({one.key, other.key, later.key, trial.key}) == 4
+
+
+def test_a_diverged_run_counts_with_the_floor_and_a_crashed_one_not(made) -> None:
+    recipe, _, _ = made
+    plan = Plan(str(recipe), [], data=recipe.parent)
+
+    def run(seed: int, accuracy: float, status: str = "done") -> dict:
+        metrics = {"accuracy": accuracy, "majority_floor": 0.5} if status == "done" else {}
+        return {"seed": seed, "status": status, "metrics": metrics}
+
+    outcome = Outcome()
+    outcome.finals["plain", "easy"] = [run(0, 0.9), run(1, 0.8), run(2, 0.8)]
+    outcome.finals["ggpo", "easy"] = [run(0, 0.9), run(1, 0.0, "diverged"), run(2, 0.0, "crashed")]
+    found = endpoint(plan, outcome, "ggpo", "plain", ["easy"])
+    assert found is not None and found["by_seed"] == pytest.approx({"0": 0.0, "1": -0.3})
+
+
+def test_what_cannot_run_is_refused_before_anything_runs(made, tmp_path: Path, monkeypatch) -> None:
+    recipe, _, _ = made
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="has no `comparison` block"):
+        compare("classify", out)
+    with pytest.raises(UserError, match="did you mean 'ggpo'"):
+        compare(str(recipe), out, data=recipe.parent, methods=["gppo"])
+    with pytest.raises(UserError, match="--data"):
+        compare(str(recipe), out)
+    import regularizers.protocol as protocol
+    from regularizers.config import GGPO
+
+    monkeypatch.setitem(protocol._HOMES, GGPO, "nowhere:gone")
+    with pytest.raises(UserError, match="method 'ggpo' cannot run"):
+        compare(str(recipe), out, data=recipe.parent)
+    assert not out.exists()
+
+
+def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
+    resolved = load_recipe("flat-comparison")
+    study = resolved.recipe.comparison
+    assert study is not None and study.trials >= 4 and study.seeds == 10
+    assert {"ggpo", "flat-lora", "mgpo"} <= {name for name, m in study.methods.items() if m.confirmatory}
+    for task in study.tasks.values():
+        file = tmp_path / task.file
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(lzma.compress(b""))
+    plan = Plan("flat-comparison", [], data=tmp_path)
+    assert len(plan.pairs) == sum(len(study.runs_on(m)) for m in study.methods)
+
+
+def test_a_study_is_part_of_the_resolved_recipe(made, tmp_path: Path) -> None:
+    recipe, out, _ = made
+    again = load_recipe(str(out / "study.recipe.yaml"))
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(load_recipe(str(recipe)).recipe)
+    changed = load_recipe(str(recipe), [from_override("comparison.methods.ggpo.lr", "[1e-3, 2e-3]")])
+    assert changed.recipe.comparison is not None and changed.recipe.comparison.methods["ggpo"].lr == (1e-3, 2e-3)
+
+
+def test_results_and_guide_come_from_the_document_alone(made) -> None:
+    from benchmarks._harness import Benchmark
+    from benchmarks.flat_comparison import BEGIN, END, KEPT, PAGE, guide, rows
+
+    document = json.loads(json.dumps(made[2]))
+    document["informative"], primary = ["easy"], {"value": 0.02, "low": -0.01, "high": 0.05, "n": 3, "by_seed": {}}
+    primary |= {"p": 0.2, "p_holm": 0.2, "detectable": 0.04, "bootstrap": None, "wins": 2, "tasks": ["easy"]}
+    document["methods"]["ggpo"]["primary"] = primary
+    bench = Benchmark("flat_comparison")
+    rows(bench, document)
+    row = bench.rows[0]
+    assert row["ours"] - row["peer"] == pytest.approx(0.02) and row["difference"]["mean"] == 0.02
+    text = guide(document)
+    assert "| `ggpo` | +2.0 |" in text and "No method is better than tuned plain LoRA" in text and "4.0 points" in text
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.count(BEGIN) == page.count(END) == 1
+    if (KEPT / "comparison.json").is_file():
+        kept = json.loads((KEPT / "comparison.json").read_text(encoding="utf-8"))
+        assert guide(kept) in page, "run: python -m benchmarks.flat_comparison --data DIR"
