@@ -155,7 +155,7 @@ def settle(model: nn.Module) -> None:
     On CPUs with bf16 instructions bitsandbytes would repack 4-bit weights in place at the first evaluation: the scales
     are rounded to bf16, and from then on no gradient passes.
     """
-    layers = [module for module in model.modules() if type(module).__module__.startswith("bitsandbytes.")]
+    layers: list[Any] = [module for module in model.modules() if type(module).__module__.startswith("bitsandbytes.")]
     for layer in layers:
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False

@@ -3,12 +3,12 @@
 θ is the vector of all trained LoRA factors, m the momentum of its gradient g, ḡ the averaged norm of g:
 
     MGPO   ε_t = ± ρ m_{t−1}/|m_{t−1}| · 1/ḡ_{t−1},   m_t = μ m_{t−1} + g_t,   ḡ_t = β ḡ_{t−1} + (1−β)|g_t|
-    MSAM   ε_t = ± ρ m_{t−1}/|m_{t−1}|,               m_t = μ m_{t−1} + (1−μ) g_t
+    MSAM   ε_t = ± ρ m_{t−1}/|m_{t−1}|,               m_t = μ m_{t−1} + g_t
 
-and ḡ_1 = |g_1|. g_t = ∂L/∂θ at θ_t + ε_t; m_0 = 0, so the first step is unperturbed. The optimizer updates θ_t itself.
-One global norm and one global scalar over all layers. g is the whole gradient of an optimizer step: after accumulation
-and the sums over a mesh, divided by the loss scale, before clipping. A gradient that is zero or not finite teaches
-nothing.
+and ḡ_1 = |g_1|. g_t = ∂L/∂θ at θ_t + ε_t; m_0 = 0, so the first step is unperturbed. Only the direction of m counts,
+and it is that of Adam's averaged gradient. The optimizer updates θ_t itself. One global norm and one global scalar over
+all layers. g is the whole gradient of an optimizer step: after accumulation and the sums over a mesh, divided by the
+loss scale, before clipping. A gradient that is zero or not finite teaches nothing.
 
 Sources: LoRA-MGPO, EMNLP Findings 2025 #34 (arXiv 2502.14538 v3), Eqs 2–6, where the sign is +; its authors' code is
 another method (`regularizers.momentum_layers`). Momentum-SAM, Becker, Altrock & Risse, arXiv 2401.12033: its code goes
@@ -72,7 +72,6 @@ class MomentumRegularizer(Regularizer):
         check_settings(config)
         self.config = config
         self._sign = config.sign or 1
-        self._gain = 1.0 if isinstance(config, MGPO) else 1 - config.momentum
         self._adapters: Adapters | None = None
         self._placement: Placement = ALONE
         self._seed = self._step = 0
@@ -148,14 +147,14 @@ class MomentumRegularizer(Regularizer):
         gradients = adapters.gradients(loss_scale)
         norm = adapters.squared_norm(gradients).sqrt()
         learns = norm.isfinite() & (norm > 0)
-        for name, gradient in gradients.items():
-            new = torch.add(self._momentum[name] * self.config.momentum, gradient, alpha=self._gain)
-            self._momentum[name] = torch.where(learns, new, self._momentum[name])
         if isinstance(self.config, MGPO):
             norms = self._norms(adapters, gradients, norm)
             averaged = self.config.ema * self._average + (1 - self.config.ema) * norms
             averaged = torch.where(self._updates == 0, norms, averaged)
             self._average = torch.where(learns, averaged, self._average)
+        for name, gradient in gradients.items():
+            before = self._momentum[name]
+            self._momentum[name] = torch.where(learns, gradient.add_(before, alpha=self.config.momentum), before)
         self._updates = self._updates + learns
         self._skipped = self._skipped + ~norm.isfinite()
         self._fresh = False

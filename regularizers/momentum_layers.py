@@ -43,7 +43,6 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         super().__init__(config)
         self._clamp = config.clamp
         self._sign = config.sign or -1
-        self._gain = 1 - config.momentum
         self._branches: list[NoiseBranch] = []
         self._parts: list[tuple[Tensor | slice, ...]] = []
         """Which rows and columns of each layer this process has."""

@@ -79,14 +79,15 @@ class SampleSigns:
         self._key, self._drawn = key, {}
 
     def of(self, layer: int) -> Callable[[Tensor], Tensor]:
-        """What gives c (samples, k) for the input of the layer of this number."""
-        name, columns = self._names[layer], self._columns[layer]
+        """What gives c (samples, k) for the input of the layer of this number. `torch.compile` leaves it out of its
+        graphs: it asks for the batch, and its key is another one in every micro-batch."""
 
         def signs(x: Tensor) -> Tensor:
-            self._batches.check(x, name)
-            return self._draw(len(x))[layer, :, :columns]
+            self._batches.check(x, self._names[layer])
+            return self._draw(len(x))[layer, :, : self._columns[layer]]
 
-        return signs
+        left_out: Callable[[Tensor], Tensor] = torch.compiler.disable(signs)
+        return left_out
 
     def _draw(self, samples: int) -> Tensor:
         """(layers, samples, largest k)."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,10 +11,43 @@ class GotD:
     """Optimal-transport gradients (GOT-D): the samples whose added mass lowers OT(pool, target) most."""
 
     kind: Literal["gotd"] = "gotd"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
     epsilon: float = 0.05
     """Entropic regularisation, as a multiple of the exact weighted mean cost over all pairs."""
     tolerance: float | None = None
     """Marginal L1 error to reach; null: 1e-9 up to N·M = 1e7, 1e-3 above."""
+    rounds: int = 1
+    """Above 1: choose the budget in so many parts, and solve again on the mixture of pool and chosen after each. This
+    restores the diversity that a single linear step loses when the selection gets a large share of training. A round
+    costs a solve or two more."""
+    mixture: float = 0.5
+    """Rounds only: the share λ of the selection in (1 − λ)·pool + λ·selection that the later rounds see."""
+    holdout: float = 0.25
+    """Rounds only: this share of the target is kept aside, and solving again stops when the transport distance to it
+    stops falling (the rest of the budget then comes from the last solution). 0: all rounds, on the whole target."""
+    debiased: bool = False
+    """Subtract the pool's transport potential to itself: the gradient of the Sinkhorn divergence, which does not reward
+    a sample for lying where the pool is dense. Not together with rounds."""
+    self_sample: int = 2000
+    """Debiased only: pool rows, drawn by seed, that stand for the pool in its potential to itself (exact up to it)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GotDContrast:
+    """GOT-D towards the target and away from negative examples (`select.negative.files`). Score: attract · the target's
+    calibrated gradient − repel · the negatives'. The minus sign is inferred, as the paper gives none: a row is taken
+    where its mass would take the pool away from the negatives."""
+
+    kind: Literal["gotd-contrast"] = "gotd-contrast"
+    needs: ClassVar[tuple[str, ...]] = ("features", "negative")
+    epsilon: float = 0.05
+    """Entropic regularisation of both problems, as a multiple of each one's own mean cost."""
+    tolerance: float | None = None
+    """Marginal L1 error to reach; null: 1e-9 up to N·M = 1e7, 1e-3 above."""
+    attract: float = 1.0
+    """Weight of the target's gradient; 0: away from the negatives only, as the paper's detoxification study."""
+    repel: float = 1.0
+    """Weight of the negatives' gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +55,7 @@ class Random:
     """A uniform draw by seed: the control of every comparison."""
 
     kind: Literal["random"] = "random"
+    needs: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +63,7 @@ class KNN:
     """Nearest neighbours of the target, each sample at most once (score: squared distance to its nearest target)."""
 
     kind: Literal["knn"] = "knn"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +71,104 @@ class DSIR:
     """Importance resampling on hashed word uni- and bigrams (DSIR); score −log weight."""
 
     kind: Literal["dsir"] = "dsir"
+    needs: ClassVar[tuple[str, ...]] = ("texts",)
     buckets: int = 10_000
     """Hash buckets of the n-gram features."""
     resample: bool = False
     """Add seeded Gumbel noise to the log weights, so that the selection is a draw in proportion to the weights, as in
     the paper; the noise is then part of the score. False: the score is −log weight, the selection its plain top-k."""
+    hashing: Literal["fast", "sha256"] = "fast"
+    """`sha256` puts every n-gram into the bucket that PyPI's data-selection puts it in (slower); `fast` mixes words'
+    hashes."""
+    smoothing: float = 1.0
+    """Count added to every bucket of both bags (Laplace). data-selection 1.0.3: 0."""
+    floor: float = 0.0
+    """Added to every bucket's probability after that. data-selection 1.0.3: 1e-8, which makes every n-gram that a small
+    target happens to lack cost about as much as ten that it has."""
 
 
-Method = GotD | Random | KNN | DSIR
+@dataclass(frozen=True, kw_only=True)
+class TSDS:
+    """Transport of the target onto its nearest neighbours with a penalty for crowding (TSDS, arXiv 2410.11303): each
+    target spreads its mass over neighbours, near-duplicates share one portion, and the selection is a seeded draw
+    without repeats in proportion to the mass received. Rows without mass follow by distance. Made for L2-normalised
+    features."""
+
+    kind: Literal["tsds"] = "tsds"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
+    alpha: float = 0.5
+    """Between 0 and 1: small spreads each target's mass over many neighbours, large keeps it on the nearest."""
+    scale: float = 5.0
+    """The constant C of the paper, in units of distance: what spreading is weighed against."""
+    sigma: float = 0.75
+    """Rows closer than this count as near-duplicates of one another (kernel 1 − d²/σ²); 0: none do."""
+    neighbours: int = 1000
+    """Neighbours of each target that may receive mass, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Less:
+    """Gradient similarity (LESS, arXiv 2402.04333): the mean similarity of a row's gradient with a target subset's,
+    largest over the subsets (the target's domains; one subset where it has none). Features are gradients, one a row,
+    computed by you: `--pool-features` and `--target-features`."""
+
+    kind: Literal["less"] = "less"
+    needs: ClassVar[tuple[str, ...]] = ("features", "gradients", "domains")
+    similarity: Literal["cosine", "inner"] = "cosine"
+    """`cosine`, as the paper; `inner` rewards long gradients, which short texts have."""
+    checkpoint_weights: tuple[float, ...] = (1.0,)
+    """One weight (its learning rate) per checkpoint: the columns are that many equal blocks side by side, compared
+    block by block; scaled to sum 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """The backbone's own surprise at each text: mean −log p per token."""
+
+    kind: Literal["perplexity"] = "perplexity"
+    needs: ClassVar[tuple[str, ...]] = ("losses",)
+    keep: Literal["low", "middle", "high"] = "middle"
+    """Which end comes first; `middle`: by distance from the median rank."""
+    max_length: int = 256
+    """Tokens read of each text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """By length alone: the control for methods that favour long or short texts."""
+
+    kind: Literal["length"] = "length"
+    needs: ClassVar[tuple[str, ...]] = ("texts",)
+    prefer: Literal["long", "short", "target"] = "target"
+    """`target`: a seeded draw whose lengths follow the target's (in tenths of its distribution)."""
+    unit: Literal["words", "characters"] = "words"
+    """What is counted."""
+
+
+Inner = Random | GotD | GotDContrast | KNN | DSIR | TSDS | Less | Perplexity | Length
+"""What may rank the rows inside a domain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domains:
+    """A fixed share of the budget for each domain, by largest remainder; inside a domain by another method's score."""
+
+    kind: Literal["domains"] = "domains"
+    needs: ClassVar[tuple[str, ...]] = ("domains",)
+    shares: dict[str, float] = field(default_factory=dict)
+    """Domain: weight (scaled to sum 1; a domain that is not named gets none). Empty: as in the target's domain
+    column."""
+    inside: Inner = field(default_factory=Random)
+    """The method that ranks the rows of a domain, fitted on the whole pool; not with rounds of its own."""
+
+
+Method = GotD | GotDContrast | Random | KNN | DSIR | TSDS | Less | Perplexity | Length | Domains
+
+
+def needs(method: Method) -> frozenset[str]:
+    """What a method works on: of "texts", "features", "gradients" (as features), "losses", "domains", "negative"."""
+    inside = method.inside.needs if isinstance(method, Domains) else ()
+    return frozenset((*method.needs, *inside))
 
 
 @dataclass(frozen=True, kw_only=True)

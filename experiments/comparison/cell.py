@@ -46,7 +46,9 @@ def run_cell(directory: Path, cell: StudyCell, threads: int) -> None:
     outcome: dict[str, Any] = {"reason": None, "metrics": {}, "items": None}
     try:
         outcome |= {"status": "done", **_measure(cell, threads)}
-    except Interrupted:
+    except Interrupted as error:  # a full disk stays what it is
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
         raise
     except Diverged as error:
         outcome |= {"status": "diverged", "reason": str(error)}

@@ -14,9 +14,11 @@ from experiments.comparison.settings import Comparison
 from experiments.comparison.tuning import Setting, first_trials
 from experiments.config import Recipe
 from experiments.recipe import from_override, load_recipe
-from experiments.recipe.tree import Branch
+from experiments.recipe.resolve import recipe_tree, resolve_tree
+from experiments.recipe.tree import Branch, Tree, merge
 from finetune.config import Classify
 from finetune.errors import UserError
+from regularizers.config import RegularizerConfig
 
 Kind = Literal["trial", "final", "equal-time"]
 
@@ -74,8 +76,13 @@ class Plan:
         Raises:
             UserError: no such block, an unknown name, a missing file, a method that cannot be built.
         """
-        self.reference, self.overrides = reference, list(overrides)
         self.resolved = load_recipe(reference, overrides)
+        tree: Tree = recipe_tree(reference)
+        for override in overrides:
+            tree = merge(tree, override)
+        assert isinstance(tree, Branch)
+        # what cells are resolved from: they know nothing of the study
+        self._tree = dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != "comparison"})
         if self.resolved.recipe.comparison is None:
             raise UserError(
                 f"recipe {self.resolved.name!r} has no `comparison` block; start from `flatshift recipes copy "
@@ -85,11 +92,12 @@ class Plan:
         self.files = {name: _file(name, task.file, data) for name, task in self.study.tasks.items()}
         self._digests = {name: _digest(file) for name, file in self.files.items()}
         self._recipes: dict[tuple[str, str], Recipe] = {}
+        self._tried: list[tuple[str, RegularizerConfig]] = []
         for method in self.study.methods:
             for task in self.study.runs_on(method):
                 self._recipes[method, task] = self._resolve(method, task)
                 for setting in first_trials(self.study, self.study.methods[method]):
-                    self._resolve(method, task, setting)
+                    self._tried.append((method, self._resolve(method, task, setting).regularizer))
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -109,7 +117,7 @@ class Plan:
         from finetune.parallel.rules import Settings, check_settings
         from regularizers import build
 
-        for (method, task), recipe in self._recipes.items():
+        for (_, task), recipe in self._recipes.items():
             if recipe.task.kind not in {"classify", "language-model", "completion"}:
                 raise UserError(
                     f"task {task!r}: a comparison judges classify, language-model and completion tasks only"
@@ -119,12 +127,13 @@ class Plan:
             if recipe.mesh.size > 1 or recipe.warmup is not None or recipe.select is not None:
                 raise UserError("a comparison runs each cell in one process, without selection and warm-up")
             check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
+        for method, regularizer in self._tried:
             try:
-                build(recipe.regularizer)
+                build(regularizer)
             except ImportError as error:
                 raise UserError(
-                    f"method {method!r} cannot run: its regularizer {recipe.regularizer.kind!r} is not there "
-                    f"({error}); leave it out with --methods"
+                    f"method {method!r} cannot run: its regularizer {regularizer.kind!r} is not there ({error}); leave "
+                    "it out with --methods"
                 ) from None
 
     def cell(
@@ -153,7 +162,7 @@ class Plan:
         self, method: str, task: str, setting: Setting | None = None, changes: Mapping[str, Any] | None = None
     ) -> Recipe:
         """The recipe of a method on a task: the base, then the task, the method, the setting, the changes."""
-        laid = list(self.overrides)
+        laid: list[Branch] = []
         for where, keys in (
             (f"--comparison.tasks.{task}.set", self.study.tasks[task].set),
             (f"--comparison.methods.{method}.set", self.study.methods[method].set),
@@ -161,7 +170,7 @@ class Plan:
             ("--", changes or {}),
         ):
             laid += [from_override(key, value, where) for key, value in keys.items()]
-        return load_recipe(self.reference, laid).recipe
+        return resolve_tree(self._tree, laid, name=self.resolved.name).recipe
 
 
 def _only(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Outcome:
 def run_study(
     plan: Plan, out: Path, *, jobs: int, console: Console, on_cell: Callable[[Path], None] = lambda path: None
 ) -> Outcome:
-    """Run what has no result yet, in `jobs` processes of one thread each, and gather everything.
+    """Run what has no result yet, in `jobs` processes of one thread each (1: in this one), and gather everything.
 
     on_cell: told the file of each cell that this call finished.
 
@@ -187,17 +187,17 @@ class _Runner:
         self.directory, self.jobs, self.console, self.on_cell = directory, jobs, console, on_cell
         self.total = total
         self.finished: set[str] = set()
-        self.before = 0
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> _Runner:
-        context = get_context("spawn")
-        self._pool = ProcessPoolExecutor(self.jobs, context, initializer=_start_worker, initargs=(os.getpid(), 1))
+        if self.jobs > 1:
+            context = get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.jobs, context, initializer=_start_worker, initargs=(os.getpid(), 1))
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._pool is not None
-        self._pool.shutdown(wait=error[0] is None, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=error[0] is None, cancel_futures=True)
 
     def result(self, cell: StudyCell) -> Result:
         """The result of a finished cell."""
@@ -218,39 +218,37 @@ class _Runner:
         kinds = " and ".join(dict.fromkeys(cell.kind for cell in todo))
         done_before = len(self.finished) - len(todo)
         self.console.say(f"{kinds}: {len(todo)} cells to run, {len(unique) - len(todo)} done before")
-        assert self._pool is not None
         with _line(self.console, done_before, self.total) as line:
-            pending: dict[Future[None], StudyCell] = {
-                self._pool.submit(run_cell, self.directory, cell, 1): cell for cell in todo
-            }
-            try:
-                for count, cell in enumerate(_as_they_end(pending), start=1):
-                    result = self.result(cell)
-                    if result["status"] != "done":
-                        self.console.say(f"{result['status']}: {cell.label}: {result['reason']}")
-                    self.on_cell(cell_file(self.directory, cell.key))
-                    line(count, cell.label)
-            except BaseException:
-                self._pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            for count, cell in enumerate(self._as_they_end(todo), start=1):
+                result = self.result(cell)
+                if result["status"] != "done":
+                    self.console.say(f"{result['status']}: {cell.label}: {result['reason']}")
+                self.on_cell(cell_file(self.directory, cell.key))
+                line(count, cell.label)
+
+    def _as_they_end(self, todo: Sequence[StudyCell]) -> Iterator[StudyCell]:
+        """Run cells and give each when it has ended: in this process, or in the workers."""
+        if self._pool is None:
+            for cell in todo:
+                run_cell(self.directory, cell, 1)
+                yield cell
+            return
+        pending: dict[Future[None], StudyCell] = {
+            self._pool.submit(run_cell, self.directory, cell, 1): cell for cell in todo
+        }
+        while pending:
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                cell = pending.pop(future)
+                future.result()
+                yield cell
 
     def _done(self, cell: StudyCell) -> bool:
         file = cell_file(self.directory, cell.key)
         return file.is_file() and self.result(cell)["status"] in FINAL_STATES
 
 
-def _as_they_end(pending: dict[Future[None], StudyCell]) -> Any:
-    """The cells in the order in which they end."""
-    while pending:
-        for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            cell = pending.pop(future)
-            future.result()
-            yield cell
-
-
 @contextmanager
-def _line(console: Console, before: int, total: int) -> Any:
+def _line(console: Console, before: int, total: int) -> Iterator[Task]:
     """The live line of one batch of cells, counted over the whole study: its rate is this batch's own."""
     with console.task(f"compare ({before} of {total} before)", max(total - before, 1), "cells") as bar:
-        task: Task = bar
-        yield task
+        yield bar

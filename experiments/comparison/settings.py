@@ -75,7 +75,7 @@ class Comparison:
     """Methods whose step costs more CPU time than the baseline's by this factor run once more with as many steps as
     the baseline's time allows."""
     sharpness_sigma: float = 0.05
-    """σ of E[L(w+ε)] − L(w), ε Gaussian with rows of norm σ·|w_i| in expectation."""
+    """σ of E[L(w+ε)] − L(w): noise whose rows are σ times as long as the weight's."""
     sharpness_seeds: int = 2
     """Final runs of each method and task whose sharpness is measured; 0: none."""
     resamples: int = 2000

@@ -90,13 +90,23 @@ def load_recipe(reference: str | None, overrides: Sequence[Branch] = ()) -> Reso
     reference: a path, a shipped name, or None for the defaults alone.
     Raises UserError with file:line or flag, and the nearest valid name.
     """
-    tree: Tree = Branch({}, "defaults") if reference is None else _read(_locate(reference))
+    tree = Branch({}, "defaults") if reference is None else recipe_tree(reference)
+    return resolve_tree(tree, overrides, name=Path(reference).stem if reference else "recipe")
+
+
+def recipe_tree(reference: str) -> Branch:
+    """What a recipe file or shipped recipe says, with what it extends, not yet judged; for many overrides of one."""
+    tree = _read(_locate(reference))
+    assert isinstance(tree, Branch)
+    return tree
+
+
+def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str) -> Resolved:
+    """Lay overrides over a tree and build it, as `load_recipe`."""
     for override in overrides:
         tree = merge(tree, override)
     origins: Origins = {}
-    recipe = _anchored(build(Recipe, tree, origins=origins))
-    name = Path(reference).stem if reference else "recipe"
-    return Resolved(recipe, name, origins)
+    return Resolved(_anchored(build(Recipe, tree, origins=origins)), name, origins)
 
 
 def _anchored(recipe: Recipe) -> Recipe:

@@ -22,7 +22,7 @@ class Pool:
 
     ids: N strings (random draws are keyed by them, so they follow a sample when rows move). texts: N strings.
     features: (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution
-    over rows that optimal transport sees; uniform when None.
+    over rows that optimal transport sees; uniform when None. losses: (N,), mean −log p per token under a model.
     """
 
     ids: Sequence[str] | None = None
@@ -30,6 +30,7 @@ class Pool:
     features: Any = None
     domains: Sequence[str | None] | None = None
     weights: Any = None
+    losses: Any = None
 
     def __post_init__(self) -> None:
         lengths = {name: len(value) for name, value in self.__dict__.items() if value is not None}
@@ -53,7 +54,9 @@ class Selector:
     """Base of all selectors, in scikit-learn's manner.
 
     Constructors only store their keyword parameters. `fit` returns self and sets `scores_` (N,) float64, smaller is
-    better for every method; `nearest_target_` (N,) int64 or None; `diagnostics_`, a dict for the manifest.
+    better for every method; `nearest_target_` (N,) int64 or None; `diagnostics_`, a dict for the manifest. A method
+    that shapes its selection for one size takes it as the parameter `budget`: `select(budget)` is then that selection,
+    a smaller k its best part, a larger k adds rows behind it.
     """
 
     scores_: np.ndarray
@@ -66,12 +69,7 @@ class Selector:
 
     def select(self, k: int) -> np.ndarray:
         """The k best rows as int64 indices in rank order; ties go by file order. Raises SelectionError."""
-        count = len(self._fitted())
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise SelectionError(f"the budget must be a whole number of at least 1, not {k!r}")
-        if k > count:
-            raise SelectionError(f"the budget {k} is above the pool size {count}; ask for at most {count}")
-        return self._order()[:k]
+        return self._order()[: checked_budget(k, len(self._fitted()))]
 
     def ranks(self) -> np.ndarray:
         """(N,) int64: 1 for the best row, N for the worst; ties by file order."""
@@ -107,6 +105,26 @@ class Selector:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
 
 
+def checked_budget(k: Any, count: int) -> int:
+    """`k` where it is a whole number between 1 and `count`. Raises SelectionError."""
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+        raise SelectionError(f"the budget must be a whole number of at least 1, not {k!r}")
+    if k > count:
+        raise SelectionError(f"the budget {k} is above the pool size {count}; ask for at most {count}")
+    return int(k)
+
+
+def finite_number(
+    value: Any, name: str, *, above: float = -np.inf, least: float = -np.inf, most: float = np.inf
+) -> None:
+    """Raise SelectionError unless `value` is a finite number > above, ≥ least and ≤ most."""
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool) and np.isfinite(value)
+    if not number or not value > above or not least <= value <= most:
+        wanted = [f"above {above:g}" * (above > -np.inf), f"at least {least:g}" * (least > -np.inf)]
+        wanted.append(f"at most {most:g}" * (most < np.inf))
+        raise SelectionError(f"{name} must be {' and '.join(filter(None, wanted)) or 'a finite number'}, not {value!r}")
+
+
 def need(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
     """Both sides' `part` ("texts" or "features"); SelectionError where one is missing."""
     sides = getattr(pool, part), getattr(target, part)
@@ -114,6 +132,28 @@ def need(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
         if value is None:
             raise SelectionError(f"{method} works on {part}, and the {name} has none; pass {part}= to it")
     return sides
+
+
+def unit_weights(weights: Any, count: int) -> np.ndarray:
+    """(count,) float64 that sums to 1: `weights` scaled, or uniform where they are None."""
+    if weights is None:
+        return np.full(count, 1.0 / count)
+    given = np.asarray(weights, dtype=np.float64)
+    return np.asarray(given / given.sum())
+
+
+def behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """`scores` with those of `rows` (a mask) moved behind all others, among themselves by `order`, smallest first.
+
+    The moved rows get the largest other score plus 1 plus `order` less its smallest: finite, and larger.
+    """
+    if not rows.any():
+        return scores
+    floor = scores[~rows].max(initial=0.0)
+    moved = order[rows] - order[rows].min()
+    out = scores.copy()
+    out[rows] = np.maximum(floor + 1.0 + moved, np.nextafter(floor, np.inf))
+    return out
 
 
 def keyed_uniform(pool: Pool, seed: int, purpose: str) -> np.ndarray:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
-from selection.methods.base import Pool, Progress, Selector, Target, need
-from selection.transport.solver import sinkhorn_potentials
+from selection.errors import SelectionError
+from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, need, unit_weights
+from selection.methods.debias import self_potential
+from selection.methods.rounds import choose_in_rounds
+from selection.transport.solver import Potentials, sinkhorn_potentials
 
 
 class GotDSelector(Selector):
     """Scores by the calibrated gradient s_i = f_i − Σ_j a_j f_j of OT_ε(pool, target); negative helps.
 
     epsilon: multiple of the exact weighted mean cost. tolerance: marginal L1 error, None for 1e-9 up to N·M = 1e7 and
-    1e-3 above. seed: of the subsample that large pools start from. chunk: rows per tile, None to choose. memory_bytes:
-    what the solver of large pools may hold. `nearest_target_` is the target that receives most of a row's mass;
-    `potentials_` the whole solution.
+    1e-3 above. seed: of the subsample that large pools start from, and of what is held out. chunk: rows per tile, None
+    to choose. memory_bytes: what the solver of large pools may hold. `nearest_target_` is the target that receives
+    most of a row's mass; `potentials_` the whole solution (of the first round).
+
+    rounds above 1: `selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a round are
+    its calibrated gradients, lowered by a constant where that is needed to come before the next round's (a gradient
+    knows no absolute level); `gradients_` has them as they were.
+    debiased: s_i of f − p, p the pool's potential to itself (`selection.methods.debias`): the gradient of the Sinkhorn
+    divergence OT_ε(pool, target) − ½OT_ε(pool, pool) − ½OT_ε(target, target). self_sample: rows that stand for it.
     """
 
     def __init__(
@@ -22,25 +31,84 @@ class GotDSelector(Selector):
         *,
         epsilon: float = 0.05,
         tolerance: float | None = None,
+        rounds: int = 1,
+        mixture: float = 0.5,
+        holdout: float = 0.25,
+        budget: int | None = None,
+        debiased: bool = False,
+        self_sample: int = 2000,
         seed: int = 0,
         chunk: int | None = None,
         memory_bytes: int = 1 << 30,
     ):
         self.epsilon = epsilon
         self.tolerance = tolerance
+        self.rounds = rounds
+        self.mixture = mixture
+        self.holdout = holdout
+        self.budget = budget
+        self.debiased = debiased
+        self.self_sample = self_sample
         self.seed = seed
         self.chunk = chunk
         self.memory_bytes = memory_bytes
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs features on both sides. Warns (ConvergenceWarning) where the tolerance was not reached."""
+        self._check()
+        if self.rounds > 1:
+            return self._fit_rounds(pool, target, progress)
         x, y = need(pool, target, "features", "gotd")
-        self.potentials_ = sinkhorn_potentials(
+        self.potentials_ = self._solve(x, y, pool.weights, target.weights, self.epsilon, progress)
+        self.scores_ = self.potentials_.scores
+        self.nearest_target_ = self.potentials_.nearest
+        self.diagnostics_ = self.potentials_.diagnostics()
+        if self.debiased:
+            found = self_potential(
+                pool,
+                epsilon=self.potentials_.epsilon,
+                sample=self.self_sample,
+                seed=self.seed,
+                chunk=self.chunk,
+                progress=progress,
+            )
+            scores = self.potentials_.f - found.p
+            self.scores_ = scores - unit_weights(pool.weights, len(pool)) @ scores
+            self.diagnostics_ |= {"debiased": True, "self_sample": found.sample, "self_change": found.change}
+        return self
+
+    def _fit_rounds(self, pool: Pool, target: Target, progress: Progress | None) -> Self:
+        if self.debiased:
+            raise SelectionError("gotd cannot be debiased over several rounds; set rounds to 1 or debiased to false")
+        if self.budget is None:
+            raise SelectionError(f"gotd with rounds={self.rounds} shapes one selection; construct it with budget=")
+        checked_budget(self.budget, len(pool))
+        found = choose_in_rounds(
+            pool,
+            target,
+            self._solve,
+            epsilon=self.epsilon,
+            budget=self.budget,
+            rounds=self.rounds,
+            mixture=self.mixture,
+            holdout=self.holdout,
+            seed=self.seed,
+            progress=progress,
+        )
+        self.potentials_ = found.first
+        self.scores_ = found.scores
+        self.gradients_ = found.gradients
+        self.nearest_target_ = found.nearest
+        self.diagnostics_ = found.first.diagnostics() | found.diagnostics()
+        return self
+
+    def _solve(self, x: Any, y: Any, a: Any, b: Any, epsilon: float, progress: Progress | None = None) -> Potentials:
+        return sinkhorn_potentials(
             x,
             y,
-            a=pool.weights,
-            b=target.weights,
-            epsilon=self.epsilon,
+            a=a,
+            b=b,
+            epsilon=epsilon,
             tolerance=self.tolerance,
             seed=self.seed,
             nearest=True,
@@ -48,7 +116,12 @@ class GotDSelector(Selector):
             memory_bytes=self.memory_bytes,
             progress=progress,
         )
-        self.scores_ = self.potentials_.scores
-        self.nearest_target_ = self.potentials_.nearest
-        self.diagnostics_ = self.potentials_.diagnostics()
-        return self
+
+    def _check(self) -> None:
+        for name in ("rounds", "self_sample"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SelectionError(f"{name} must be a whole number of at least 1, not {value!r}")
+        finite_number(self.mixture, "mixture", above=0.0, most=1.0)
+        finite_number(self.holdout, "holdout", least=0.0, most=0.9)
+

@@ -36,8 +36,8 @@ METHODS: dict[str, RegularizerConfig] = {
     "mgpo": MGPO(rho=0.1),
     "mgpo, code": MGPO(rho=0.1, form="code"),
     "msam": MSAM(rho=0.1),
-    "nbar": BAR(alpha=5.0),
-    "obar": BAR(form="obar", alpha=5.0),
+    "nbar": BAR(alpha=100.0),
+    "obar": BAR(form="obar", alpha=100.0),
     "neftune": NEFTune(alpha=5.0),
 }
 TWO: dict[str, Mesh] = {

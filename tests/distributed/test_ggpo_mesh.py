@@ -134,16 +134,18 @@ def course(case: Case, other: dict[str, Tensor] | None = None) -> dict[str, Any]
     regularizer = attached(case, engine)
     before = checksums(engine)
     optimizer = torch.optim.AdamW([{"params": list(engine.parameters.values())}], lr=3e-3)  # a stage may have none
-    precision = (
-        contextlib.nullcontext
-        if case.dtype == "float32"
-        else lambda index: torch.autocast("cpu", dtype=getattr(torch, case.dtype))
-    )
+
+    def context(index: int) -> contextlib.AbstractContextManager[Any]:
+        regularizer.micro(index)
+        if case.dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=getattr(torch, case.dtype))
+
     found: dict[str, Any] = {"losses": []}
     for step in range(STEPS):
         batch, count = micros(step, *engine.share)
         with regularizer.step(step):
-            loss = engine.forward_backward(batch, count, task=LanguageModel(), head=None, context=precision)
+            loss = engine.forward_backward(batch, count, task=LanguageModel(), head=None, context=context)
             if step in (0, 1):
                 found[f"noise{step}"] = noise(regularizer)
         if step == 0:
@@ -252,6 +254,13 @@ def test_two_ranks_equal_one_process() -> None:
             "dp, bfloat16": Case(Mesh(dp=2), dtype="bfloat16"),
             "replicate, literal form": Case(Mesh(replicate=2), settings={"mode": "paper", "beta": 1e3}),
             "pp": Case(Mesh(pp=2)),
+            "pp, over the model": Case(Mesh(pp=2), settings={"normalize": "model"}),
+            "tp, shuffled": Case(
+                Mesh(tp=2), settings={"control": "shuffled", "normalize": "model", "mode": "relative-product"}
+            ),
+            "tp, each sample": Case(Mesh(tp=2), settings={"scope": "sample", "tolerance": 1.5}),
+            "dp, each sample": Case(Mesh(dp=2), checkpointing="full", settings={"scope": "sample", "tolerance": 1.5}),
+            "replicate, each micro-batch": Case(Mesh(replicate=2), settings={"scope": "microbatch"}),
             "pp, two stages a rank": Case(Mesh(pp=2, schedule="zbv"), layers=4, checkpointing="full"),
             "pp, nothing on the first stage": Case(Mesh(pp=2), lora={"target_modules": r".*layers\.1\..*_proj"}),
         },

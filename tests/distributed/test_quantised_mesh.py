@@ -127,6 +127,10 @@ def courses(cases: dict[str, Case], sources: dict[str, Path], out: Path) -> dict
     return {name: course(case, sources, out / name) for name, case in cases.items()}
 
 
+BOUNDS = {"fp32": (3e-5, 1e-4, 1e-5), "bf16": (1e-2, 1e-1, 5e-2)}
+"""Worst distances from the single process: loss (nats), gradients and the regularizer's state (relative)."""
+
+
 def far(one: torch.Tensor, other: torch.Tensor) -> float:
     """Relative distance."""
     return float((one.double() - other.double()).norm() / other.double().norm())
@@ -155,17 +159,17 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     alone = {name: once[case] for name, case in plain.items()}
     ranks = run_ranks(courses, 2, cases, sources, tmp_path / "adapters", timeout=170)
     for name, case in cases.items():
-        loose = 1e3 if case.precision == "bf16" else 1.0
+        loss_bound, gradient_bound, state_bound = BOUNDS[case.precision]
         for rank in ranks:
             mine, wanted = rank[name], alone[name]
             assert mine["untouched"] and wanted["untouched"], name
-            assert mine["losses"] == pytest.approx(wanted["losses"], abs=3e-5 * loose), name
+            assert mine["losses"] == pytest.approx(wanted["losses"], abs=loss_bound), name
             worst = max(far(mine["gradients"][key], value) for key, value in wanted["gradients"].items())
             print(name, f"{worst:.1e}")
-            assert worst < 1e-4 * loose and mine["gradients"].keys() == wanted["gradients"].keys(), (name, worst)
+            assert worst < gradient_bound and mine["gradients"].keys() == wanted["gradients"].keys(), (name, worst)
             for key, value in wanted["first_state"].items():
                 if key.endswith((".norms", ".ema")):
-                    assert far(mine["first_state"][key], value) < 1e-5 * loose, (name, key)
+                    assert far(mine["first_state"][key], value) < state_bound, (name, key)
             assert set(mine["state"]) == set(wanted["state"]), name
             sharded = case.mesh.zero == 3 and case.mesh.replicate == 1
             assert mine["sharded"] == (case.mesh.replicate == 1), name

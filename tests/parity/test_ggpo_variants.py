@@ -62,7 +62,7 @@ def variant(name: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         try:
-            model = get_peft_model(tiny_llama(dtype=torch.float64), LoraConfig(**settings)).double()
+            model = get_peft_model(tiny_llama(), LoraConfig(**settings)).double()
         except (TypeError, ValueError) as error:
             if name in ("rslora", "dora"):
                 raise

@@ -102,9 +102,10 @@ def naive(config: MGPO | MSAM, model: Any, steps: int) -> tuple[list[float], lis
         loss.backward()
         g = vector([p.grad for p in parameters]).clone()
         torch.nn.utils.vector_to_parameters(theta, parameters)
+        average = float(g.norm()) if average is None else average
         if isinstance(config, MGPO):
             m = config.momentum * m + g
-            average = float(g.norm()) if average is None else config.ema * average + (1 - config.ema) * float(g.norm())
+            average = config.ema * average + (1 - config.ema) * float(g.norm())
         else:
             m = config.momentum * m + (1 - config.momentum) * g
         optimizer.step()
@@ -190,6 +191,8 @@ CODE: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_the_code_form_equals_the_authors_dense_one(case: str, clamp: float) -> None:
     """ε of every layer, losses and gradients of five steps in float64; the momentum is the optimizer's own."""
     make, settings = CODE[case]
+    # Llama's normalisation is in float32, so that equal sums in another order differ there.
+    tolerance = 1e-10 if make is tiny_gpt2 else 1e-6
     config = MGPO(rho=0.3, form="code", clamp=clamp)
     model = with_lora(make(dtype=torch.float64), **settings)
     optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2, betas=(config.momentum, 0.999))
@@ -200,20 +203,20 @@ def test_the_code_form_equals_the_authors_dense_one(case: str, clamp: float) -> 
         epsilon, ids = authors.noise(model), tokens(seed=t)
         twin = densely_perturbed(model, epsilon)
         clear(twin)
-        expected = loss_of(twin, ids)
+        expected = exact_loss(twin, ids)
         expected.backward()
         with regularizer.step(t):
             mine = regularizer.perturbations()
-            loss = loss_of(model, ids)
+            loss = exact_loss(model, ids)
             loss.backward()
         if t == 0:
             assert not mine and not any(bool(e.any()) for e in epsilon.values())
         else:
             assert mine.keys() == epsilon.keys()
             assert all(torch.allclose(mine[n], e, rtol=1e-9, atol=1e-13) for n, e in epsilon.items())
-        assert float(loss) == pytest.approx(float(expected), rel=1e-10)
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=tolerance)
         grads, wanted = gradients(model), gradients(twin)
-        assert all(torch.allclose(grads[n], g, rtol=1e-8, atol=1e-12) for n, g in wanted.items())
+        assert all(float((grads[n] - g).norm()) <= 10 * tolerance * float(g.norm()) for n, g in wanted.items())
         total = sum(float(e.square().sum()) for e in epsilon.values()) ** 0.5
         assert regularizer.metrics()["perturbation_norm"] == pytest.approx(total, rel=1e-9)
         authors.learn(model, grads)

@@ -14,7 +14,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from regularizers import (
     ASAM,
+    BAR,
     GGPO,
+    MGPO,
     SAM,
     BiLora,
     LoraSAM,
@@ -141,8 +143,17 @@ def test_the_plain_callback_and_a_zero_sigma_change_no_bit(tmp_path: Path) -> No
     assert len(results[0][1]) == 4
 
 
-@pytest.mark.parametrize(("kind", "accumulate"), [(InOrder, 1), (InOrder, 3), (TwoPassTrainer, 3)])
-@pytest.mark.parametrize("config", [GGPO(sigma=0.2, refresh=2), BiLora(rho=0.5)], ids=["ggpo", "bi-lora"])
+@pytest.mark.parametrize(
+    ("config", "kind", "accumulate"),
+    [
+        (GGPO(sigma=0.2, refresh=2), InOrder, 1),
+        (GGPO(sigma=0.2, refresh=2), InOrder, 3),
+        (GGPO(sigma=0.2, refresh=2), TwoPassTrainer, 3),
+        (BiLora(rho=0.5), InOrder, 3),
+        (MGPO(rho=0.3), InOrder, 3),
+        (BAR(alpha=1.0), InOrder, 3),
+    ],
+)
 def test_one_pass_methods_equal_a_plain_loop(tmp_path: Path, config: Any, accumulate: int, kind: Any) -> None:
     model, twin = with_lora(tiny_llama()), with_lora(tiny_llama())
     callback = RegularizerCallback(config)

@@ -1,0 +1,182 @@
+"""What is done to a pool before anything is chosen from it. Everything is off until a recipe turns it on.
+
+    select:
+      hygiene:
+        exact: true
+        near: {threshold: 0.8}
+        decontaminate: {}
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from selection.errors import SelectionError
+
+
+def _bounds(config: object, **bounds: tuple[float | None, float | None]) -> None:
+    """Refuse field values outside (low, high), ends included; None is unbounded and a None value passes.
+
+    The sentence begins with the field's name, so that a recipe loader can say where it was set.
+    """
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            wanted = f"≥ {low}" if high is None else f"≤ {high}" if low is None else f"between {low} and {high}"
+            raise SelectionError(f"{name} must be {wanted}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """Drop records that are too short or too long; blanks at both ends do not count."""
+
+    min_chars: int = 1
+    """Fewest characters; 1 drops empty texts only."""
+    max_chars: int | None = None
+    """Most characters; null: no limit."""
+    min_words: int = 0
+    """Fewest words (runs of letters, digits and underscores). Megatron-LM's web text asked for 128 tokens."""
+    max_words: int | None = None
+    """Most words; null: no limit."""
+
+    def __post_init__(self) -> None:
+        _bounds(self, min_chars=(0, None), max_chars=(1, None), min_words=(0, None), max_words=(1, None))
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            raise SelectionError(f"max_chars must be ≥ min_chars {self.min_chars}, got {self.max_chars}")
+        if self.max_words is not None and self.max_words < self.min_words:
+            raise SelectionError(f"max_words must be ≥ min_words {self.min_words}, got {self.max_words}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Language:
+    """Drop records in another language, told by script and by common words. A heuristic without a download."""
+
+    keep: tuple[str, ...] = ("en",)
+    """ISO 639-1 codes to keep; `selection.hygiene.language.KNOWN` lists those that can be told."""
+    undecided: Literal["keep", "drop"] = "keep"
+    """What becomes of a text with too few common words to tell, such as a headline or a formula."""
+
+    def __post_init__(self) -> None:
+        from selection.hygiene.language import KNOWN
+
+        if not self.keep:
+            raise SelectionError("keep must name at least one language, for example [en]")
+        for code in self.keep:
+            if code not in KNOWN:
+                raise SelectionError(f"keep must hold codes out of {', '.join(KNOWN)}, got {code!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """Drop records that repeat themselves (Rae et al. 2021, arXiv 2112.11446, Table A1); shares of characters."""
+
+    lines: float = 0.30
+    """Largest share of lines that repeat an earlier line; the same limit holds for paragraphs."""
+    line_chars: float = 0.20
+    """Largest share of characters in such lines; the same limit holds for paragraphs."""
+    top_ngrams: tuple[float, ...] = (0.20, 0.18, 0.16)
+    """Largest share of characters in all occurrences of the commonest n-gram (if it occurs twice), for n = 2, 3, 4."""
+    repeated_ngrams: tuple[float, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
+    """Largest share of characters in n-grams that stood in the text before, for n = 5, 6, …"""
+
+    def __post_init__(self) -> None:
+        _bounds(self, lines=(0, 1), line_chars=(0, 1))
+        for name, most in (("top_ngrams", 3), ("repeated_ngrams", 6)):
+            values = getattr(self, name)
+            if len(values) > most or any(not 0 <= value <= 1 for value in values):
+                raise SelectionError(f"{name} must be at most {most} shares between 0 and 1, got {list(values)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearDuplicates:
+    """Drop near-duplicates: MinHash and LSH propose pairs, their exact Jaccard similarity decides.
+
+    Similar pairs are joined into groups (connected components) and the first record of each group is kept.
+    """
+
+    threshold: float = 0.8
+    """Jaccard similarity of the shingle sets from which two texts count as the same; Megatron-LM used 0.7 in 2019 and
+    0.9 in its later tool."""
+    unit: Literal["char", "word"] = "char"
+    """What shingles are made of: characters as in Megatron-LM, or words."""
+    size: int = 5
+    """Units of one shingle."""
+    permutations: int = 128
+    """Hash functions of a signature."""
+    recall: float = 0.95
+    """Chance that a pair exactly at the threshold is proposed (more similar pairs: more); decides the bands."""
+
+    def __post_init__(self) -> None:
+        _bounds(self, size=(1, 100), permutations=(1, 1024))
+        if not 0 < self.threshold <= 1:
+            raise SelectionError(f"threshold must be above 0 and at most 1, got {self.threshold}")
+        if not 0 < self.recall < 1:
+            raise SelectionError(f"recall must be above 0 and below 1, got {self.recall}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decontaminate:
+    """Cut texts that are judged on out of the pool, by the rules of Megatron-LM's task filter (used for MT-NLG).
+
+    A record that shares `ngram` words in a row with an evaluation text is split there: the shared words and `margin`
+    characters on both sides go, up to the next end of a sentence; pieces that are too short go as well, and a record
+    that falls into too many pieces goes whole.
+    """
+
+    ngram: int = 13
+    """Words in a row that count as contamination."""
+    shortest: int = 8
+    """Evaluation texts of fewer words than `ngram` are looked for whole, down to this many words; shorter ones would
+    match ordinary phrases and are counted, not looked for."""
+    margin: int = 200
+    """Characters removed on both sides."""
+    min_chars: int = 200
+    """Pieces with fewer characters are dropped."""
+    max_pieces: int = 10
+    """A record that falls into more pieces is dropped whole."""
+    common: int | None = 10
+    """An n-gram with this many occurrences in the pool (after the removal of duplicates) is an ordinary phrase, not
+    contamination, as in Megatron-LM and GPT-3; null: every n-gram counts."""
+    action: Literal["split", "drop"] = "split"
+    """Split as above, or drop every contaminated record whole (needed with features of your own)."""
+
+    def __post_init__(self) -> None:
+        _bounds(self, ngram=(1, 100), shortest=(1, None), margin=(0, None), min_chars=(1, None), max_pieces=(1, None))
+        _bounds(self, common=(2, None))
+        if self.shortest > self.ngram:
+            raise SelectionError(f"shortest must be ≤ ngram {self.ngram}, got {self.shortest}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hygiene:
+    """Steps in this order: length, language, repetition, exact duplicates, near-duplicates, decontamination.
+
+    Every record that goes is listed in drops.jsonl with its cause and the id of its match, and counted in
+    manifest.json.
+    """
+
+    length: Length | None = None
+    """Too short or too long."""
+    language: Language | None = None
+    """In another language."""
+    repetition: Repetition | None = None
+    """Repeating itself."""
+    exact: bool = False
+    """Drop a record whose text equals an earlier one, or one of `against`, but for case, blanks and Unicode form."""
+    near: NearDuplicates | None = None
+    """Nearly the same as an earlier record, or as a text of `against`."""
+    against: tuple[Literal["target", "eval"], ...] = field(default=("target", "eval"))
+    """Whose texts the pool must not repeat either (exact and near): the target; those that are judged on."""
+    decontaminate: Decontaminate | None = None
+    """Words in a row shared with texts that are judged on."""
+
+    @property
+    def on(self) -> bool:
+        """Whether any step is turned on."""
+        steps = (self.length, self.language, self.repetition, self.near, self.decontaminate)
+        return self.exact or any(step is not None for step in steps)

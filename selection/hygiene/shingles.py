@@ -1,0 +1,97 @@
+"""Texts as sequences of hashed shingles: runs of `size` characters or words. Array arithmetic, no Python loop.
+
+The same text has the same hashes on every machine and in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+
+WORDS = re.compile(r"\w+")
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_TILE = 1 << 15
+
+
+def mix(h: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: spreads 64 bits over 64 bits, one to one."""
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
+
+
+class WordHashes(dict[str, int]):
+    """word → 64-bit BLAKE2b hash, filled on first use and emptied before it takes more than about 100 MB."""
+
+    limit = 1 << 20
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= self.limit:
+            self.clear()
+        digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        value = self[word] = int.from_bytes(digest, "little")
+        return value
+
+    def codes(self, words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes of all words, text after text (uint64), and how many each text has (int64)."""
+        counts = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
+        flat = map(self.__getitem__, chain.from_iterable(words))
+        return np.fromiter(flat, dtype=np.uint64, count=int(counts.sum())), counts
+
+
+class Shingler:
+    """Hashed shingles of normalised texts.
+
+    unit: "char" or "word" (runs of letters, digits and underscores). size: units of one shingle; a shorter text is one
+    shingle, a text without units has none.
+    """
+
+    def __init__(self, unit: Literal["char", "word"], size: int):
+        self.unit = unit
+        self.size = size
+        self._words = WordHashes()
+
+    def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Hashes of all shingles, text after text, repeated ones included (uint64), and how many each text has."""
+        if self.unit == "char":
+            padded = [text.ljust(self.size, "\0") if text else text for text in texts]
+            counts = np.fromiter(map(len, padded), dtype=np.int64, count=len(padded))
+            codes = np.frombuffer("".join(padded).encode("utf-32-le", "surrogatepass"), dtype="<u4")
+            return windows(codes, counts, self.size)
+        words = [WORDS.findall(text) for text in texts]
+        short = [found + [""] * (self.size - len(found)) if found else found for found in words]
+        codes, counts = self._words.codes(short)
+        return windows(codes, counts, self.size)
+
+
+def windows(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of all runs of `size` codes that lie within one text.
+
+    codes: (T,) unsigned integers, text after text. counts: (n,) codes of each text. Returns hashes (uint64), text
+    after text, and their (n,) counts.
+    """
+    total = len(codes) - size + 1
+    kept = np.maximum(counts - size + 1, 0)
+    if total < 1:
+        return np.empty(0, np.uint64), kept
+    hashes = np.empty(total, np.uint64)
+    for low in range(0, total, _TILE):  # tiles that stay in the processor's cache
+        part = codes[low : min(low + _TILE, total) + size - 1].astype(np.uint64)
+        length = len(part) - size + 1
+        rolling = part[:length].copy()
+        for k in range(1, size):
+            rolling *= _BASE
+            rolling += part[k : k + length]
+        hashes[low : low + length] = mix(rolling * _BASE)
+    if np.count_nonzero(counts) == 1:
+        return hashes, kept
+    starts = np.cumsum(counts) - counts
+    inside = np.zeros(total + 1, dtype=np.int32)  # +1 where a text's windows begin, −1 after their end
+    np.add.at(inside, starts[kept > 0], 1)
+    np.add.at(inside, (starts + kept)[kept > 0], -1)
+    return hashes[np.cumsum(inside[:-1]).astype(bool)], kept

@@ -1,0 +1,48 @@
+"""Arrays that grow: in memory while they are small, in an unnamed file on disk when they are not."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import IO, Any
+
+import numpy as np
+
+
+class Growing:
+    """A one-dimensional array built piece by piece.
+
+    dtype: of the array. limit: bytes held in memory; beyond that the array lives in a temporary file (in TMPDIR),
+    which disappears with the process, and `array` maps it.
+    """
+
+    def __init__(self, dtype: Any, limit: int = 1 << 24):
+        self.dtype = np.dtype(dtype)
+        self.limit = limit
+        self.length = 0
+        self._parts: list[np.ndarray] = []
+        self._held = 0
+        self._file: IO[bytes] | None = None
+
+    def append(self, values: np.ndarray) -> None:
+        """Add values at the end."""
+        part = np.ascontiguousarray(values, dtype=self.dtype)
+        self.length += len(part)
+        self._parts.append(part)
+        self._held += part.nbytes
+        if self._held > self.limit:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="flatshift-")  # noqa: SIM115 - lives as long as the array
+            for held in self._parts:
+                held.tofile(self._file)
+            self._parts, self._held = [], 0
+
+    def array(self) -> np.ndarray:
+        """All values so far; read-only where they live on disk."""
+        if self._file is None:
+            self._parts = [np.concatenate(self._parts)] if self._parts else [np.empty(0, self.dtype)]
+            return self._parts[0]
+        for held in self._parts:
+            held.tofile(self._file)
+        self._parts, self._held = [], 0
+        self._file.flush()
+        return np.memmap(self._file, dtype=self.dtype, mode="r", shape=(self.length,))

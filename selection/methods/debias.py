@@ -1,0 +1,115 @@
+"""The pool's entropic transport potential to itself, from a subsample: what debiased GOT-D subtracts.
+
+For OT_ε(α, α) both potentials are one function p, the fixed point of
+
+    p(x_i) = −ε log Σ_j a_j exp((p(x_j) − |x_i − x_j|²)/ε) .
+
+With N rows that is an N×N problem. A uniform subsample T of rows with positive weight stands for the *other* rows, and
+the row's own term, which in high dimension outweighs all others, is kept apart at its true weight a_i:
+
+    u_i = A_i + a_i/u_i ,  u = exp(−p/ε) ,  A_i = (1 − a_i) Σ_{j∈T, j≠i} w_j exp((p_j − c_ij)/ε) ,
+
+so u_i = (A_i + √(A_i² + 4 a_i))/2. Leaving the own term to the sample would give rows in T a match at distance zero that
+the others lack, and would sort the pool by who was drawn. With T = all rows this is the exact equation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from selection.methods.base import Pool, Progress, keyed_uniform, unit_weights
+
+_TOLERANCE = 1e-10
+_MAX_ITERATIONS = 5_000
+
+
+@dataclass(frozen=True)
+class SelfPotential:
+    """`p` (N,) float64 in units of cost; `sample`: rows it was solved on; `change`: the last step, in units of ε."""
+
+    p: np.ndarray
+    sample: int
+    change: float
+
+
+def self_potential(
+    pool: Pool, *, epsilon: float, sample: int, seed: int, chunk: int | None = None, progress: Progress | None = None
+) -> SelfPotential:
+    """p for every row of `pool` at the absolute `epsilon`, squared Euclidean cost. Memory: sample² + chunk·sample.
+
+    Expects features and weights that the transport solver has already checked.
+    """
+    x = pool.features
+    n = len(pool)
+    if epsilon <= 0.0:  # all points coincide
+        return SelfPotential(np.zeros(n), 0, 0.0)
+    a = unit_weights(pool.weights, n)
+    drawn = np.flatnonzero(a > 0)
+    if len(drawn) > sample:
+        turn = np.argsort(keyed_uniform(pool, seed, "gotd self-transport")[drawn], kind="stable")
+        drawn = np.sort(drawn[turn[:sample]])
+    points = np.asarray(x[drawn], dtype=np.float64)
+    centre = points.mean(0)
+    points = points - centre
+    squared = np.einsum("ij,ij->i", points, points)
+    own = a[drawn]
+    weights = own / own.sum()
+
+    kernel = np.maximum(squared[:, None] + squared - 2.0 * points @ points.T, 0.0)
+    np.fill_diagonal(kernel, np.inf)
+    np.exp(np.divide(kernel, -epsilon, out=kernel), out=kernel)
+    # Σ_{j≠i} w_j = 1 − w_i is what the other rows' mass 1 − a_i is spread over.
+    rest = (1.0 - own) / np.maximum(1.0 - weights, 1e-300)
+    p = np.zeros(len(drawn))
+    change = np.inf
+    for _ in range(_MAX_ITERATIONS):
+        total = rest * (kernel @ (weights * np.exp(p / epsilon)))
+        new = -epsilon * np.log(0.5 * (total + np.sqrt(total * total + 4.0 * own)))
+        change = float(np.abs(new - p).max()) / epsilon
+        p = 0.5 * (p + new)  # the plain iteration swings; its mean with the last point converges
+        if change <= _TOLERANCE:
+            break
+    out = np.empty(n)
+    place = np.full(n, -1)
+    place[drawn] = np.arange(len(drawn))
+    bias = p / epsilon + np.log(weights) - squared / epsilon
+    step = chunk or max(256, min(8192, (32 << 20) // (8 * len(drawn))))
+    for low in range(0, n, step):
+        rows = np.asarray(x[low : low + step], dtype=np.float64)
+        out[low : low + step] = _extend(
+            rows - centre, points, bias, weights, place[low : low + step], a[low : low + step], epsilon
+        )
+        if progress:
+            progress("transport of the pool to itself", min(low + step, n), n)
+    return SelfPotential(out, len(drawn), change)
+
+
+def _extend(
+    rows: np.ndarray,
+    points: np.ndarray,
+    bias: np.ndarray,
+    weights: np.ndarray,
+    place: np.ndarray,
+    own: np.ndarray,
+    epsilon: float,
+) -> np.ndarray:
+    """p at `rows` (B, d) from the sample; in logarithms, since far rows of weight 0 have no own term to hold them."""
+    logits = rows @ points.T
+    logits *= 2.0 / epsilon
+    logits += bias
+    inside = np.flatnonzero(place >= 0)
+    logits[inside, place[inside]] = -np.inf
+    left = np.ones(len(rows))
+    left[inside] -= weights[place[inside]]
+    top = logits.max(1)
+    # A sample of one row has no others: the logarithm of nothing is −∞ and only the own term remains.
+    safe = np.where(np.isfinite(top), top, 0.0)
+    logits -= safe[:, None]
+    np.exp(logits, out=logits)
+    with np.errstate(divide="ignore"):
+        total = np.log(logits.sum(1)) + safe - np.einsum("ij,ij->i", rows, rows) / epsilon
+        total += np.log(1.0 - own) - np.log(np.maximum(left, 1e-300))
+        half = 0.5 * np.logaddexp(2.0 * total, np.log(4.0 * own))
+    return -epsilon * (np.logaddexp(total, half) - np.log(2.0))

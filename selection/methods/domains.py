@@ -1,0 +1,130 @@
+"""A share of the budget for every domain, exactly, and another method's order inside each."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from selection.errors import SelectionError
+from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number
+from selection.methods.random import RandomSelector
+
+
+class DomainsSelector(Selector):
+    """Quotas by largest remainder, filled with the best rows of each domain by the scores of `inside`.
+
+    budget: what the quotas add up to. shares: domain → weight, or None for the target's own mix (its weights counted,
+    where it has any). inside: a selector, fitted on the whole pool; None draws at random by `seed`. A domain with fewer
+    rows than its quota gives all it has, and the rest of the quota goes to the others by their shares; with explicit
+    shares a domain that the pool lacks is an error. Rows are ranked so that every prefix mixes domains as the whole
+    does: the j-th row of a domain with quota q scores (j − ½)/q, rows beyond the quota follow from 1 on by their
+    place in their domain. `quotas_` maps domain → rows.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: int | None = None,
+        shares: Mapping[str, float] | None = None,
+        inside: Selector | None = None,
+        seed: int = 0,
+    ):
+        self.budget = budget
+        self.shares = shares
+        self.inside = inside
+        self.seed = seed
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None, **more: Any) -> Self:
+        """Needs domains on the pool, on the target too without `shares`, and what `inside` needs; `more` goes to it."""
+        if self.budget is None:
+            raise SelectionError("domains splits one budget; construct it with budget=")
+        budget = checked_budget(self.budget, len(pool))
+        if pool.domains is None:
+            raise SelectionError("domains needs the pool's domains; name the column that holds them")
+        if getattr(self.inside, "rounds", 1) != 1:
+            raise SelectionError("inside a domain, gotd cannot run in rounds; set its rounds to 1")
+        names = sorted({name for name in pool.domains if name is not None})
+        row_of = {name: i for i, name in enumerate(names)}
+        member = np.array([row_of.get(name, len(names)) if name is not None else len(names) for name in pool.domains])
+        size = np.bincount(member, minlength=len(names) + 1)
+        shares, absent = self._shares(names, target)
+        inside = self.inside if self.inside is not None else RandomSelector(seed=self.seed)
+        inside.fit(pool, target, progress=progress, **more)
+        quota = quotas(np.append(shares, 0.0), size, budget)
+
+        order = np.lexsort((inside.scores_, member))
+        place = np.empty(len(order), dtype=np.int64)
+        starts = np.cumsum(size) - size
+        place[order] = np.arange(len(order)) - starts[member[order]]
+        own = quota[member]
+        within = place < own
+        # Domains of equal quota would tie at every step: names decide, not the order of rows.
+        nudge = 1e-9 * (member + 1) / (len(names) + 1)
+        self.scores_ = np.where(
+            within, (place + 0.5) / np.maximum(own, 1), 1.0 + (place - own + 1.0) / np.maximum(size[member], 1)
+        )
+        self.scores_ += np.where(within, nudge * (1.0 - self.scores_), nudge)
+        self.nearest_target_ = inside.nearest_target_
+        self.quotas_ = {name: int(quota[i]) for name, i in row_of.items()}
+        if quota[-1]:
+            self.quotas_["(none)"] = int(quota[-1])
+        wanted = np.append(shares, 0.0) * budget
+        self.diagnostics_ = {
+            "quotas": self.quotas_,
+            "short": sorted(name for name, i in row_of.items() if size[i] < int(wanted[i])),
+            "absent": absent,
+            "inside": inside.diagnostics_,
+        }
+        return self
+
+    def _shares(self, names: Sequence[str], target: Target) -> tuple[np.ndarray, list[str]]:
+        """Weights (len(names),) that sum to 1, and the target's domains that the pool lacks."""
+        if self.shares:
+            for name, weight in self.shares.items():
+                finite_number(weight, f"the share of {name!r}", least=0.0)
+                if name not in names:
+                    close = difflib.get_close_matches(name, names, n=1)
+                    told = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names) or 'no domain at all'}"
+                    raise SelectionError(f"shares: the pool has no domain {name!r}; {told}")
+            wanted: dict[str, float] = dict(self.shares)
+            absent: list[str] = []
+        elif target.domains is None:
+            raise SelectionError("domains needs shares, or a target with domains to take them from; give either")
+        else:
+            wanted = Counter()
+            weights = np.ones(len(target)) if target.weights is None else np.asarray(target.weights, dtype=np.float64)
+            for name, weight in zip(target.domains, weights, strict=True):
+                if name is not None:
+                    wanted[name] += float(weight)
+            absent = sorted(set(wanted) - set(names))
+        values = np.array([wanted.get(name, 0.0) for name in names])
+        if not values.sum() > 0:
+            raise SelectionError(
+                "no domain of the pool has a positive share; give shares that name "
+                f"{', '.join(names[:5]) or 'a domain of the pool'}"
+            )
+        return values / values.sum(), absent
+
+
+def quotas(shares: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
+    """Whole numbers that add up to `budget` ≤ Σ sizes, none above its size: largest remainders, ties to the earlier.
+
+    What a domain cannot take is shared out again among those with room, by their shares; where no domain with a share
+    has room left, by the room of the others.
+    """
+    given = np.zeros(len(shares), dtype=np.int64)
+    while (left := budget - int(given.sum())) > 0:
+        room = sizes - given
+        weight = np.where(room > 0, shares, 0.0)
+        if not weight.sum() > 0:
+            weight = room.astype(np.float64)
+        exact = left * weight / weight.sum()
+        part = np.floor(exact).astype(np.int64)
+        rest = left - int(part.sum())
+        part[np.argsort(-(exact - part), kind="stable")[:rest]] += 1
+        given += np.minimum(part, room)
+    return given

@@ -1,0 +1,120 @@
+"""Exact nearest pool rows of every target, and densities among a set of rows: one GEMM per tile, nothing N×M held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from selection.errors import SelectionError
+from selection.methods.base import Progress
+from selection.transport.problem import finite_rows
+
+_EXACT_FLOPS = 1e11
+"""Work up to which products are float64; above, candidates are found in float32 (their distances stay float64)."""
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """rows (M, K) int64 and squared (M, K) float64: each target's nearest pool rows, nearest first, ties by row.
+    row_nearest (N,) int64 and row_squared (N,) float64: each pool row's nearest target, and its squared distance."""
+
+    rows: np.ndarray
+    squared: np.ndarray
+    row_nearest: np.ndarray
+    row_squared: np.ndarray
+
+
+def nearest_rows(
+    x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None
+) -> Nearest:
+    """The `count` (at most N) nearest rows of x (N, d) for each row of y (M, d). Raises SelectionError."""
+    targets = np.asarray(y, dtype=np.float64)
+    x = x if hasattr(x, "shape") else np.asarray(x)
+    for side, matrix in (("pool", x), ("target", targets)):
+        if len(matrix.shape) != 2 or 0 in matrix.shape:
+            raise SelectionError(
+                f"{side} features must be a matrix (rows, columns) that is not empty, not {matrix.shape}"
+            )
+    n, m, d = x.shape[0], len(targets), targets.shape[1]
+    if x.shape[1] != d:
+        raise SelectionError(
+            f"pool features have {x.shape[1]} columns and target features {d}; embed both the same way"
+        )
+    finite_rows(targets, "target", 0)
+    count = min(count, n)
+    # Dot products of centred rows do not cancel.
+    centre = targets.mean(0)
+    targets = targets - centre
+    y_squared = np.einsum("ij,ij->i", targets, targets)
+    dtype = torch.float64 if 2.0 * n * m * d <= _EXACT_FLOPS else torch.float32
+    right = torch.from_numpy(-2.0 * targets.T).to(dtype)
+    lift = torch.from_numpy(y_squared).to(dtype)
+    best_squared = torch.empty(m, 0, dtype=dtype)
+    best_rows = torch.empty(m, 0, dtype=torch.int64)
+    row_nearest = np.empty(n, dtype=np.int64)
+    row_squared = np.empty(n)
+    step = chunk or max(64, min(8192, (64 << 20) // (8 * m)))
+    for low in range(0, n, step):
+        rows = np.asarray(x[low : low + step], dtype=np.float64)
+        finite_rows(rows, "pool", low)
+        rows = rows - centre
+        squared = np.einsum("ij,ij->i", rows, rows)
+        tile = torch.addmm(lift, torch.from_numpy(rows).to(dtype), right)
+        nearest = tile.argmin(1).numpy()
+        row_nearest[low : low + len(rows)] = nearest
+        row_squared[low : low + len(rows)] = np.einsum("ij,ij->i", rows - targets[nearest], rows - targets[nearest])
+        tile += torch.from_numpy(squared).to(dtype).unsqueeze(1)
+        index = torch.arange(low, low + len(rows)).expand(m, -1)
+        best_squared, best_rows = _smallest(
+            torch.cat([best_squared, tile.T], 1), torch.cat([best_rows, index], 1), count
+        )
+        if progress:
+            progress("searching neighbours", low + len(rows), n)
+    found = best_rows.numpy()
+    exact = np.empty(found.shape)
+    for j in range(m):  # distances anew in float64: a difference of squares would lose near-duplicates
+        gap = np.asarray(x[found[j]], dtype=np.float64) - centre - targets[j]
+        exact[j] = np.einsum("ij,ij->i", gap, gap)
+    order = np.lexsort((found, exact), axis=1)
+    return Nearest(
+        np.take_along_axis(found, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared
+    )
+
+
+def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` smallest of each row of `values` with their entries of `rows`."""
+    if values.shape[1] <= count:
+        return values, rows
+    kept, place = torch.topk(values, count, dim=1, largest=False, sorted=False)
+    return kept, rows.gather(1, place)
+
+
+def densities(
+    rows: np.ndarray, sigma: float, *, chunk: int | None = None, progress: Progress | None = None
+) -> np.ndarray:
+    """(U,): Σ_j max(0, 1 − |x_i − x_j|²/σ²) over all rows (U, d), itself included; all 1 where sigma is 0.
+
+    U²·d multiplications: by far the largest part of the work where neighbourhoods are many and disjoint.
+    """
+    if sigma == 0.0:
+        return np.ones(len(rows))
+    centred = rows - rows.mean(0)
+    u, d = centred.shape
+    dtype = torch.float64 if 2.0 * u * u * d <= _EXACT_FLOPS else torch.float32
+    points = torch.from_numpy(centred / sigma).to(dtype)
+    squared = (points * points).sum(1)
+    out = torch.empty(u, dtype=torch.float64)
+    step = chunk or max(64, min(8192, (64 << 20) // (8 * u)))
+    for low in range(0, u, step):
+        tile = torch.addmm(1.0 - squared, points[low : low + step], points.T, alpha=2.0)
+        tile -= squared[low : low + step].unsqueeze(1)
+        tile.clamp_(0.0, 1.0)
+        local = torch.arange(tile.shape[0])
+        tile[local, low + local] = 1.0
+        out[low : low + step] = tile.sum(1, dtype=torch.float64)
+        if progress:
+            progress("measuring density", low + tile.shape[0], u)
+    return out.numpy()

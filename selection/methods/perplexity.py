@@ -1,0 +1,79 @@
+"""By a model's surprise: low, middle or high mean −log p per token (middle: Marion et al. 2023, arXiv 2309.04564)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from selection.errors import SelectionError
+from selection.methods.base import Pool, Progress, Selector, Target, need
+
+Measure = Callable[[Sequence[str]], Any]
+"""texts -> (len(texts),) mean −log p per token of each; called with batches in file order."""
+
+_BATCH = 1024
+
+
+class PerplexitySelector(Selector):
+    """Scores by the mean −log p per token L: L itself ("low"), −L ("high"), or |F(L) − ½| ("middle").
+
+    F is the mid-rank in the pool, so that equal losses score alike and the middle is the median, whatever the tail.
+    measure: called for the texts of a pool that brings no `losses`. `losses_` (N,) are those that were used. The
+    target is not looked at.
+    """
+
+    def __init__(self, *, keep: str = "middle", measure: Measure | None = None):
+        self.keep = keep
+        self.measure = measure
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Needs the pool's losses, or its texts and `measure`."""
+        if self.keep not in ("low", "middle", "high"):
+            raise SelectionError(f'keep must be "low", "middle" or "high", not {self.keep!r}')
+        losses = self._losses(pool, target, progress)
+        bad = np.flatnonzero(~np.isfinite(losses))
+        if len(bad):
+            raise SelectionError(
+                f"losses: row {int(bad[0])} is {losses[bad[0]]}; a text without a token has none, leave it out"
+            )
+        self.losses_ = losses
+        if self.keep == "middle":
+            self.scores_ = np.abs(_midranks(losses) - 0.5)
+        else:
+            self.scores_ = losses.copy() if self.keep == "low" else -losses
+        self.nearest_target_ = None
+        self.diagnostics_ = {"keep": self.keep, "mean_loss": float(losses.mean()), "median": float(np.median(losses))}
+        return self
+
+    def _losses(self, pool: Pool, target: Target, progress: Progress | None) -> np.ndarray:
+        if pool.losses is not None:
+            losses = np.asarray(pool.losses, dtype=np.float64)
+        elif self.measure is None:
+            raise SelectionError(
+                "perplexity needs a loss per row; pass losses= to the pool, or measure= (and texts) to the selector"
+            )
+        else:
+            texts, _ = need(pool, target, "texts", "perplexity")
+            parts = []
+            for low in range(0, len(texts), _BATCH):
+                batch = texts[low : low + _BATCH]
+                parts.append(np.asarray(self.measure(batch), dtype=np.float64))
+                if parts[-1].shape != (len(batch),):
+                    raise SelectionError(
+                        f"measure must return one number per text, not shape {parts[-1].shape} for {len(batch)} texts"
+                    )
+                if progress:
+                    progress("measuring perplexity", low + len(batch), len(texts))
+            losses = np.concatenate(parts)
+        if losses.shape != (len(pool),):
+            raise SelectionError(f"losses must have shape ({len(pool)},), not {losses.shape}")
+        return losses
+
+
+def _midranks(values: np.ndarray) -> np.ndarray:
+    """The share of values below each plus half the share equal to it."""
+    ordered = np.sort(values)
+    below, upto = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
+    return (below + upto) / (2.0 * len(values))
