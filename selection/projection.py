@@ -6,14 +6,13 @@ Achlioptas 2003 for signs, Ailon and Chazelle 2009 for the transform). What trak
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from selection.errors import SelectionError
 
-_BLOCK = 4096
+_BLOCK = 1024
 """Input columns whose signs exist at once. Part of the definition: it decides which generator draws which sign."""
 
 
@@ -28,6 +27,8 @@ class RandomProjection:
     def __init__(self, dim: int, *, seed: int = 0, kind: str = "rademacher"):
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
             raise SelectionError(f"dim must be a whole number of at least 1, not {dim!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+            raise SelectionError(f"seed must be a whole number from 0 to 2^64 − 1, not {seed!r}")
         if kind not in ("rademacher", "srht"):
             raise SelectionError(f'kind must be "rademacher" or "srht", not {kind!r}')
         self.dim = dim
@@ -35,77 +36,71 @@ class RandomProjection:
         self.kind = kind
 
     def project(self, x: Any, *, chunk: int | None = None) -> np.ndarray:
-        """(n, dim) float32 for a matrix or memory map (n, width); chunk: rows at once, the result does not depend on it.
+        """(n, dim) float32 for a matrix or memory map (n, width); chunk: rows at once, which changes nothing.
 
         Raises SelectionError for another shape or numbers that are not finite.
         """
         x = x if hasattr(x, "shape") else np.asarray(x)
         if len(x.shape) != 2 or 0 in x.shape:
             raise SelectionError(f"gradients must be a matrix (rows, columns) that is not empty, not {tuple(x.shape)}")
-        out = np.empty((x.shape[0], self.dim), dtype=np.float32)
-        step = chunk or max(1, (64 << 20) // (4 * x.shape[1]))
-        for low in range(0, x.shape[0], step):
-            rows = np.asarray(x[low : low + step], dtype=np.float32)
-            if not np.isfinite(rows).all():
-                bad = low + int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
-                raise SelectionError(f"gradients: row {bad} holds a NaN or an infinity; drop or mend it")
-            out[low : low + step] = self._signs(rows) if self.kind == "rademacher" else self._transform(rows)
+        return self._signed(x, chunk) if self.kind == "rademacher" else self._transformed(x, chunk)
+
+    def _signed(self, x: Any, chunk: int | None) -> np.ndarray:
+        """Block of columns by block of columns, so that each sign is drawn once however many rows there are."""
+        out = np.zeros((x.shape[0], self.dim), dtype=np.float32)
+        step = chunk or 8192
+        for block, left in enumerate(range(0, x.shape[1], _BLOCK)):
+            columns = slice(left, left + _BLOCK)
+            signs = self._block(block, min(_BLOCK, x.shape[1] - left))
+            for low in range(0, x.shape[0], step):
+                out[low : low + step] += _finite(x[low : low + step, columns], low) @ signs
+        out /= np.sqrt(np.float32(self.dim))
         return out
 
-    def project_parts(self, parts: Iterable[Any]) -> np.ndarray:
-        """One row (dim,) float32 from its pieces in order, such as a model's gradients tensor by tensor.
-
-        Equal to `project` of the concatenated row. Only "rademacher" can; raises SelectionError for the other.
-        """
-        if self.kind != "rademacher":
-            raise SelectionError("srht needs whole rows; use project, or kind rademacher")
-        total = np.zeros(self.dim)
-        waiting: list[np.ndarray] = []
-        held = block = 0
-        for part in parts:
-            flat = np.asarray(part, dtype=np.float32).ravel()
-            while len(flat):
-                piece, flat = flat[: _BLOCK - held], flat[_BLOCK - held :]
-                waiting.append(piece)
-                held += len(piece)
-                if held == _BLOCK:
-                    total += np.concatenate(waiting) @ self._block(block, held)
-                    waiting, held, block = [], 0, block + 1
-        if held:
-            total += np.concatenate(waiting) @ self._block(block, held)
-        return (total / np.sqrt(self.dim)).astype(np.float32)
-
-    def _signs(self, rows: np.ndarray) -> np.ndarray:
-        total = np.zeros((len(rows), self.dim))
-        for block, low in enumerate(range(0, rows.shape[1], _BLOCK)):
-            part = rows[:, low : low + _BLOCK]
-            total += part @ self._block(block, part.shape[1])
-        return total / np.sqrt(self.dim)
-
     def _block(self, block: int, width: int) -> np.ndarray:
-        """Signs (width, dim) float32 of the columns from block·4096 on."""
-        generator = np.random.Generator(np.random.Philox(key=[self.seed & (2**64 - 1), 0x5167 + (block << 16)]))
+        """Signs (width, dim) float32 of the columns from block·1024 on."""
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, 0x5167 + (block << 16)]))
         bits = np.unpackbits(np.frombuffer(generator.bytes(-(-width * self.dim // 8)), dtype=np.uint8))
         signs = bits[: width * self.dim].reshape(width, self.dim).astype(np.float32)
         signs *= 2.0
         signs -= 1.0
         return signs
 
-    def _transform(self, rows: np.ndarray) -> np.ndarray:
-        width = rows.shape[1]
-        size = max(1 << (width - 1).bit_length(), 1)
+    def _transformed(self, x: Any, chunk: int | None) -> np.ndarray:
+        rows, width = x.shape
+        size = 1 << (width - 1).bit_length()
         if self.dim > size:
             raise SelectionError(f"srht cannot make {self.dim} dimensions of {width}; ask for at most {size}")
-        generator = np.random.Generator(np.random.Philox(key=[self.seed & (2**64 - 1), 0x5247]))
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, 0x5247]))
         bits = np.unpackbits(np.frombuffer(generator.bytes(-(-width // 8)), dtype=np.uint8))[:width]
+        signs = 2.0 * bits.astype(np.float32) - 1.0
         taken = np.sort(generator.choice(size, self.dim, replace=False))
-        padded = np.zeros((len(rows), size), dtype=np.float32)
-        np.multiply(rows, 2.0 * bits.astype(np.float32) - 1.0, out=padded[:, :width])
-        half = 1
-        while half < size:
-            pairs = padded.reshape(len(rows), -1, 2, half)
-            upper = pairs[:, :, 0] - pairs[:, :, 1]
-            pairs[:, :, 0] += pairs[:, :, 1]
-            pairs[:, :, 1] = upper
-            half *= 2
-        return padded[:, taken] / np.sqrt(self.dim)
+        out = np.empty((rows, self.dim), dtype=np.float32)
+        step = chunk or max(1, (64 << 20) // (4 * size))
+        for low in range(0, rows, step):
+            part = _finite(x[low : low + step], low)
+            padded = np.zeros((len(part), size), dtype=np.float32)
+            np.multiply(part, signs, out=padded[:, :width])
+            _hadamard(padded)
+            out[low : low + step] = padded[:, taken]
+        out /= np.sqrt(np.float32(self.dim))
+        return out
+
+
+def _hadamard(rows: np.ndarray) -> None:
+    """The Walsh-Hadamard transform of each row, in place, not scaled; the width is a power of two."""
+    half = 1
+    while half < rows.shape[1]:
+        pairs = rows.reshape(len(rows), -1, 2, half)
+        lower = pairs[:, :, 0] - pairs[:, :, 1]
+        pairs[:, :, 0] += pairs[:, :, 1]
+        pairs[:, :, 1] = lower
+        half *= 2
+
+
+def _finite(part: Any, low: int) -> np.ndarray:
+    rows = np.asarray(part, dtype=np.float32)
+    if not np.isfinite(rows.sum()) and not np.isfinite(rows).all():
+        bad = low + int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
+        raise SelectionError(f"gradients: row {bad} holds a NaN or an infinity; drop or mend it")
+    return rows

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from selection.config import DSIR, KNN, GotD, Method, Random
+from typing import TYPE_CHECKING
+
+from selection.config import DSIR, KNN, TSDS, Domains, GotD, GotDContrast, Length, Less, Method, Perplexity, Random
 from selection.errors import SelectionError
 from selection.methods.base import Selector
 
+if TYPE_CHECKING:
+    from selection.methods.perplexity import Measure
 
-def build_selector(method: Method, *, seed: int) -> Selector:
-    """The selector that `method` describes; `seed` for those that draw. Raises SelectionError for another type."""
+
+def build_selector(method: Method, *, seed: int, budget: int | None = None, measure: Measure | None = None) -> Selector:
+    """The selector that `method` describes; `seed` for those that draw.
+
+    budget: for those that shape their selection for one size (gotd in rounds, domains). measure: texts → mean −log p
+    per token, for perplexity. Raises SelectionError for another type.
+    """
     if isinstance(method, GotD):
         from selection.methods.gotd import GotDSelector
 
-        return GotDSelector(epsilon=method.epsilon, tolerance=method.tolerance, seed=seed)
+        return GotDSelector(
+            epsilon=method.epsilon,
+            tolerance=method.tolerance,
+            rounds=method.rounds,
+            mixture=method.mixture,
+            holdout=method.holdout,
+            budget=budget if method.rounds > 1 else None,
+            debiased=method.debiased,
+            self_sample=method.self_sample,
+            seed=seed,
+        )
+    if isinstance(method, GotDContrast):
+        from selection.methods.contrast import GotDContrastSelector
+
+        return GotDContrastSelector(
+            epsilon=method.epsilon,
+            tolerance=method.tolerance,
+            attract=method.attract,
+            repel=method.repel,
+            seed=seed,
+        )
     if isinstance(method, Random):
         from selection.methods.random import RandomSelector
 
@@ -24,5 +53,35 @@ def build_selector(method: Method, *, seed: int) -> Selector:
     if isinstance(method, DSIR):
         from selection.methods.dsir import DSIRSelector
 
-        return DSIRSelector(buckets=method.buckets, resample=method.resample, seed=seed)
-    raise SelectionError(f"no selector for {type(method).__name__}; use GotD, Random, KNN or DSIR")
+        return DSIRSelector(
+            buckets=method.buckets,
+            resample=method.resample,
+            hashing=method.hashing,
+            smoothing=method.smoothing,
+            floor=method.floor,
+            seed=seed,
+        )
+    if isinstance(method, TSDS):
+        from selection.methods.tsds import TSDSSelector
+
+        return TSDSSelector(
+            alpha=method.alpha, scale=method.scale, sigma=method.sigma, neighbours=method.neighbours, seed=seed
+        )
+    if isinstance(method, Less):
+        from selection.methods.less import LessSelector
+
+        return LessSelector(similarity=method.similarity, checkpoint_weights=method.checkpoint_weights)
+    if isinstance(method, Perplexity):
+        from selection.methods.perplexity import PerplexitySelector
+
+        return PerplexitySelector(keep=method.keep, measure=measure)
+    if isinstance(method, Length):
+        from selection.methods.length import LengthSelector
+
+        return LengthSelector(prefer=method.prefer, unit=method.unit, seed=seed)
+    if isinstance(method, Domains):
+        from selection.methods.domains import DomainsSelector
+
+        inside = build_selector(method.inside, seed=seed, measure=measure)
+        return DomainsSelector(budget=budget, shares=method.shares or None, inside=inside, seed=seed)
+    raise SelectionError(f"no selector for {type(method).__name__}; use one of the methods of selection.config")

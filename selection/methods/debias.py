@@ -9,8 +9,8 @@ the row's own term, which in high dimension outweighs all others, is kept apart 
 
     u_i = A_i + a_i/u_i ,  u = exp(−p/ε) ,  A_i = (1 − a_i) Σ_{j∈T, j≠i} w_j exp((p_j − c_ij)/ε) ,
 
-so u_i = (A_i + √(A_i² + 4 a_i))/2. Leaving the own term to the sample would give rows in T a match at distance zero that
-the others lack, and would sort the pool by who was drawn. With T = all rows this is the exact equation.
+so u_i = (A_i + √(A_i² + 4 a_i))/2. Leaving the own term to the sample would give rows in T a match at distance zero
+that the others lack, and would sort the pool by who was drawn. With T = all rows this is the exact equation.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -88,18 +87,20 @@ class DomainsSelector(Selector):
                 finite_number(weight, f"the share of {name!r}", least=0.0)
                 if name not in names:
                     close = difflib.get_close_matches(name, names, n=1)
-                    told = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names) or 'no domain at all'}"
+                    told = (
+                        f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names) or 'no domain at all'}"
+                    )
                     raise SelectionError(f"shares: the pool has no domain {name!r}; {told}")
-            wanted: dict[str, float] = dict(self.shares)
+            wanted = dict(self.shares)
             absent: list[str] = []
         elif target.domains is None:
             raise SelectionError("domains needs shares, or a target with domains to take them from; give either")
         else:
-            wanted = Counter()
+            wanted = dict.fromkeys((name for name in target.domains if name is not None), 0.0)
             weights = np.ones(len(target)) if target.weights is None else np.asarray(target.weights, dtype=np.float64)
-            for name, weight in zip(target.domains, weights, strict=True):
-                if name is not None:
-                    wanted[name] += float(weight)
+            for domain, weight in zip(target.domains, weights, strict=True):
+                if domain is not None:
+                    wanted[domain] += float(weight)
             absent = sorted(set(wanted) - set(names))
         values = np.array([wanted.get(name, 0.0) for name in names])
         if not values.sum() > 0:

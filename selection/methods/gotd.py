@@ -124,4 +124,3 @@ class GotDSelector(Selector):
                 raise SelectionError(f"{name} must be a whole number of at least 1, not {value!r}")
         finite_number(self.mixture, "mixture", above=0.0, most=1.0)
         finite_number(self.holdout, "holdout", least=0.0, most=0.9)
-

@@ -27,9 +27,7 @@ class Nearest:
     row_squared: np.ndarray
 
 
-def nearest_rows(
-    x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None
-) -> Nearest:
+def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None) -> Nearest:
     """The `count` (at most N) nearest rows of x (N, d) for each row of y (M, d). Raises SelectionError."""
     targets = np.asarray(y, dtype=np.float64)
     x = x if hasattr(x, "shape") else np.asarray(x)
@@ -79,17 +77,18 @@ def nearest_rows(
         gap = np.asarray(x[found[j]], dtype=np.float64) - centre - targets[j]
         exact[j] = np.einsum("ij,ij->i", gap, gap)
     order = np.lexsort((found, exact), axis=1)
-    return Nearest(
-        np.take_along_axis(found, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared
-    )
+    return Nearest(np.take_along_axis(found, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared)
 
 
 def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` smallest of each row of `values` with their entries of `rows`."""
+    """The `count` smallest of each row of `values` with their entries of `rows`; ties to the left, order kept."""
     if values.shape[1] <= count:
         return values, rows
-    kept, place = torch.topk(values, count, dim=1, largest=False, sorted=False)
-    return kept, rows.gather(1, place)
+    worst = torch.kthvalue(values, count, dim=1, keepdim=True).values
+    less = values < worst
+    ties = values == worst
+    kept = less | (ties & (ties.cumsum(1) <= count - less.sum(1, keepdim=True)))
+    return values[kept].reshape(-1, count), rows[kept].reshape(-1, count)
 
 
 def densities(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ def choose_in_rounds(
     solutions = [first]
     edges = np.linspace(0, budget, min(rounds, budget) + 1).round().astype(int)
     stopped = False
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges.tolist()):
         if batches and not stopped:
             weights = (1.0 - mixture) * a
             weights[chosen] += mixture / chosen.sum()

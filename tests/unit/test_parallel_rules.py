@@ -63,6 +63,7 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"adapter_precision": "bf16"},
         {"adapter_precision": "bf16", "precision": "bf16"},
     ),
+    ("adapter.init: pissa", "one rank"): ({"init": "pissa", "replicate": 2}, {"init": "pissa"}),
     ("train.quantization", "mesh.tp > 1 or mesh.pp > 1"): (
         {"quantization": "nf4", "pp": 2},
         {"quantization": "nf4", "dp": 2, "replicate": 2},

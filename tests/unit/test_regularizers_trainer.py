@@ -151,7 +151,7 @@ def test_the_plain_callback_and_a_zero_sigma_change_no_bit(tmp_path: Path) -> No
         (GGPO(sigma=0.2, refresh=2), TwoPassTrainer, 3),
         (BiLora(rho=0.5), InOrder, 3),
         (MGPO(rho=0.3), InOrder, 3),
-        (BAR(alpha=1.0), InOrder, 3),
+        (BAR(alpha=20.0), InOrder, 3),
     ],
 )
 def test_one_pass_methods_equal_a_plain_loop(tmp_path: Path, config: Any, accumulate: int, kind: Any) -> None:

@@ -1,0 +1,147 @@
+"""n-gram decontamination by the rules of Megatron-LM's task filter (tools/openwebtext/filter_ngrams.py, MT-NLG).
+
+Words are runs of letters, digits and underscores in lower case; 13 of them in a row that an evaluation text also has
+are contamination. The record is split there: the shared words and 200 characters on both sides go, and from there to
+the nearest end of a sentence (`.`, `!` or `?`); pieces under 200 characters go; the rest of the text is looked through
+again; more than 10 pieces, or none: the record goes. N-grams with 10 or more occurrences in the pool are ordinary
+phrases.
+
+Ours differs in two things: the end of the shared words is where they end in the text (there: the length of the words
+joined by blanks), and every occurrence of an n-gram is counted (there: not those that overlap an earlier match).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from selection.hygiene import config
+from selection.hygiene.shingles import WORDS, WordHashes, windows
+from selection.hygiene.store import Growing
+
+Spans = list[tuple[int, int]]
+_FILTER_BITS = 20
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in lower case, in the order and number in which `WORDS` finds them."""
+    if text.isascii():
+        return WORDS.findall(text.lower())
+    return [word.lower() for word in WORDS.findall(text)]  # lower() of the whole might move the borders of words
+
+
+class Decontaminator:
+    """Finds evaluation n-grams in pool texts and cuts them out.
+
+    finder = Decontaminator(settings, evaluation_texts); finder.match(batch) for every batch of the pool; then
+    finder.contaminated(alive), and finder.cut(text) for each row that it names.
+    """
+
+    def __init__(self, settings: config.Decontaminate, evaluation: Sequence[str]):
+        self.settings = settings
+        self._words = WordHashes()
+        found: dict[int, list[np.ndarray]] = {}
+        owners: dict[int, list[np.ndarray]] = {}
+        too_short = 0
+        for row, text in enumerate(evaluation):
+            codes, counts = self._words.codes([words_of(text)])
+            size = min(len(codes), settings.ngram)
+            if size < settings.shortest:
+                too_short += 1
+                continue
+            hashes, _ = windows(codes, counts, size)
+            found.setdefault(size, []).append(hashes)
+            owners.setdefault(size, []).append(np.full(len(hashes), row))
+        # For each length, longest first: the sorted hashes, whose text each is from, and where its numbers begin.
+        self._tables: list[tuple[int, np.ndarray, np.ndarray, int]] = []
+        self.ngrams = 0
+        self._maybe = np.zeros(1 << _FILTER_BITS, dtype=bool)
+        for size in sorted(found, reverse=True):
+            hashes, first = np.unique(np.concatenate(found[size]), return_index=True)
+            self._tables.append((size, hashes, np.concatenate(owners[size])[first], self.ngrams))
+            self.ngrams += len(hashes)
+            self._maybe[_slot(hashes)] = True
+        self._rows, self._hits = Growing(np.int64), Growing(np.int64)
+        self._seen = 0
+        self._leak = np.ones(self.ngrams, dtype=bool)
+        self.diagnostics: dict[str, Any] = {"ngrams": self.ngrams, "too_short": too_short}
+
+    def match(self, texts: Sequence[str]) -> None:
+        """Take the next rows of the pool, as they are."""
+        codes, counts = self._words.codes([words_of(text) for text in texts])
+        for size, table, _, base in self._tables:
+            hashes, kept = windows(codes, counts, size)
+            place, number = self._lookup(hashes, table)
+            if len(place):
+                row = np.searchsorted(np.cumsum(kept), place, side="right")
+                self._rows.append(self._seen + row)
+                self._hits.append(base + number)
+        self._seen += len(texts)
+
+    def contaminated(self, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, owner): the rows that hold contamination, ascending, and the evaluation text each shares it with.
+
+        alive: (N,) bool, the rows that still stand; only they are counted when ordinary phrases are told apart.
+        """
+        rows, hits = self._rows.array(), self._hits.array()
+        standing = alive[rows]
+        rows, hits = rows[standing], hits[standing]
+        if self.settings.common is not None:
+            self._leak = np.bincount(hits, minlength=self.ngrams) < self.settings.common
+        self.diagnostics["common"] = int((~self._leak).sum())
+        leak = self._leak[hits]
+        rows, hits = rows[leak], hits[leak]
+        owners = np.concatenate([owner for _, _, owner, _ in self._tables] or [np.empty(0, np.int64)])[hits]
+        order = np.lexsort((owners, rows))
+        found, first = np.unique(rows[order], return_index=True)
+        return found, owners[order][first]
+
+    def cut(self, text: str) -> Spans:
+        """The pieces (start, end) that are left of a contaminated text; the whole text where nothing matches."""
+        return split(text, self.spans(text), self.settings)
+
+    def spans(self, text: str) -> Spans:
+        """(start, end) in characters of every n-gram of the text that is contamination, by start; the longest where
+        several start at the same word."""
+        matches = list(WORDS.finditer(text))
+        codes, counts = self._words.codes([[match.group().lower() for match in matches]])
+        ends: dict[int, int] = {}
+        for size, table, _, base in self._tables:
+            hashes, _ = windows(codes, counts, size)
+            place, number = self._lookup(hashes, table)
+            for word in place[self._leak[base + number]].tolist():
+                ends.setdefault(word, word + size - 1)
+        return [(matches[word].start(), matches[ends[word]].end()) for word in sorted(ends)]
+
+    def _lookup(self, hashes: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places of `hashes` that are in the sorted `table`, and where there."""
+        place = np.flatnonzero(self._maybe[_slot(hashes)])
+        number = np.minimum(np.searchsorted(table, hashes[place]), len(table) - 1)
+        same = table[number] == hashes[place]
+        return place[same], number[same]
+
+
+def _slot(hashes: np.ndarray) -> np.ndarray:
+    return (hashes >> np.uint64(64 - _FILTER_BITS)).astype(np.int64)
+
+
+def split(text: str, spans: Spans, settings: config.Decontaminate) -> Spans:
+    """The pieces that the rules leave of a text with contamination at `spans` (sorted by start)."""
+    pieces: Spans = []
+    low = 0
+    for start, end in spans:
+        if start < low:
+            continue  # went with an earlier cut
+        # Left: the last end of a sentence at or before `margin` characters in front of the match.
+        stop = max(text.rfind(mark, low + 1, max(start - settings.margin, 0) + 1) for mark in ".!?")
+        if stop > low and stop + 1 - low >= settings.min_chars:
+            pieces.append((low, stop + 1))
+        # Right: behind the first end of a sentence that is at least `margin` characters after the match.
+        marks = [text.find(mark, end + settings.margin) for mark in ".!?"]
+        low = min((mark for mark in marks if mark >= 0), default=len(text)) + 1
+        if len(text) - low < settings.min_chars:
+            return pieces
+    pieces.append((low, len(text)))
+    return pieces
