@@ -40,7 +40,7 @@ def measure_run(
     path: Path,
     settings: Sharpness | None = None,
     *,
-    batches: int = 4,
+    batches: int = 2,
     split: str | None = None,
     data: Sequence[str] = (),
     seed: int = 0,

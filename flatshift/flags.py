@@ -125,7 +125,7 @@ class EvalFlags:
     sharpness: bool = False
     """Measure sharpness: λ_max, trace, mean and highest rises, slices, in adapter space and full weight space."""
     sharpness_batches: int | None = None
-    """Batches of train.batch_size rows to measure on; 4 by default."""
+    """Batches of train.batch_size rows to measure on; 2 by default."""
     sharpness_split: Literal["dev", "test", "train"] | None = None
     """Where those rows come from; by default the first of dev, test and train that the run has."""
     sharpness_spaces: tuple[Literal["adapter", "full"], ...] | None = None
@@ -135,7 +135,7 @@ class EvalFlags:
     sharpness_rhos: tuple[float, ...] | None = None
     """Radii of the balls for the highest rise; 0.01 0.05 0.1 by default."""
     sharpness_draws: int | None = None
-    """Antithetic pairs of noise at each σ; 12 by default."""
+    """Antithetic pairs of noise at each σ; 8 by default."""
     sharpness_seed: int | None = None
     """Seed of rows and directions; 0 by default."""
 

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regularizers.added import AddedTerm, linear_sites, refuse_cut_layers
+from regularizers.checks import demand, demand_length, refuse_reentry, refuse_second_attach
 from regularizers.claims import claim, release
 from regularizers.config import BiLora
-from regularizers.errors import RegularizerError, demand
+from regularizers.errors import RegularizerError
 from regularizers.layers import LoraSite
 from regularizers.mesh import ALONE, Placement
 from regularizers.protocol import Regularizer
@@ -64,7 +65,7 @@ class BiLoraRegularizer(Regularizer):
     def __init__(self, config: BiLora) -> None:
         demand(math.isfinite(config.rho) and config.rho > 0, "rho", config.rho, "a number > 0")
         demand(config.rank >= 1, "rank", config.rank, "a number ≥ 1")
-        demand(math.isfinite(config.lr_scale) and config.lr_scale >= 0, "lr_scale", config.lr_scale, "a number ≥ 0")
+        demand_length("lr_scale", config.lr_scale)
         self.config = config
         self._terms: list[AddedTerm] = []
         self._factors: dict[str, Tensor] = {}
@@ -78,8 +79,7 @@ class BiLoraRegularizer(Regularizer):
         self._norm = self._clipped = torch.zeros(())
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        if self._terms:
-            raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")
+        refuse_second_attach(bool(self._terms))
         placement = placement or ALONE
         refuse_cut_layers(placement, "Bi-LoRA")
         sites = linear_sites(model, placement, "Bi-LoRA")
@@ -101,10 +101,7 @@ class BiLoraRegularizer(Regularizer):
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        if not self._terms:
-            raise RegularizerError("Bi-LoRA is not attached to a model; call attach(model, seed=..., total_steps=...)")
-        if self._inside:
-            raise RegularizerError(f"step({t}) begins inside another step; a step's context must be left first")
+        refuse_reentry("Bi-LoRA", t, attached=bool(self._terms), inside=self._inside)
         self._step, self._gradients, self._inside = t, None, True
         try:
             for term in self._terms:

@@ -13,7 +13,6 @@ accumulation or loss scaling (`regularizers.twopass`).
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,28 +23,15 @@ from torch.nn import functional as F
 
 from regularizers.adapters import Adapters
 from regularizers.added import AddedTerm, linear_sites, refuse_cut_layers
+from regularizers.checks import demand_length, lora_layers, refuse_second_attach
 from regularizers.config import ASAM, SAM, LoraSAM
-from regularizers.errors import RegularizerError, demand
-from regularizers.layers import canonical_name
+from regularizers.errors import RegularizerError
 from regularizers.mesh import ALONE, Placement
 from regularizers.sharded import is_sharded
 from regularizers.twopass import TwoPass
 
 if TYPE_CHECKING:
     from typing import Self
-
-
-def _check_radius(rho: float) -> None:
-    demand(math.isfinite(rho) and rho >= 0, "rho", rho, "a number ≥ 0")
-
-
-def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All LoRA layers of `model` by canonical name, embeddings included."""
-    return {
-        canonical_name(name): module
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
-    }
 
 
 class AdapterSAM(TwoPass):
@@ -57,13 +43,13 @@ class AdapterSAM(TwoPass):
 
     def __init__(self, config: LoraSAM | ASAM) -> None:
         super().__init__(config.kind)
-        _check_radius(config.rho)
+        demand_length("rho", config.rho)
         if isinstance(config, ASAM):
-            demand(math.isfinite(config.eta) and config.eta >= 0, "eta", config.eta, "a number ≥ 0")
+            demand_length("eta", config.eta)
         self.config = config
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        self._refuse_second()
+        refuse_second_attach(self._theta is not None)
         self._take(model, Adapters(model, placement or ALONE), lora_layers(model))
         return self
 
@@ -132,14 +118,14 @@ class WeightSAM(TwoPass):
 
     def __init__(self, config: SAM) -> None:
         super().__init__(config.kind)
-        _check_radius(config.rho)
+        demand_length("rho", config.rho)
         self.config = config
         self._terms: list[AddedTerm] = []
         self._dense: list[Tensor] = []
         """G, later ε, (m, n) of every layer; only during a step."""
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        self._refuse_second()
+        refuse_second_attach(self._theta is not None)
         placement = placement or ALONE
         refuse_cut_layers(placement, "SAM over the weights")
         sites = linear_sites(model, placement, "SAM over the weights")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from regularizers.adapters import Adapters, local
+from regularizers.checks import refuse_reentry
 from regularizers.claims import claim, release
 from regularizers.errors import RegularizerError
 from regularizers.protocol import Regularizer
@@ -45,10 +46,6 @@ class TwoPass(Regularizer):
         self._step = 0
         self._unperturbed = torch.zeros((), dtype=torch.int64)
         self._figures: dict[str, Tensor] = {}
-
-    def _refuse_second(self) -> None:
-        if self._theta is not None:
-            raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")
 
     def _take(self, model: nn.Module, theta: Adapters, layers: Mapping[str, nn.Module]) -> None:
         """The end of `attach`: claim the `layers` by name and begin to count."""
@@ -76,12 +73,7 @@ class TwoPass(Regularizer):
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        if self._theta is None:
-            raise RegularizerError(
-                f"{self._kind} is not attached to a model; call attach(model, seed=..., total_steps=...)"
-            )
-        if self._inside:
-            raise RegularizerError(f"step({t}) begins inside another step; a step's context must be left first")
+        refuse_reentry(self._kind, t, attached=self._theta is not None, inside=self._inside)
         self._step, self._asked, self._inside = t, 0, True
         try:
             with ExitStack() as stack:

@@ -17,25 +17,25 @@ class Sharpness:
 
     spaces: tuple[SpaceName, ...] = ("adapter", "full")
     """`adapter`: the trained LoRA factors θ = (A, B). `full`: the adapted weights W' = W0 + sBA of linear layers."""
-    lanczos: int = 24
+    lanczos: int = 12
     """Most Hessian products that λ_max may take; as many vectors of the space are kept. 0: not measured."""
-    tolerance: float = 1e-3
+    tolerance: float = 1e-2
     """λ_max is done when its residual is below this part of it."""
-    probes: int = 8
+    probes: int = 5
     """Random vectors for the trace. 0: not measured."""
     sigmas: tuple[float, ...] = (0.02, 0.05, 0.1)
     """Noise radii relative to the row norms, for E[L(w+ε)] − L(w)."""
-    draws: int = 12
+    draws: int = 8
     """Antithetic pairs of noise at each σ."""
     rhos: tuple[float, ...] = (0.01, 0.05, 0.1)
     """Radii of the balls for SAM-sharpness, in the norm of the whole space."""
-    ascent: int = 5
+    ascent: int = 3
     """Gradient steps of the longer search in a ball; 1: the one-step value only."""
     lines: int = 3
     """Random directions of the one-dimensional slices. 0: none."""
-    line_points: int = 21
+    line_points: int = 11
     """Points on a line, odd."""
-    plane_points: int = 11
+    plane_points: int = 9
     """Points along each side of the two-dimensional slice, odd. 0: none."""
     reach: float = 0.5
     """How far slices go, in units of the row norms."""

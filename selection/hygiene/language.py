@@ -13,12 +13,12 @@ from selection.hygiene.shingles import WORDS
 
 # Function words, the commonest first in no strict order; a word may belong to several languages.
 _COMMON = {
-    "en": "the of and to in is that was for it with as on be by at this are from or have an not which his he but they "
-    "had were been has you i we their will would there what when who can more if about all she her do said its than",
+    "en": "the of and to a in is that was for it with as on be by at this are from or have an not which his he but they "
+    "had were been has you i we their will would there what when who can more if about all she her do said its than so out up into my no after",
     "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es an werden aus er hat "
     "dass sie nach wird bei einer um am sind noch wie einem über einen so zum war haben nur oder aber vor zur bis ich",
     "fr": "de la le et les des en un du une que est pour qui dans a par plus pas au sur ne se ce il sont ou avec son mais "
-    "comme nous cette d l qu aux été ses leur elle ont on je vous être sa ils n s deux même c y",
+    "comme nous cette qu aux été ses leur elle ont on je vous être sa ils deux même",
     "es": "de la que el en y a los del se las por un para con no una su al lo como más o pero sus le ya este fue ha sí "
     "porque esta son entre está cuando muy sin sobre ser también me hasta hay donde han desde todo nos durante uno",
     "it": "di e il la che in a per un è del non della una con sono i da si dei le al come più ma lo alla gli ha nel nella "

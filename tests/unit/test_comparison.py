@@ -239,6 +239,53 @@ def test_a_diverged_run_counts_with_the_floor_and_a_crashed_one_not(made) -> Non
     assert found is not None and found["by_seed"] == pytest.approx({"0": 0.0, "1": -0.3})
 
 
+def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Path) -> None:
+    from scipy.stats import ttest_rel
+
+    from experiments.comparison.analysis import analyse
+    from experiments.comparison.page import page
+
+    recipe = make_study(tmp_path, seeds=6)
+    plan = Plan(str(recipe), [], data=tmp_path, tasks=["easy"])
+    rng = np.random.default_rng(5)
+    outcome = Outcome(step_ratio={"plain": 1.0, "ggpo": 1.1})
+    shares = {}
+    for method, share in (("plain", 0.8), ("ggpo", 0.93)):
+        outcome.trials[method, "easy"] = []
+        setting = outcome.chosen[method, "easy"] = Setting(1e-2)
+        outcome.edge[method, "easy"] = False
+        finals = []
+        for seed in range(6):
+            cell = plan.cell("final", method, "easy", seed, setting)
+            right = rng.uniform(size=200) < share
+            metrics = {"accuracy": right.mean(), "f1_macro": 0.5, "loss": 0.4, "majority_floor": 0.5}
+            finals.append(
+                {"cell": cell.key, "kind": "final", "method": method, "task": "easy", "seed": seed, "status": "done",
+                 "metrics": metrics, "items": "".join(map(str, right.astype(int))), "cpu_s": 1.0, "step_cpu_s": 0.1,
+                 "sharpness": 0.01, "setting": {}, "reason": None}
+            )  # fmt: skip
+        outcome.finals[method, "easy"] = finals
+        outcome.trials[method, "easy"] = [(plan.cell("trial", method, "easy", 1_000_003, setting), finals[0])]
+        shares[method] = [run["metrics"]["accuracy"] for run in finals]
+    document = json.loads(json.dumps(analyse(plan, outcome)))
+    primary = document["methods"]["ggpo"]["primary"]
+    difference = np.mean(shares["ggpo"]) - np.mean(shares["plain"])
+    assert document["informative"] == ["easy"] and primary["value"] == pytest.approx(difference)
+    assert primary["p"] == pytest.approx(ttest_rel(shares["ggpo"], shares["plain"]).pvalue)
+    assert primary["p_holm"] == primary["p"] and primary["wins"] == 6
+    # independent items and seeds: the bootstrap's spread is that of a difference of two shares of 6 × 200 answers
+    width = primary["bootstrap"]["high"] - primary["bootstrap"]["low"]
+    each = sum(np.mean(s) * (1 - np.mean(s)) for s in shares.values())
+    assert 0.8 < width / (2 * 1.96 * math.sqrt(each / 1200)) < 1.8
+    assert primary["bootstrap"]["low"] < primary["value"] < primary["bootstrap"]["high"]
+    margin = (np.mean(shares["plain"]) - 0.5) / math.sqrt(
+        np.var(shares["plain"], ddof=1) / 6 + np.mean(shares["plain"]) * (1 - np.mean(shares["plain"])) / 200
+    )
+    assert document["tasks"]["easy"]["margin_se"] == pytest.approx(margin)
+    text = page(document)
+    assert "Primary endpoint of every method" in text and "After Holm&#39;s correction ggpo differs from plain" in text
+
+
 def test_what_cannot_run_is_refused_before_anything_runs(made, tmp_path: Path, monkeypatch) -> None:
     recipe, _, _ = made
     out = tmp_path / "out"
