@@ -21,6 +21,7 @@ from finetune.config import (
 )
 from regularizers.config import Plain, RegularizerConfig
 from selection.config import Embedder, GotD, Method, TfIdf
+from selection.hygiene.config import Hygiene
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,10 @@ class Select:
     """Candidate records, unlabelled."""
     target: Files = field(default_factory=Files)
     """Samples of the task; empty: the run's own training rows."""
+    eval: Files = field(default_factory=Files)
+    """Texts that are judged on, beside the recipe's own dev and test rows: what `hygiene` keeps the pool clear of."""
+    hygiene: Hygiene = field(default_factory=Hygiene)
+    """What is removed from the pool before anything is chosen."""
     budget: int = 1000
     """Records to choose."""
     method: Method = field(default_factory=GotD)

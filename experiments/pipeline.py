@@ -139,7 +139,7 @@ def recipe_inputs(recipe: Recipe) -> list[str]:
     """Every input file that the recipe names, once each."""
     files = [*recipe.data.train.files, *recipe.data.dev.files, *recipe.data.test.files]
     if recipe.select is not None:
-        files += [*recipe.select.pool.files, *recipe.select.target.files]
+        files += [*recipe.select.pool.files, *recipe.select.target.files, *recipe.select.eval.files]
     return list(dict.fromkeys(files))
 
 

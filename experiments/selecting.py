@@ -9,13 +9,14 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
 from experiments.console import Console
 from experiments.preparing import read_splits
@@ -83,6 +84,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     target_files = spec.target if spec.target.files else recipe.data.train
     pool = _read(spec.pool, spec, seed, "pool")
     target = _read(spec.target, spec, seed, "target") if spec.target.files else _training_rows(recipe)
+    kept, hygiene = clean_rows(recipe, pool.rows, target.rows, directory, console)
+    pool = replace(pool, rows=list(kept))
     if spec.budget > len(pool.rows):
         raise UserError(
             f"select.budget: {spec.budget} is above the pool's {len(pool.rows)} records; "
@@ -138,7 +141,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     solver = _plain(selector.diagnostics_)
     manifest = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": describe(spec.pool.files) + describe(target_files.files),
+        "inputs": describe(spec.pool.files) + describe(target_files.files) + describe(spec.eval.files),
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},
             "solver": solver.get("method"),
@@ -152,6 +155,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
             "seconds": {"features": round(embedded - started, 3), "scores": round(solved - embedded, 3)},
         },
     }
+    if hygiene is not None:
+        manifest["hygiene"] = hygiene
     if spec.method.kind == "gotd" and manifest["selection"]["helpful"] < spec.budget:
         console.say(
             f"warning: only {manifest['selection']['helpful']} records have a negative score; "

@@ -100,6 +100,8 @@ def measure_run(
     write_json(path / FILE, result)
     from experiments.report import build_report, write_plots
 
+    for old in (path / "plots").glob("sharpness-*.svg"):  # of another measurement, maybe of a space not asked for now
+        old.unlink()
     write_plots(path)
     console.say(f"report: {build_report([path], out=path / 'report.html')}")
     return result
@@ -151,7 +153,7 @@ def _result(
         "supervised": supervised,
         "seed": seed,
         "adapter_sha256": adapter_digest(path),
-        "settings": dataclasses.asdict(settings),
+        "settings": {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(settings).items()},
         "spaces": plain["about"],
     }
     return {"loss": plain["loss"], "measures": plain["measures"], "about": about, "slices": plain["slices"]}

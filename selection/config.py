@@ -23,8 +23,8 @@ class GotD:
     mixture: float = 0.5
     """Rounds only: the share λ of the selection in (1 − λ)·pool + λ·selection that the later rounds see."""
     holdout: float = 0.25
-    """Rounds only: this share of the target is kept aside, and of all rounds the one counts after which the mixture with
-    the whole budget, filled at once, is nearest to it. 0: all rounds, on the whole target, unchecked."""
+    """Rounds only: this share of the target is kept aside, and of all rounds the one counts after which the mixture
+    with the whole budget, filled at once, is nearest to it. 0: all rounds, on the whole target, unchecked."""
     debiased: bool = False
     """Subtract the pool's transport potential to itself: the gradient of the Sinkhorn divergence, which does not reward
     a sample for lying where the pool is dense. Not together with rounds."""

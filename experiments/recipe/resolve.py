@@ -124,7 +124,10 @@ def _anchored(recipe: Recipe) -> Recipe:
         recipe.data, train=files(recipe.data.train), dev=files(recipe.data.dev), test=files(recipe.data.test)
     )
     select = recipe.select and dataclasses.replace(
-        recipe.select, pool=files(recipe.select.pool), target=files(recipe.select.target)
+        recipe.select,
+        pool=files(recipe.select.pool),
+        target=files(recipe.select.target),
+        eval=files(recipe.select.eval),
     )
     backbone = _absolute(recipe.backbone) if Path(recipe.backbone).is_dir() else recipe.backbone
     return dataclasses.replace(recipe, data=data, select=select, backbone=backbone)

@@ -127,7 +127,9 @@ def clean(
         SelectionError: `texts` can be read only once or changes, or decontamination has nothing to look for.
     """
     if isinstance(texts, Iterator):
-        raise SelectionError("hygiene reads the texts more than once; pass a list or a view of the file, not a generator")
+        raise SelectionError(
+            "hygiene reads the texts more than once; pass a list or a view of the file, not a generator"
+        )
     return _Cleaning(texts, settings, references, seed, batch_characters, progress).run()
 
 
@@ -160,7 +162,9 @@ class _Cleaning:
         if settings.decontaminate is not None:
             judged = [text for reference in references if reference.name == "eval" for text in reference.texts]
             if not judged:
-                raise SelectionError("decontaminate has no evaluation text to look for; name the files that are judged on")
+                raise SelectionError(
+                    "decontaminate has no evaluation text to look for; name the files that are judged on"
+                )
             self.decontaminator = Decontaminator(settings.decontaminate, judged)
 
     def run(self) -> Cleaned:

@@ -83,9 +83,12 @@ class Repetition:
     """Largest share of characters in all occurrences of the commonest n-gram (if it occurs twice), for n = 2, 3, 4."""
     repeated_ngrams: tuple[float, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
     """Largest share of characters in n-grams that stood in the text before, for n = 5, 6, …"""
+    min_words: int = 50
+    """Texts with fewer words are not judged: in a short text any phrase has a large share. The paper's documents have
+    at least 50 words."""
 
     def __post_init__(self) -> None:
-        _bounds(self, lines=(0, 1), line_chars=(0, 1))
+        _bounds(self, lines=(0, 1), line_chars=(0, 1), min_words=(0, None))
         for name, most in (("top_ngrams", 3), ("repeated_ngrams", 6)):
             values = getattr(self, name)
             if len(values) > most or any(not 0 <= value <= 1 for value in values):

@@ -48,10 +48,14 @@ def by_language(texts: Sequence[str], wanted: config.Language) -> Verdict:
 
 
 def by_repetition(texts: Sequence[str], limits: config.Repetition) -> Iterator[Verdict]:
-    """Each share of `repetition.shares` against its limit."""
+    """Each share of `repetition.shares` against its limit, in texts of at least `limits.min_words` words."""
     of = {"repeated lines": limits.lines, "repeated paragraphs": limits.lines}
     of |= {"characters in repeated lines": limits.line_chars, "characters in repeated paragraphs": limits.line_chars}
     of |= {f"characters in the commonest {n}-gram": limit for n, limit in enumerate(limits.top_ngrams, start=2)}
     of |= {f"characters in repeated {n}-grams": limit for n, limit in enumerate(limits.repeated_ngrams, start=5)}
-    for name, values in shares(texts, top=len(limits.top_ngrams), repeated=len(limits.repeated_ngrams)).items():
+    long = np.array([len(WORDS.findall(text)) >= limits.min_words for text in texts])
+    judged = [text for text, enough in zip(texts, long, strict=True) if enough]
+    for name, found in shares(judged, top=len(limits.top_ngrams), repeated=len(limits.repeated_ngrams)).items():
+        values = np.full(len(texts), np.nan)
+        values[long] = found
         yield f"{name} above {of[name]:g}", values > of[name], values

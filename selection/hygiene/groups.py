@@ -17,11 +17,11 @@ class Groups:
         """Join the groups of `one[i]` and `other[i]` for every i."""
         edges = np.stack([self.label[one], self.label[other]])
         edges = edges[:, edges[0] != edges[1]]
-        if not edges.shape[1]:
+        if not edges.size:
             return
         nodes, index = np.unique(edges, return_inverse=True)
-        index = index.reshape(edges.shape)
-        graph = coo_matrix((np.ones(index.shape[1], np.int8), (index[0], index[1])), shape=(len(nodes), len(nodes)))
+        left, right = index.reshape(2, -1)
+        graph = coo_matrix((np.ones(len(left), np.int8), (left, right)), shape=(len(nodes), len(nodes)))
         _, component = connected_components(graph, directed=False)
         smallest = np.full(component.max() + 1, len(self.label))
         np.minimum.at(smallest, component, nodes)

@@ -13,55 +13,59 @@ from selection.hygiene.shingles import WORDS
 
 # Function words, the commonest first in no strict order; a word may belong to several languages.
 _COMMON = {
-    "en": "the of and to a in is that was for it with as on be by at this are from or have an not which his he but they "
-    "had were been has you i we their will would there what when who can more if about all she her do said its than so out up into my no after",
-    "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es an werden aus er hat "
-    "dass sie nach wird bei einer um am sind noch wie einem über einen so zum war haben nur oder aber vor zur bis ich",
-    "fr": "de la le et les des en un du une que est pour qui dans a par plus pas au sur ne se ce il sont ou avec son mais "
-    "comme nous cette qu aux été ses leur elle ont on je vous être sa ils deux même",
-    "es": "de la que el en y a los del se las por un para con no una su al lo como más o pero sus le ya este fue ha sí "
-    "porque esta son entre está cuando muy sin sobre ser también me hasta hay donde han desde todo nos durante uno",
-    "it": "di e il la che in a per un è del non della una con sono i da si dei le al come più ma lo alla gli ha nel nella "
-    "o anche delle dal questo suo su se essere stato degli ed loro dalla ai sua quando hanno era",
-    "pt": "de a o que e do da em um para com não uma os no se na por mais as dos como mas foi ao ele das tem à seu sua ou "
-    "ser quando muito há nos já está eu também só pelo pela até isso ela entre era depois são",
-    "nl": "de van een het en in is dat op te zijn met voor niet aan er om ook als dan maar bij nog uit wordt door naar "
-    "heeft hij was deze of werd over worden kan hebben tot meer zich haar ze ik zij wat dit kunnen geen",
-    "sv": "och i att det som en på är av för med till den har de inte om ett han men var jag från så kan när vi eller ut "
-    "också vid sig nu efter man hade alla under skulle ska dem denna varit blev mycket",
-    "da": "og i at det er en til af på den med for de ikke der var et har han som men jeg fra vil så om kan skal eller "
-    "også være blev havde efter ved nu hun sig over mange deres blive hvor",
-    "nb": "og i det er på til som en av for at med den har de ikke var et han om men fra jeg vi så kan skal eller også "
-    "etter ved nå hun seg over mange deres bli hvor ble være sin hadde dette",
-    "fi": "ja on ei että se oli hän mutta joka ovat myös kun niin tai kuin sen olla sitä ole ollut mukaan vuoden vain hänen "
-    "siitä jos jo nyt vielä sekä noin jälkeen kanssa he mitä tämä voi",
-    "et": "ja on ei et see oli ta mis kui ka oma aga või seda kes nii siis nende välja ning ma pole olnud tema kuid juba "
-    "selle mida veel pärast",
-    "pl": "i w na z się nie do to że jest o jak po od za przez co dla są ale jego czy był przy być tym oraz ich może jej "
-    "tak został też tylko które który już gdy było jako ma",
-    "cs": "a v se na je že z do to s o i ve pro jako by k ale jeho které za který po od jsou byl si podle nebo jak tak už "
-    "při jen bylo také když má aby jejich ze další byla co mezi",
-    "hu": "a az és hogy nem is egy ez volt meg de csak mint már ki van el lesz ha még vagy aki ezt amely szerint azt után "
-    "pedig akkor minden között lehet több olyan fel",
-    "ro": "de și în a la care cu nu o pe că din să este un pentru mai au fi ca fost al sau după se ce sunt prin dar lui "
-    "ale fie când acest această până fără sa îi le își într",
-    "tr": "ve bir bu da de için ile olarak çok daha gibi olan ne ancak kadar en sonra var ama ise ya değil o her göre bunu "
-    "olduğunu dedi tarafından hem diye nasıl",
-    "id": "yang dan di untuk dari dengan itu ini pada tidak dalam akan adalah ke juga mereka telah oleh karena saya ada "
-    "bahwa dia kami lebih sebagai atau seperti bisa sudah tetapi kepada orang menjadi setelah saat",
-    "vi": "và của là có được trong cho không một người với những đã các này khi để từ về ra đến cũng như tôi ông trên tại "
-    "vào nhiều sẽ sau phải họ rằng đó theo năm lại",
-    "ru": "и в не на я быть с что а это он по к но они мы из у так за от вы для то как было же был до его о или бы если "
-    "при только еще ещё также она их который были после чтобы все",
-    "uk": "і в не на що та з у до як це за від для він є але його про я по бути вони ми також які щоб вона або їх був було "
-    "були після під час який так ще має й із",
-    "bg": "и на да се в не за от е са с че по ще това като до си но му при или а как след към което беше има които той "
-    "бъде още през само тя те със бе",
-    "ar": "في من على أن إلى التي عن هذا مع ما الذي كان هذه لا كما بعد ذلك قد بين هو كل وقد لم أو وفي وهو منذ حيث قال حتى "
-    "إن أنه غير كانت عند خلال",
-    "fa": "و در به از که این را با است برای آن یک شد خود تا کرد بر هم نیز می های شده او ما اما دو باید وی هر بود آنها "
-    "گفت کند دارد اند",
-    "ur": "کے میں کی ہے اور سے کا کو اس نے پر ہیں کہ یہ وہ بھی نہیں تھا ایک کر گیا ان جو تو ہی لیے کیا تھے ہو اپنے گئی",
+    "en": "the of and to a in is that was for it with as on be by at this are from or have an not which his he but "
+    "they had were been has you i we their will would there what when who can more if about all she her do "
+    "said its than so out up into my no after",
+    "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es an werden aus "
+    "er hat dass sie nach wird bei einer um am sind noch wie einem über einen so zum war haben nur oder aber "
+    "vor zur bis ich",
+    "fr": "de la le et les des en un du une que est pour qui dans a par plus pas au sur ne se ce il sont ou avec "
+    "son mais comme nous cette qu aux été ses leur elle ont on je vous être sa ils deux même",
+    "es": "de la que el en y a los del se las por un para con no una su al lo como más o pero sus le ya este fue ha "
+    "sí porque esta son entre está cuando muy sin sobre ser también me hasta hay donde han desde todo nos "
+    "durante uno",
+    "it": "di e il la che in a per un è del non della una con sono i da si dei le al come più ma lo alla gli ha nel "
+    "nella o anche delle dal questo suo su se essere stato degli ed loro dalla ai sua quando hanno era",
+    "pt": "de a o que e do da em um para com não uma os no se na por mais as dos como mas foi ao ele das tem à seu "
+    "sua ou ser quando muito há nos já está eu também só pelo pela até isso ela entre era depois são",
+    "nl": "de van een het en in is dat op te zijn met voor niet aan er om ook als dan maar bij nog uit wordt door "
+    "naar heeft hij was deze of werd over worden kan hebben tot meer zich haar ze ik zij wat dit kunnen geen",
+    "sv": "och i att det som en på är av för med till den har de inte om ett han men var jag från så kan när vi "
+    "eller ut också vid sig nu efter man hade alla under skulle ska dem denna varit blev mycket",
+    "da": "og i at det er en til af på den med for de ikke der var et har han som men jeg fra vil så om kan skal "
+    "eller også være blev havde efter ved nu hun sig over mange deres blive hvor",
+    "nb": "og i det er på til som en av for at med den har de ikke var et han om men fra jeg vi så kan skal eller "
+    "også etter ved nå hun seg over mange deres bli hvor ble være sin hadde dette",
+    "fi": "ja on ei että se oli hän mutta joka ovat myös kun niin tai kuin sen olla sitä ole ollut mukaan vuoden "
+    "vain hänen siitä jos jo nyt vielä sekä noin jälkeen kanssa he mitä tämä voi",
+    "et": "ja on ei et see oli ta mis kui ka oma aga või seda kes nii siis nende välja ning ma pole olnud tema kuid "
+    "juba selle mida veel pärast",
+    "pl": "i w na z się nie do to że jest o jak po od za przez co dla są ale jego czy był przy być tym oraz ich "
+    "może jej tak został też tylko które który już gdy było jako ma",
+    "cs": "a v se na je že z do to s o i ve pro jako by k ale jeho které za který po od jsou byl si podle nebo jak "
+    "tak už při jen bylo také když má aby jejich ze další byla co mezi",
+    "hu": "a az és hogy nem is egy ez volt meg de csak mint már ki van el lesz ha még vagy aki ezt amely szerint "
+    "azt után pedig akkor minden között lehet több olyan fel",
+    "ro": "de și în a la care cu nu o pe că din să este un pentru mai au fi ca fost al sau după se ce sunt prin dar "
+    "lui ale fie când acest această până fără sa îi le își într",
+    "tr": "ve bir bu da de için ile olarak çok daha gibi olan ne ancak kadar en sonra var ama ise ya değil o her "
+    "göre bunu olduğunu dedi tarafından hem diye nasıl",
+    "id": "yang dan di untuk dari dengan itu ini pada tidak dalam akan adalah ke juga mereka telah oleh karena saya "
+    "ada bahwa dia kami lebih sebagai atau seperti bisa sudah tetapi kepada orang menjadi setelah saat",
+    "vi": "và của là có được trong cho không một người với những đã các này khi để từ về ra đến cũng như tôi ông "
+    "trên tại vào nhiều sẽ sau phải họ rằng đó theo năm lại",
+    "ru": "и в не на я быть с что а это он по к но они мы из у так за от вы для то как было же был до его о или бы "
+    "если при только еще ещё также она их который были после чтобы все",
+    "uk": "і в не на що та з у до як це за від для він є але його про я по бути вони ми також які щоб вона або їх "
+    "був було були після під час який так ще має й із",
+    "bg": "и на да се в не за от е са с че по ще това като до си но му при или а как след към което беше има които "
+    "той бъде още през само тя те със бе",
+    "ar": "في من على أن إلى التي عن هذا مع ما الذي كان هذه لا كما بعد ذلك قد بين هو كل وقد لم أو وفي وهو منذ حيث "
+    "قال حتى إن أنه غير كانت عند خلال",
+    "fa": "و در به از که این را با است برای آن یک شد خود تا کرد بر هم نیز می های شده او ما اما دو باید وی هر بود "
+    "آنها گفت کند دارد اند",
+    "ur": "کے میں کی ہے اور سے کا کو اس نے پر ہیں کہ یہ وہ بھی نہیں تھا ایک کر گیا ان جو تو ہی لیے کیا تھے ہو اپنے "
+    "گئی",
 }  # fmt: skip
 
 _SCRIPTS = {
@@ -90,6 +94,7 @@ for _code, _words in _COMMON.items():
     for _word in _words.split():
         _LANGUAGES_OF.setdefault(_word, []).append(_code)
 
+_ORDER = {code: place for place, code in enumerate(_COMMON)}
 _LEAST_SHARE = 0.1
 _LEAST_WORDS = 2
 
@@ -97,9 +102,9 @@ _LEAST_WORDS = 2
 def detect(text: str, *, prefer: Collection[str] = ()) -> tuple[str | None, float]:
     """(code, share): the language whose common words make up the largest share of the text's words.
 
-    (None, share) if that share is below 0.1 or rests on fewer than two words. Ties go to a language of `prefer`, then
-    to the order of `KNOWN`. A text of which at least half is in a script of one language is that language's: share is
-    then the share of letters.
+    (None, share) if that share is below 0.1 or rests on fewer than two words. A language of `prefer` wins unless
+    another has at least two such words more; further ties go by the order of `KNOWN`. A text of which at least half is
+    in a script of one language is that language's: share is then the share of letters.
     """
     if not text.isascii() and _ANY_SCRIPT.search(text):
         code, share = _by_script(text)
@@ -112,12 +117,9 @@ def detect(text: str, *, prefer: Collection[str] = ()) -> tuple[str | None, floa
             hits[code] = hits.get(code, 0) + 1
     if not hits:
         return None, 0.0
-    best = max(hits.values())
-    share = best / len(words)
-    if best < _LEAST_WORDS or share < _LEAST_SHARE:
-        return None, share
-    tied = [code for code in _COMMON if hits.get(code) == best]
-    return next((code for code in tied if code in prefer), tied[0]), share
+    best = max(hits, key=lambda code: (hits[code] + 1.5 * (code in prefer), -_ORDER[code]))
+    share = hits[best] / len(words)
+    return (None if hits[best] < _LEAST_WORDS or share < _LEAST_SHARE else best), share
 
 
 def _by_script(text: str) -> tuple[str | None, float]:

@@ -30,8 +30,9 @@ def shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) -> dict[str
         "repeated paragraphs": paragraphs[:, 0],
         "characters in repeated paragraphs": paragraphs[:, 1],
     }
-    parts = [_ngram_shares(part, top, repeated) for part in _portions([WORDS.findall(t.lower()) for t in texts])]
-    for name in parts[0] if parts else ():
+    portions = list(_portions([WORDS.findall(text.lower()) for text in texts])) or [[]]
+    parts = [_ngram_shares(portion, top, repeated) for portion in portions]
+    for name in parts[0]:
         found[name] = np.concatenate([part[name] for part in parts])
     return found
 

@@ -1,0 +1,187 @@
+"""The pool of a selection, cleaned before anything is chosen from it: `select.hygiene` at work.
+
+Writes drops.jsonl (one line for every record that went or was cut, with its cause and the id of its match) into the
+selection's directory; the counts go into manifest.json.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from experiments.config import Recipe, Select
+from experiments.console import Console
+from experiments.preparing import read_splits
+from finetune.config import Columns, Files
+from finetune.data import Row, limit_rows, read_rows, require_rows
+from finetune.errors import UserError
+from finetune.seeds import derive
+from selection.config import Features
+
+if TYPE_CHECKING:
+    from selection.hygiene import Cleaned
+
+
+class _Texts:
+    """The texts of rows, to be iterated over again and again."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[str]:
+        return (row.values["text"] for row in self.rows)
+
+
+def clean_rows(
+    recipe: Recipe, rows: Sequence[Row], target: Sequence[Row], directory: Path, console: Console
+) -> tuple[Sequence[Row], dict[str, Any] | None]:
+    """The rows of the pool that stay, in file order, and what manifest.json says of it (None: no step is on).
+
+    A record that decontamination cut becomes one row for each piece: id `<id>#<k>`, its record with the piece as text
+    and `source_id`, `start` and `end` (characters of the source text) beside it.
+
+    Raises:
+        UserError: no evaluation text for decontamination, pieces beside features of your own, no record left.
+    """
+    spec = recipe.select
+    assert spec is not None
+    settings = spec.hygiene
+    if not settings.on:
+        if spec.eval.files:
+            raise UserError(
+                "select.eval.files has no use while every step of select.hygiene is off; "
+                "turn on exact, near or decontaminate"
+            )
+        return rows, None
+    _refuse_pieces_beside_features(spec)
+    from selection.hygiene import Reference, clean
+
+    started = time.monotonic()
+    judged = _judged_rows(recipe, spec)
+    judged_texts = [(text, row.id) for row in judged for text in _all_texts(row)]
+    if settings.decontaminate is not None and not judged_texts:
+        raise UserError(
+            "select.hygiene.decontaminate has no evaluation text to look for; name files in select.eval.files, "
+            "or data.dev.files and data.test.files"
+        )
+    references = [
+        Reference("target", [row.values["text"] for row in target]),
+        Reference("eval", [text for text, _ in judged_texts]),
+    ]
+    with console.task("clean pool", len(rows), "texts") as task:
+        cleaned = clean(
+            _Texts(rows),
+            settings,
+            references=references,
+            seed=derive(recipe.train.seed, "hygiene"),
+            progress=lambda what, done: task(done, what),
+        )
+    ids = [row.id for row in rows]
+    named = {"target": [row.id for row in target], "eval": [identity for _, identity in judged_texts]}
+    with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:
+        for drop in cleaned.drops(ids, named):
+            handle.write(json.dumps(drop, ensure_ascii=False) + "\n")
+    kept = _kept_rows(rows, cleaned, spec.columns.text)
+    if not kept:
+        raise UserError(f"select.hygiene leaves no record of the pool's {len(rows):,} ({_told(cleaned)}); loosen it")
+    manifest = {
+        "records": len(rows),
+        "kept": len(kept),
+        "dropped": cleaned.counts(),
+        "cut": len(cleaned.pieces),
+        "pieces": sum(map(len, cleaned.pieces.values())),
+        "compared_with": {reference.name: len(reference.texts) for reference in references},
+        **cleaned.diagnostics,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    console.say(f"hygiene: {len(rows):,} records, {len(kept):,} kept; {_told(cleaned)}; drops.jsonl has each one")
+    _say_limits(cleaned, console)
+    return kept, manifest
+
+
+def _refuse_pieces_beside_features(spec: Select) -> None:
+    cuts = spec.hygiene.decontaminate is not None and spec.hygiene.decontaminate.action == "split"
+    if cuts and isinstance(spec.embedder, Features):
+        raise UserError(
+            "select.hygiene.decontaminate: a record cut into pieces has no row in features of your own; "
+            "set select.hygiene.decontaminate.action to drop"
+        )
+
+
+def _judged_rows(recipe: Recipe, spec: Select) -> list[Row]:
+    """Rows that are judged on: dev and test of the recipe (set apart by `data.holdout` where no file is named), and
+    `select.eval`."""
+    found: list[Row] = []
+    data = recipe.data
+    if data.train.files:
+        splits = read_splits(recipe)
+        found += [*splits.dev, *splits.test]
+    else:
+        found += _read(recipe, data.dev, data.columns, data.bad_rows, "dev")
+        found += _read(recipe, data.test, data.columns, data.bad_rows, "test")
+    return found + _read(recipe, spec.eval, spec.columns, spec.bad_rows, "evaluation")
+
+
+def _read(recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["refuse", "skip"], what: str) -> list[Row]:
+    if not files.files:
+        return []
+    rows = read_rows(files.files, columns=columns, required=(), bad_rows=bad_rows)
+    kept = require_rows(rows, files=files.files, what=what)
+    return limit_rows(kept, files.limit, seed=derive(recipe.train.seed, "limit", what))
+
+
+def _all_texts(row: Row) -> list[str]:
+    """The texts of a row: `text` and `text2`, or every string of a record that has no `text`."""
+    named = [row.values.get(name) for name in ("text", "text2")]
+    return [
+        value
+        for value in (named if isinstance(named[0], str) else row.record.values())
+        if isinstance(value, str) and value
+    ]
+
+
+def _kept_rows(rows: Sequence[Row], cleaned: Cleaned, column: str) -> list[Row]:
+    kept: list[Row] = []
+    for place in cleaned.kept.tolist():
+        row = rows[place]
+        if place not in cleaned.pieces:
+            kept.append(row)
+            continue
+        for number, (start, end) in enumerate(cleaned.pieces[place]):
+            text = row.values["text"][start:end].strip()
+            about = {"source_id": row.id, "start": start, "end": end}
+            identity = f"{row.id}#{number}"
+            kept.append(
+                replace(
+                    row,
+                    id=identity,
+                    values={**row.values, "text": text, "id": identity, **about},
+                    record={**row.record, column: text, **about},
+                )
+            )
+    return kept
+
+
+def _told(cleaned: Cleaned) -> str:
+    parts = [f"{count:,} {cause}" for cause, count in cleaned.counts().items()]
+    if cleaned.pieces:
+        pieces = sum(map(len, cleaned.pieces.values()))
+        parts.append(f"{len(cleaned.pieces):,} cut into {pieces:,} pieces")
+    return "dropped " + ", ".join(parts)
+
+
+def _say_limits(cleaned: Cleaned, console: Console) -> None:
+    """What the steps did not look at."""
+    ngrams = cleaned.diagnostics.get("decontaminate", {})
+    if ngrams.get("too_short"):
+        console.say(f"note: {ngrams['too_short']:,} evaluation texts are too short to be looked for by their words")
+    if ngrams.get("common"):
+        console.say(
+            f"note: {ngrams['common']:,} evaluation n-grams are so common in the pool that they count as phrases"
+        )
+    if cleaned.diagnostics.get("near", {}).get("left_out"):
+        console.say(f"note: {cleaned.diagnostics['near']['left_out']:,} pairs in large crowds were not compared")

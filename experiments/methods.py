@@ -1,0 +1,85 @@
+"""What a selection method needs beside pool and target: its settings checked early, and the backbone's surprise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from experiments.config import Recipe, Select
+from experiments.preparing import Row
+from finetune.config import LanguageModel
+from finetune.errors import UserError
+from selection.config import Domains, Features, Method, Perplexity, needs
+
+
+def check_method(spec: Select) -> None:
+    """Refuse what cannot work, and what would have no effect, before anything is read. Raises UserError."""
+    wanted = needs(spec.method)
+    kind = spec.method.kind
+    own = isinstance(spec.embedder, Features)
+    if "gradients" in wanted and not own:
+        raise UserError(
+            f"select.method: {kind} compares gradients, which no embedder makes; "
+            "give yours with --pool-features and --target-features"
+        )
+    if "negative" in wanted and not spec.negative.files:
+        raise UserError(
+            f"select.negative.files is empty: {kind} moves away from negative examples; name files that hold them"
+        )
+    if "negative" not in wanted and spec.negative.files:
+        raise UserError(
+            f"select.negative.files: {kind} has no use for negative examples; choose --method gotd-contrast or drop them"
+        )
+    if isinstance(spec.embedder, Features) and bool(spec.embedder.negative) != ("negative" in wanted):
+        raise UserError(
+            f"select.embedder.negative: {kind} needs features of the negative examples; name their .npy file"
+            if "negative" in wanted
+            else f"select.embedder.negative: {kind} has no use for negative examples; leave it out"
+        )
+
+
+def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]], np.ndarray] | None:
+    """texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
+
+    None where `method` asks for no losses. The backbone is loaded at the first call, in the recipe's precision.
+    """
+    inner = method.inside if isinstance(method, Domains) else method
+    if not isinstance(inner, Perplexity):
+        return None
+    max_length = inner.max_length
+    loaded: list[Callable[[Sequence[str]], np.ndarray]] = []
+
+    def measure(texts: Sequence[str]) -> np.ndarray:
+        if not loaded:
+            loaded.append(_surprise(recipe, max_length))
+        return loaded[0](texts)
+
+    return measure
+
+
+def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
+    import torch
+
+    from finetune.backbone import load_backbone, load_tokenizer, resolve_device
+    from finetune.data import encode
+    from finetune.evaluate import document_nats
+
+    task = LanguageModel(pack=False)
+    device = resolve_device(recipe.train.device)
+    tokenizer = load_tokenizer(recipe.backbone)
+    model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    dtype = torch.bfloat16 if recipe.train.precision == "bf16" else None
+
+    def measure(texts: Sequence[str]) -> np.ndarray:
+        rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
+        encoded = encode(rows, task=task, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples
+        nats, tokens = document_nats(
+            model, encoded, batch_size=64, pad_id=pad_id, task=task, device=device, autocast_dtype=dtype
+        )
+        out = np.full(len(texts), np.nan)
+        out[[int(example.id) for example in encoded]] = nats / np.maximum(tokens, 1)
+        return out
+
+    return measure
