@@ -32,6 +32,8 @@ class Select:
     """Candidate records, unlabelled."""
     target: Files = field(default_factory=Files)
     """Samples of the task; empty: the run's own training rows."""
+    negative: Files = field(default_factory=Files)
+    """Examples of what must not be learnt (gotd-contrast)."""
     eval: Files = field(default_factory=Files)
     """Texts that are judged on, beside the recipe's own dev and test rows: what `hygiene` keeps the pool clear of."""
     hygiene: Hygiene = field(default_factory=Hygiene)
@@ -45,7 +47,7 @@ class Select:
     columns: Columns = field(default_factory=Columns)
     """Column names of pool and target."""
     domain_column: str = "domain"
-    """Column that names a record's domain, for the report only."""
+    """Column that names a record's domain: for the report, for the method `domains`, and for the subsets of `less`."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed record stops the run with its file:line, or is skipped and counted."""
 

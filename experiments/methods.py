@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from experiments.config import Recipe, Select
-from experiments.preparing import Row
 from finetune.config import LanguageModel
+from finetune.data import Row
 from finetune.errors import UserError
 from selection.config import Domains, Features, Method, Perplexity, needs
 
@@ -29,7 +29,7 @@ def check_method(spec: Select) -> None:
         )
     if "negative" not in wanted and spec.negative.files:
         raise UserError(
-            f"select.negative.files: {kind} has no use for negative examples; choose --method gotd-contrast or drop them"
+            f"select.negative.files: {kind} has no use for negative examples; choose gotd-contrast or drop them"
         )
     if isinstance(spec.embedder, Features) and bool(spec.embedder.negative) != ("negative" in wanted):
         raise UserError(

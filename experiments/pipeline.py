@@ -140,6 +140,7 @@ def recipe_inputs(recipe: Recipe) -> list[str]:
     files = [*recipe.data.train.files, *recipe.data.dev.files, *recipe.data.test.files]
     if recipe.select is not None:
         files += [*recipe.select.pool.files, *recipe.select.target.files, *recipe.select.eval.files]
+        files += recipe.select.negative.files
     return list(dict.fromkeys(files))
 
 

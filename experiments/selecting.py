@@ -19,6 +19,7 @@ import numpy as np
 from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
 from experiments.console import Console
+from experiments.methods import backbone_surprise, check_method
 from experiments.preparing import read_splits
 from experiments.recipe import Resolved
 from finetune.atomic import replacing_directory, write_json
@@ -28,7 +29,7 @@ from finetune.errors import UserError
 from finetune.rundir import refuse_nonempty, write_provenance
 from finetune.seeds import derive
 from selection import Pool, build_selector
-from selection.config import DSIR, Backbone, Encoder, Features, Random, TfIdf
+from selection.config import Backbone, Encoder, Features, TfIdf, needs
 
 _SHIPPED_POOL = "sample:pool"
 
@@ -80,10 +81,12 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     spec = recipe.select
     assert spec is not None
     started = time.monotonic()
+    check_method(spec)
     seed = recipe.train.seed
     target_files = spec.target if spec.target.files else recipe.data.train
     pool = _read(spec.pool, spec, seed, "pool")
     target = _read(spec.target, spec, seed, "target") if spec.target.files else _training_rows(recipe)
+    negative = _read(spec.negative, spec, seed, "negative") if spec.negative.files else None
     kept, hygiene = clean_rows(recipe, pool.rows, target.rows, directory, console)
     pool = replace(pool, rows=list(kept))
     if spec.budget > len(pool.rows):
@@ -100,7 +103,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        x, y = _features(recipe, spec, pool, target, console)
+        x, y, z = _features(recipe, spec, pool, target, negative, console)
     _say(caught, console)
     embedded = time.monotonic()
     ids, target_ids = [row.id for row in pool.rows], [row.id for row in target.rows]
@@ -108,14 +111,21 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         ids=ids,
         texts=[row.values["text"] for row in pool.rows],
         features=x,
+        domains=_domains(pool, spec),
     )
     target_set = Pool(
-        ids=[row.id for row in target.rows], texts=[row.values["text"] for row in target.rows], features=y
+        ids=target_ids,
+        texts=[row.values["text"] for row in target.rows],
+        features=y,
+        domains=_domains(target, spec),
     )
-    selector = build_selector(spec.method, seed=derive(seed, "select"))
+    more: dict[str, Any] = {} if z is None else {"negative": Pool(features=z)}
+    selector = build_selector(
+        spec.method, seed=derive(seed, "select"), budget=spec.budget, measure=backbone_surprise(recipe, spec.method)
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        selector.fit(pool_set, target_set)
+        selector.fit(pool_set, target_set, **more)
     _say(caught, console)
     order = np.asarray(selector.select(len(pool.rows)))
     solved = time.monotonic()
@@ -141,7 +151,9 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     solver = _plain(selector.diagnostics_)
     manifest = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "inputs": describe(spec.pool.files) + describe(target_files.files) + describe(spec.eval.files),
+        "inputs": describe(spec.pool.files)
+        + describe(target_files.files)
+        + describe(spec.eval.files + spec.negative.files),
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},
             "solver": solver.get("method"),
@@ -151,7 +163,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
             "pool": len(pool.rows),
             "target": len(target.rows),
             "skipped": {"pool": pool.skipped, "target": target.skipped},
-            "helpful": int((scores < 0).sum()),
+            "helpful": solver.get("helpful", int((scores < 0).sum())),
             "seconds": {"features": round(embedded - started, 3), "scores": round(solved - embedded, 3)},
         },
     }
@@ -197,12 +209,32 @@ def _domain(row: Row, spec: Select) -> str | None:
     return None if value is None else str(value)
 
 
+def _domains(records: Records, spec: Select) -> list[str | None] | None:
+    """Each record's domain, or None where no record has one."""
+    names = [_domain(row, spec) for row in records.rows]
+    return names if any(name is not None for name in names) else None
+
+
 def _features(
+    recipe: Recipe, spec: Select, pool: Records, target: Records, negative: Records | None, console: Console
+) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+    """Feature matrices for pool, target and negative examples, or None where the method needs none."""
+    if "features" not in needs(spec.method) and not isinstance(spec.embedder, Features):
+        return None, None, None
+    if negative is None:
+        return *_embedded(recipe, spec, pool, target, console), None
+    if isinstance(spec.embedder, Features):
+        own = _own(spec.embedder.negative, negative, "negative")
+        return *_embedded(recipe, spec, pool, target, console), own
+    # Embedded with the target as one: TF-IDF must know their words too.
+    both = Records(target.rows + negative.rows, [], len(target.rows) + len(negative.rows))
+    x, y = _embedded(recipe, spec, pool, both, console)
+    return x, y[: len(target.rows)], y[len(target.rows) :]
+
+
+def _embedded(
     recipe: Recipe, spec: Select, pool: Records, target: Records, console: Console
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Feature matrices for pool and target, or None where the method needs none."""
-    if isinstance(spec.method, (Random, DSIR)) and not isinstance(spec.embedder, Features):
-        return None, None
+) -> tuple[np.ndarray, np.ndarray]:
     texts = [row.values["text"] for row in pool.rows], [row.values["text"] for row in target.rows]
     embedder = spec.embedder
     if isinstance(embedder, Features):

@@ -84,6 +84,7 @@ def _select(argv: list[str]) -> int:
     own = {
         "select.pool.files": (flags.pool or None, "--pool"),
         "select.target.files": (flags.target or None, "--target"),
+        "select.negative.files": (flags.negative or None, "--negative"),
         "select.budget": (flags.budget, "--budget"),
         "select.method.kind": (flags.method, "--method"),
         "select.method.epsilon": (flags.epsilon, "--epsilon"),
@@ -98,7 +99,7 @@ def _select(argv: list[str]) -> int:
     else:
         own["select.embedder.kind"] = ("encoder", "--embedder")
         own["select.embedder.path"] = (flags.embedder, "--embedder")
-    if flags.pool_features or flags.target_features:
+    if flags.pool_features or flags.target_features or flags.negative_features:
         if not (flags.pool_features and flags.target_features):
             raise UserError("--pool-features and --target-features belong together: give both")
         if flags.embedder is not None:
@@ -106,6 +107,7 @@ def _select(argv: list[str]) -> int:
         own["select.embedder.kind"] = ("features", "--pool-features")
         own["select.embedder.pool"] = (flags.pool_features, "--pool-features")
         own["select.embedder.target"] = (flags.target_features, "--target-features")
+        own["select.embedder.negative"] = (flags.negative_features, "--negative-features")
     for key, (value, where) in own.items():
         if value is not None:
             overrides.append(from_override(key, value, where))

@@ -35,13 +35,17 @@ class SelectFlags:
     out: Path | None = None
     """Directory to make (required); must not exist or be empty."""
     method: str | None = None
-    """gotd, random, knn or dsir."""
+    """gotd, gotd-contrast, knn, dsir, tsds, less, perplexity, length, domains or random."""
+    negative: tuple[str, ...] = ()
+    """Files with examples of what must not be learnt (gotd-contrast)."""
     embedder: str | None = None
     """tfidf, backbone, or the directory or hub name of an encoder."""
     pool_features: str | None = None
     """Your own features of the pool: .npy, row i for record i."""
     target_features: str | None = None
     """Your own features of the target: .npy."""
+    negative_features: str | None = None
+    """Your own features of the negative examples: .npy."""
     epsilon: float | None = None
     """Entropic regularisation, as a multiple of the mean cost (gotd)."""
     seed: int | None = None
@@ -51,7 +55,7 @@ class SelectFlags:
     id_column: str | None = None
     """Column that holds a record's id."""
     domain_column: str | None = None
-    """Column that names a record's domain (report only)."""
+    """Column that names a record's domain."""
     bad_rows: Literal["refuse", "skip"] | None = None
     """Stop at a malformed record, or skip and count it."""
     json: bool = False

@@ -211,6 +211,8 @@ class Features:
     """`.npy` file, N×d."""
     target: str = ""
     """`.npy` file, M×d."""
+    negative: str = ""
+    """`.npy` file, one row per negative example (gotd-contrast)."""
 
 
 Embedder = TfIdf | Backbone | Encoder | Features

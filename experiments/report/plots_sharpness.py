@@ -100,7 +100,8 @@ def plane(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart | None:
         for step, (low, high) in enumerate(pairwise(levels.tolist())):
             ax.contourf(at, at, losses, levels=[low, high], colors=[colour(token)], alpha=0.06 + 0.09 * step)
         drawn = ax.contour(at, at, losses, levels=levels[1:-1], colors=[colour(token)], linewidths=1)
-        ax.clabel(drawn, fmt=lambda value: formats.number(float(value)), fontsize=10, colors=[colour("ink")])
+        places = formats.decimals_for(float(np.median(np.diff(levels))), 1.0)
+        ax.clabel(drawn, fmt=f"%.{places}f", fontsize=10, colors=[colour("ink")])
         ax.plot([0], [0], "o", color=colour("ink"), markersize=5)
         ax.set_aspect("equal")
         middle = losses[len(at) // 2, len(at) // 2]
