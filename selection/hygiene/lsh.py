@@ -149,7 +149,7 @@ class _Sets:
     def append(self, hashes: np.ndarray, counts: np.ndarray) -> None:
         """Add the sets of the next rows: hashes (uint64), row after row, and how many each row has (at least 1)."""
         hashes = hashes >> np.uint64(1)  # 63 bits, so that a shingle may be a column of a sparse matrix
-        sets = [np.unique(part) for part in np.split(hashes, np.cumsum(counts)[:-1])]
+        sets = [_sorted_set(part) for part in np.split(hashes, np.cumsum(counts)[:-1])]
         self._sizes.append(np.array([len(part) for part in sets]))
         self._values.append(np.concatenate(sets))
 
@@ -196,3 +196,11 @@ class _Sets:
         matrix = csr_matrix((np.ones(len(columns), np.int8), columns, pointer), shape=shape)
         matrix.has_canonical_format = True  # each set is sorted and has no repetition
         return matrix
+
+
+def _sorted_set(values: np.ndarray) -> np.ndarray:
+    """The distinct values in ascending order; np.unique hashes instead, ten times slower for millions."""
+    values.sort()
+    new = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return values[new]

@@ -1,0 +1,152 @@
+"""`flatshift select --method …` for every method: the contract's columns, and what each refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from flatshift.cli import run
+
+CATS = ["cat", "kitten", "purr", "whisker", "paw", "feline", "tabby", "mouse"]
+CARS = ["car", "engine", "wheel", "brake", "clutch", "diesel", "gear", "road"]
+ROWS = 36
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def text(rng: np.random.Generator, words: list[str]) -> str:
+    return " ".join(rng.choice(words, rng.integers(5, 12)))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> list[str]:
+    """A pool of cats and cars (domains a and b), a target about cats, and features to match."""
+    rng = np.random.default_rng(0)
+    pool = [{"text": text(rng, CARS if i % 2 else CATS), "domain": "ab"[i % 2]} for i in range(ROWS)]
+    target = [{"text": text(rng, CATS), "domain": "a" if i < 6 else "b"} for i in range(8)]
+    np.save(tmp_path / "x.npy", rng.standard_normal((ROWS, 6)) + 3 * np.eye(6)[[i % 2 for i in range(ROWS)]])
+    np.save(tmp_path / "y.npy", rng.standard_normal((8, 6)) + 3 * np.eye(6)[[0] * 8])
+    np.save(tmp_path / "z.npy", rng.standard_normal((5, 6)) + 3 * np.eye(6)[[1] * 5])
+    return [
+        *("select", "--pool", write_rows(tmp_path / "pool.jsonl", pool)),
+        *("--target", write_rows(tmp_path / "target.jsonl", target), "--budget", "12"),
+        *("--out", str(tmp_path / "out")),
+        *("--select.embedder.dim", "8"),
+    ]
+
+
+def own(tmp_path: Path, *names: str) -> list[str]:
+    flags = {"x": "--pool-features", "y": "--target-features", "z": "--negative-features"}
+    return [word for name in names for word in (flags[name], str(tmp_path / f"{name}.npy"))]
+
+
+def result(tmp_path: Path) -> tuple[dict, dict]:
+    out = tmp_path / "out"
+    return pq.read_table(out / "scores.parquet").to_pydict(), json.loads((out / "manifest.json").read_text())
+
+
+def check(columns: dict, budget: int = 12) -> None:
+    assert sorted(columns["rank"]) == list(range(1, ROWS + 1))
+    assert columns["selected"] == [rank <= budget for rank in columns["rank"]]
+    scores = np.array(columns["score"])[np.argsort(columns["rank"])]
+    assert np.isfinite(scores).all() and (np.diff(scores) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--method", "gotd", "--select.method.rounds", "3"],
+        ["--method", "gotd", "--select.method.debiased", "true"],
+        ["--method", "tsds", "--select.method.sigma", "0.3", "--select.method.neighbours", "6"],
+        ["--method", "length", "--select.method.prefer", "short"],
+        ["--method", "dsir", "--select.method.hashing", "sha256"],
+    ],
+    ids=lambda more: "-".join(more[1:4:2]),
+)
+def test_every_method_writes_the_contract(base: list[str], tmp_path: Path, more: list[str]) -> None:
+    assert run([*base, *more]) == 0
+    columns, manifest = result(tmp_path)
+    check(columns)
+    assert manifest["selection"]["method"] == more[1]
+    if more[1] in ("gotd", "tsds", "dsir"):
+        chosen = [domain for domain, taken in zip(columns["domain"], columns["selected"], strict=True) if taken]
+        assert chosen.count("a") >= 11, "the target is about what domain a is about"
+
+
+def test_contrast_moves_away_from_the_negatives(base: list[str], tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    negative = write_rows(tmp_path / "negative.jsonl", [{"text": text(rng, CATS)} for _ in range(5)])
+    # Target and negatives speak of the same here, and repulsion is the stronger: cars are what remains.
+    weights = ["--select.method.attract", "0.5", "--select.method.repel", "2"]
+    assert run([*base, "--method", "gotd-contrast", "--negative", negative, *weights]) == 0
+    columns, manifest = result(tmp_path)
+    check(columns)
+    assert {d for d, taken in zip(columns["domain"], columns["selected"], strict=True) if taken} == {"b"}
+    assert [entry["rows"] for entry in manifest["inputs"]] == [ROWS, 8, 5]
+
+
+def test_contrast_on_own_features(base: list[str], tmp_path: Path) -> None:
+    negative = write_rows(tmp_path / "negative.jsonl", [{"text": "x"}] * 5)
+    words = base[:-2] + own(tmp_path, "x", "y", "z")
+    assert run([*words, "--method", "gotd-contrast", "--negative", negative]) == 0
+    columns, _ = result(tmp_path)
+    assert {d for d, taken in zip(columns["domain"], columns["selected"], strict=True) if taken} == {"a"}
+
+
+def test_domains_take_the_targets_mix(base: list[str], tmp_path: Path) -> None:
+    assert run([*base, "--method", "domains", "--select.method.inside.kind", "knn"]) == 0
+    columns, manifest = result(tmp_path)
+    check(columns)
+    chosen = [d for d, taken in zip(columns["domain"], columns["selected"], strict=True) if taken]
+    assert (chosen.count("a"), chosen.count("b")) == (9, 3)
+    assert manifest["selection"]["quotas"] == {"a": 9, "b": 3}
+
+
+def test_domains_by_given_shares(base: list[str], tmp_path: Path) -> None:
+    assert run([*base, "--method", "domains", "--select.method.shares.a", "1", "--select.method.shares.b", "3"]) == 0
+    chosen = [d for d, taken in zip(*(result(tmp_path)[0][k] for k in ("domain", "selected")), strict=True) if taken]
+    assert (chosen.count("a"), chosen.count("b")) == (3, 9)
+
+
+def test_less_on_gradients(base: list[str], tmp_path: Path) -> None:
+    words = base[:-2] + own(tmp_path, "x", "y")
+    assert run([*words, "--method", "less", "--select.method.checkpoint_weights", "[2, 1]"]) == 0
+    columns, manifest = result(tmp_path)
+    check(columns)
+    assert manifest["selection"]["subsets"] == 2 and manifest["selection"]["checkpoints"] == 2
+    assert [d for d, taken in zip(columns["domain"], columns["selected"], strict=True) if taken].count("a") >= 10
+
+
+def test_perplexity_of_the_backbone(base: list[str], tmp_path: Path) -> None:
+    assert run([*base, "--method", "perplexity", "--select.method.keep", "low"]) == 0
+    columns, manifest = result(tmp_path)
+    check(columns)
+    assert 1 < manifest["selection"]["mean_loss"] < 12
+    assert np.mean(columns["score"]) == pytest.approx(manifest["selection"]["mean_loss"])
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--method", "less"], "--pool-features"),
+        (["--method", "gotd-contrast"], "select.negative.files"),
+        (["--method", "knn", "--negative", "POOL"], "no use for negative examples"),
+        (["--method", "tsds", "--select.method.alpha", "1.5"], "alpha must be above 0 and at most 1"),
+        (["--method", "dsir", "--select.method.buckets", "0"], "buckets must be"),
+        (["--method", "domains", "--select.method.shares.c", "1"], "no domain 'c'"),
+        (["--method", "gotd", "--select.method.rounds", "2", "--select.method.debiased", "true"], "rounds"),
+        (["--method", "length", "--select.method.prefer", "tall"], "prefer"),
+        (["--method", "tsd"], "did you mean 'tsds'"),
+    ],
+)
+def test_mistakes_are_one_sentence(base: list[str], tmp_path: Path, capsys, more: list[str], told: str) -> None:
+    assert run([*base, *(str(tmp_path / "pool.jsonl") if word == "POOL" else word for word in more)]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
