@@ -82,7 +82,7 @@ def _split(
     pool = [row for i, row in enumerate(train) if i not in apart]
     if judged == "validation":
         return pool, [train[i] for i in chosen], labels
-    limited = limit_rows(tested, min(test, len(tested)), seed=derive(0, "comparison", "test"))
+    limited = limit_rows(tested, min(test, len(tested)), seed=derive(0, "comparison", "test rows"))
     return pool, limited, labels
 
 
