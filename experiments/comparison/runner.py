@@ -86,7 +86,7 @@ def run_study(
 def claim(plan: Plan, out: Path) -> None:
     """Make the directory, or check that it is a comparison's; several recipes may share one, as cells have names."""
     marker = out / "study.recipe.yaml"
-    if out.exists() and any(out.iterdir()) and not marker.is_file():
+    if out.exists() and any(entry.name != "cells" for entry in out.iterdir()) and not marker.is_file():
         raise UserError(f"{out} is not empty and is not a comparison's directory; name another --out")
     (out / "cells").mkdir(parents=True, exist_ok=True)
     sweep_leftovers(out)

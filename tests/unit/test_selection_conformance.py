@@ -259,8 +259,8 @@ def test_one_target_row_and_repeated_target_rows(selector, pool, target):
     assert len(set(alone.select(BUDGET).tolist())) == BUDGET
     many = fitted(clone(selector), pool, replace(reordered(one, [0] * 8), ids=[f"r{i}" for i in range(8)]))
     assert np.isfinite(many.scores_).all()
-    if isinstance(selector, (DSIRSelector, LengthSelector)):
-        return  # counts of words and rows: more of the same is more evidence against the smoothing
+    if isinstance(selector, (DSIRSelector, LengthSelector)) or getattr(selector, "rounds", 1) > 1:
+        return  # more rows of the same are more evidence against the smoothing, or enough to hold some out
     np.testing.assert_allclose(many.scores_, alone.scores_, rtol=1e-6, atol=1e-6)
 
 
