@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from experiments.config import Recipe, Select
 from experiments.console import Console
 from experiments.preparing import read_splits
 from finetune.config import Columns, Files
-from finetune.data import Row, limit_rows, read_rows, require_rows
+from finetune.data import Row, RowView, limit_rows, read_rows, require_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
 from selection.config import Features
@@ -26,19 +26,9 @@ if TYPE_CHECKING:
     from selection.hygiene import Cleaned
 
 
-class _Texts:
-    """The texts of rows, to be iterated over again and again."""
-
-    def __init__(self, rows: Sequence[Row]):
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[str]:
-        return (row.values["text"] for row in self.rows)
-
-
 def clean_rows(
-    recipe: Recipe, rows: Sequence[Row], target: Sequence[Row], directory: Path, console: Console
-) -> tuple[Sequence[Row], dict[str, Any] | None]:
+    recipe: Recipe, rows: RowView, target: Sequence[Row], directory: Path, console: Console
+) -> tuple[RowView, dict[str, Any] | None]:
     """The rows of the pool that stay, in file order, and what manifest.json says of it (None: no step is on).
 
     A record that decontamination cut becomes one row for each piece: id `<id>#<k>`, its record with the piece as text
@@ -74,19 +64,19 @@ def clean_rows(
     ]
     with console.task("clean pool", len(rows), "texts") as task:
         cleaned = clean(
-            _Texts(rows),
+            rows.texts,
             settings,
             references=references,
             seed=derive(recipe.train.seed, "hygiene"),
             progress=lambda what, done: task(done, what),
         )
-    ids = [row.id for row in rows]
+    cleaned = replace(cleaned, pieces=_stripped(rows, cleaned))
     named = {"target": [row.id for row in target], "eval": [identity for _, identity in judged_texts]}
     with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:
-        for drop in cleaned.drops(ids, named):
+        for drop in cleaned.drops(rows.ids, named):
             handle.write(json.dumps(drop, ensure_ascii=False) + "\n")
-    kept = _kept_rows(rows, cleaned, spec.columns.text)
-    if not kept:
+    kept = _kept_rows(rows, cleaned)
+    if not len(kept):
         raise UserError(f"select.hygiene leaves no record of the pool's {len(rows):,} ({_told(cleaned)}); loosen it")
     manifest = {
         "records": len(rows),
@@ -144,26 +134,20 @@ def _all_texts(row: Row) -> list[str]:
     ]
 
 
-def _kept_rows(rows: Sequence[Row], cleaned: Cleaned, column: str) -> list[Row]:
-    kept: list[Row] = []
-    for place in cleaned.kept.tolist():
-        row = rows[place]
-        if place not in cleaned.pieces:
-            kept.append(row)
-            continue
-        for number, (start, end) in enumerate(cleaned.pieces[place]):
-            text = row.values["text"][start:end].strip()
-            about = {"source_id": row.id, "start": start, "end": end}
-            identity = f"{row.id}#{number}"
-            kept.append(
-                replace(
-                    row,
-                    id=identity,
-                    values={**row.values, "text": text, "id": identity, **about},
-                    record={**row.record, column: text, **about},
-                )
-            )
-    return kept
+def _stripped(rows: RowView, cleaned: Cleaned) -> dict[int, list[tuple[int, int]]]:
+    """The pieces without the white space at their ends."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for place, spans in cleaned.pieces.items():
+        text = rows.texts[place]
+        found[place] = [
+            (end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans
+        ]
+    return found
+
+
+def _kept_rows(rows: RowView, cleaned: Cleaned) -> RowView:
+    kept = rows.take(cleaned.kept)
+    return kept.cut(cleaned.pieces.get(place) for place in cleaned.kept.tolist()) if cleaned.pieces else kept
 
 
 def _told(cleaned: Cleaned) -> str:

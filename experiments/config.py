@@ -20,7 +20,7 @@ from finetune.config import (
     check_bounds,
 )
 from regularizers.config import Plain, RegularizerConfig
-from selection.config import Embedder, GotD, Method, TfIdf
+from selection.config import Chunk, Embedder, GotD, Method, Relevance, TfIdf
 from selection.hygiene.config import Hygiene
 
 
@@ -44,6 +44,15 @@ class Select:
     """How records are scored."""
     embedder: Embedder = field(default_factory=TfIdf)
     """How texts become vectors (methods that need them)."""
+    cache: str = ""
+    """Directory that keeps vectors in shards, named by what they were made of and shared by any number of runs: a run
+    that was killed goes on from there. Empty: nothing is kept."""
+    feature_type: Literal["float32", "float16"] = "float32"
+    """How vectors are stored; `float16`: half the space."""
+    chunk: Chunk | None = None
+    """Cut the pool's texts to one length before anything is chosen."""
+    relevance: Relevance | None = None
+    """Judge the pool's domains as wholes first: choose some of them, or weight them."""
     columns: Columns = field(default_factory=Columns)
     """Column names of pool and target."""
     domain_column: str = "domain"

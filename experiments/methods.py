@@ -1,16 +1,22 @@
-"""What a selection method needs beside pool and target: its settings checked early, and the backbone's surprise."""
+"""What a selection method needs beside pool and target: settings checked early, the backbone's surprise, progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from experiments.config import Recipe, Select
+from experiments.console import Console, Task
 from finetune.config import LanguageModel
 from finetune.data import Row
 from finetune.errors import UserError
 from selection.config import Domains, Features, Method, Perplexity, needs
+
+_PATIENCE_S = 2.0
+"""Fits that are over by then show no progress."""
 
 
 def check_method(spec: Select) -> None:
@@ -83,3 +89,23 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
         return out
 
     return measure
+
+
+@contextmanager
+def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """A selector's `progress(stage, done, total)` as one task of the console after another."""
+    start = time.monotonic()
+    stage = ""
+    update: Task | None = None
+    with ExitStack() as shown:
+
+        def progress(name: str, done: int, total: int) -> None:
+            nonlocal stage, update
+            if time.monotonic() - start < _PATIENCE_S:
+                return
+            if name != stage or update is None:
+                shown.close()
+                stage, update = name, shown.enter_context(console.task(name, total, "rows"))
+            update(done)
+
+        yield progress

@@ -19,7 +19,7 @@ import numpy as np
 from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
 from experiments.console import Console
-from experiments.methods import backbone_surprise, check_method
+from experiments.methods import backbone_surprise, check_method, watched
 from experiments.preparing import read_splits
 from experiments.recipe import Resolved
 from finetune.atomic import replacing_directory, write_json
@@ -123,9 +123,9 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     selector = build_selector(
         spec.method, seed=derive(seed, "select"), budget=spec.budget, measure=backbone_surprise(recipe, spec.method)
     )
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, watched(console) as progress:
         warnings.simplefilter("always", UserWarning)
-        selector.fit(pool_set, target_set, **more)
+        selector.fit(pool_set, target_set, progress=progress, **more)
     _say(caught, console)
     order = np.asarray(selector.select(len(pool.rows)))
     solved = time.monotonic()

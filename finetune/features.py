@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,3 +57,15 @@ def hidden_state_encoder(
         return states.float().cpu().numpy(), batch["attention_mask"].cpu().numpy()
 
     return encode
+
+
+def model_fingerprint(directory: str | Path) -> str:
+    """SHA-256 of a model directory's weights, configuration and tokenizer: what its hidden states depend on."""
+    root = Path(directory)
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*")):
+        if file.is_file() and file.suffix in (".safetensors", ".json", ".txt", ".model"):
+            digest.update(str(file.relative_to(root)).encode())
+            with file.open("rb") as handle:
+                digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()

@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selection.embed import TfIdfEmbedder, load_features, pool_features
     from selection.errors import ConvergenceWarning, SelectionError
+    from selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder, load_features, pool_features
     from selection.methods import (
         DomainsSelector,
         DSIRSelector,
@@ -31,6 +31,7 @@ _HOME = {
     "ConvergenceWarning": "selection.errors",
     "DSIRSelector": "selection.methods",
     "DomainsSelector": "selection.methods",
+    "FeatureCache": "selection.features",
     "GotDContrastSelector": "selection.methods",
     "GotDSelector": "selection.methods",
     "KNNSelector": "selection.methods",
@@ -43,12 +44,13 @@ _HOME = {
     "RandomSelector": "selection.methods",
     "SelectionError": "selection.errors",
     "Selector": "selection.methods",
+    "StaticEmbedder": "selection.features",
     "TSDSSelector": "selection.methods",
     "Target": "selection.methods",
-    "TfIdfEmbedder": "selection.embed",
+    "TfIdfEmbedder": "selection.features",
     "build_selector": "selection.methods",
-    "load_features": "selection.embed",
-    "pool_features": "selection.embed",
+    "load_features": "selection.features",
+    "pool_features": "selection.features",
     "sinkhorn_potentials": "selection.transport",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "ConvergenceWarning",
     "DSIRSelector",
     "DomainsSelector",
+    "FeatureCache",
     "GotDContrastSelector",
     "GotDSelector",
     "KNNSelector",
@@ -68,6 +71,7 @@ __all__ = [
     "RandomSelector",
     "SelectionError",
     "Selector",
+    "StaticEmbedder",
     "TSDSSelector",
     "Target",
     "TfIdfEmbedder",

@@ -26,8 +26,8 @@ class GotD:
     """Rounds only: this share of the target is kept aside, and of all rounds the one counts after which the mixture
     with the whole budget, filled at once, is nearest to it. 0: all rounds, on the whole target, unchecked."""
     debiased: bool = False
-    """Subtract the pool's transport potential to itself: the gradient of the Sinkhorn divergence, which does not reward
-    a sample for lying where the pool is dense. Not together with rounds."""
+    """Subtract the pool's transport potential to itself: the gradient of the Sinkhorn divergence. Takes away what
+    entropy adds, a pull to the middle of the target that grows with epsilon. Not together with rounds."""
     self_sample: int = 2000
     """Debiased only: pool rows, drawn by seed, that stand for the pool in its potential to itself (exact up to it)."""
 
@@ -180,6 +180,9 @@ class TfIdf:
     """Components kept by the SVD."""
     buckets: int = 2**18
     """Hash buckets."""
+    fit_rows: int = 20_000
+    """Texts that document frequencies and SVD are fitted on, at most: the target's first, then a seeded draw of the
+    pool's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,12 +196,27 @@ class Backbone:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Masked mean of any Hugging Face encoder's last hidden states, L2-normalised."""
+    """Pooled last hidden states of any Hugging Face encoder or decoder. A directory in sentence-transformers' layout is
+    read as such: its pooling, normalisation, prompt and length; any other: masked mean, L2-normalised."""
 
     kind: Literal["encoder"] = "encoder"
     path: str = ""
     """Hub name or local directory."""
     max_length: int = 256
+    """Tokens read of each text; no more than a sentence-transformers directory allows."""
+    pooling: Literal["auto", "mean", "cls", "max", "last"] = "auto"
+    """How a text's states become one vector; `auto`: as the directory says, else `mean` over its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """Mean of static word vectors (model2vec or sentence-transformers' StaticEmbedding, or a text file as word2vec,
+    GloVe and fastText write). No model runs."""
+
+    kind: Literal["static"] = "static"
+    path: str = ""
+    """Local directory with model.safetensors and tokenizer.json, or a .txt or .vec file (also .gz)."""
+    max_length: int = 512
     """Tokens read of each text."""
 
 
@@ -215,4 +233,46 @@ class Features:
     """`.npy` file, one row per negative example (gotd-contrast)."""
 
 
-Embedder = TfIdf | Backbone | Encoder | Features
+Embedder = TfIdf | Backbone | Encoder | Static | Features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """The pool's texts cut into pieces of one length, as the paper does. A piece is a record of its own: id
+    `<id>#<k>`, with `source_id`, `start` and `end` (characters of the source text) beside it."""
+
+    unit: Literal["words", "chars", "tokens"] = "words"
+    """What is counted; `tokens`: of the backbone's tokenizer."""
+    size: int = 160
+    """Length of a piece; the last of a text may be shorter."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be ≥ 1, got {self.size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relevance:
+    """Domains of the pool judged as wholes: the transport distance from a sample of each to the target, as the paper
+    does before it selects. Needs a domain column."""
+
+    use: Literal["choose", "weight"] = "choose"
+    """`choose`: only the nearest domains stay in the pool. `weight`: all stay, and the nearer a domain, the more mass
+    its rows have in the transport problem (gotd)."""
+    keep: int = 2
+    """Domains that stay (`choose`; the paper: 2 to 4)."""
+    temperature: float = 1.0
+    """`weight`: a domain's mass goes with exp(−(distance − smallest) / (temperature · (mean distance − smallest))). The
+    paper says only that relevance decides, so this form is ours."""
+    sample: int = 10_000
+    """Records of each domain, drawn by seed, that stand for it."""
+    epsilon: float = 0.05
+    """Entropic regularisation, as a multiple of the mean cost over all samples; the same for every domain."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("keep", 1), ("sample", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be ≥ {low}, got {getattr(self, name)}")
+        for name in ("temperature", "epsilon"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from experiments.report import findings, formats, sections_run, sections_sharpness, sections_study
+from experiments.report import findings, formats, sections_hygiene, sections_run, sections_sharpness, sections_study
 from experiments.report.blocks import (
     Bars,
     Chapter,
@@ -45,6 +45,7 @@ def chapter(run: Run) -> Chapter:
         parts.append(findings.selection_finding(run.selection))
         tiles += sections_run.selection_tiles(run.selection)
         sections += sections_run.selection_sections(run, run.selection)
+        sections += sections_hygiene.hygiene_sections(run.selection)
     if run.sweep is not None:
         kinds.append("sweep")
         weight = max(weight, 1)

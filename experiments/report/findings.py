@@ -129,7 +129,9 @@ def method_name(selection: Selection) -> str:
     """`gotd` → `GOT-D`."""
     method = selection.about.get("method")
     kind = method.get("kind") if isinstance(method, dict) else method
-    return {"gotd": "GOT-D", "random": "A random draw", "knn": "kNN", "dsir": "DSIR"}.get(str(kind), "The selector")
+    names = {"gotd": "GOT-D", "gotd-contrast": "GOT-D with negatives", "random": "A random draw", "knn": "kNN"}
+    names |= {"dsir": "DSIR", "tsds": "TSDS", "less": "Gradient similarity", "perplexity": "Perplexity"}
+    return {**names, "length": "Length", "domains": "Shares of domains"}.get(str(kind), "The selector")
 
 
 def sweep_finding(data: SweepData) -> str:

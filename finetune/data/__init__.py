@@ -12,6 +12,8 @@ _HOME = {
     "expand": "rows",
     "describe": "rows",
     "canonical_label": "rows",
+    "RowView": "view",
+    "spill_rows": "view",
     "limit_rows": "subset",
     "label_noise": "noise",
     "noisy_rows": "noise",

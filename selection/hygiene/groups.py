@@ -33,10 +33,10 @@ class Groups:
 def crowds(keys: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The rows that share their key with another one.
 
-    keys, rows: (n,). Returns members, the rows of each such crowd in ascending order, crowd after crowd, and the
+    keys, rows: (n,), the rows in ascending order. Returns members, the rows of each such crowd in ascending order, crowd after crowd, and the
     number of each one's crowd, from 0.
     """
-    order = np.lexsort((rows, keys))
+    order = np.argsort(keys, kind="stable")
     keys = keys[order]
     same = keys[1:] == keys[:-1]
     shared = np.zeros(len(keys), dtype=bool)

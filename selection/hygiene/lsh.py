@@ -27,7 +27,7 @@ from selection.hygiene.store import Growing
 WINDOW = 16
 """In a band, a row is compared with the first row that has its key and with this many before it. So in a crowd of more
 than 17 texts that share a key without being similar some pairs are left out; they are counted."""
-_BATCH = 1 << 21  # shingles compared at a time
+_BATCH = 1 << 18  # shingles compared at a time
 
 
 class NearDuplicates:
@@ -143,7 +143,7 @@ class _Sets:
     """The sets of shingles of some rows, each sorted, one after another."""
 
     def __init__(self) -> None:
-        self._values = Growing(np.int64, limit=1 << 26)
+        self._values = Growing(np.int64, limit=1 << 24)
         self._sizes = Growing(np.int64)
 
     def append(self, hashes: np.ndarray, counts: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from selection.hygiene.shingles import WORDS, WordHashes, windows
+from selection.hygiene.shingles import WORDS, WordHashes, mix, windows
 
 _PARAGRAPH = re.compile(r"\n{2,}")
 _WORDS_AT_ONCE = 1 << 18
@@ -103,9 +103,10 @@ def _occurrences(
     hashes, kept = windows(codes, counts, n)
     owner = np.repeat(np.arange(len(counts)), kept)
     place = np.arange(len(hashes)) - np.repeat(np.cumsum(kept) - kept, kept) + np.repeat(starts, kept)
-    order = np.lexsort((hashes, owner))  # stable: places ascend within a kind
+    key = mix(hashes + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    order = np.argsort(key, kind="stable")  # places ascend within a kind
     opens = np.ones(len(order), dtype=bool)
-    opens[1:] = (hashes[order][1:] != hashes[order][:-1]) | (owner[order][1:] != owner[order][:-1])
+    opens[1:] = key[order][1:] != key[order][:-1]
     kind = np.empty(len(order), np.int64)
     kind[order] = np.cumsum(opens) - 1
     again = np.empty(len(order), dtype=bool)

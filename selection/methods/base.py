@@ -161,14 +161,25 @@ def keyed_uniform(pool: Pool, seed: int, purpose: str) -> np.ndarray:
 
     Rows that share an id get draws of their own, by order of appearance.
     """
-    ids = pool.ids if pool.ids is not None else [str(i) for i in range(len(pool))]
     key = hashlib.sha256(f"{purpose}\x1f{seed}".encode()).digest()
-    seen: Counter[str] = Counter()
+
+    def draw(text: str) -> bytes:
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
+
     raw = bytearray()
-    for name in ids:
-        turn = seen[name]
-        seen[name] += 1
-        text = name if turn == 0 else f"{name}\x1f{turn}"
-        raw += hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
-    bits = np.frombuffer(bytes(raw), dtype="<u8") >> np.uint64(11)
-    return (bits.astype(np.float64) + 0.5) * 2.0**-53
+    for name in pool.ids if pool.ids is not None else map(str, range(len(pool))):
+        raw += draw(name)
+    bits = np.frombuffer(raw, dtype="<u8")
+    if pool.ids is not None:
+        # Only rows whose draw is not alone can share an id; names are kept for these alone.
+        order = np.argsort(bits, kind="stable")
+        twin = bits[order[1:]] == bits[order[:-1]]
+        repeated = np.sort(order[np.append(twin, False) | np.append(False, twin)])
+        seen: Counter[str] = Counter()
+        bits = bits.copy()
+        for row in repeated.tolist():
+            name = pool.ids[row]
+            if seen[name]:
+                bits[row] = int.from_bytes(draw(f"{name}\x1f{seen[name]}"), "little")
+            seen[name] += 1
+    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

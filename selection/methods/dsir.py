@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -19,7 +20,8 @@ class DSIRSelector(Selector):
     score is −log w itself. smoothing: count added to every bucket of both bags (Laplace). floor: added to every
     probability after that. hashing: "fast" mixes the hashes of words, "sha256" finds the buckets of PyPI's
     data-selection, whose log weights come out with smoothing=0, floor=1e-8. Weights are not divided by length, as in
-    DSIR: drop very short texts before. `log_weights_` holds log w in any case.
+    DSIR: drop very short texts before. memory_bytes: of n-grams held between the two readings; texts beyond are hashed
+    twice. `log_weights_` holds log w in any case.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class DSIRSelector(Selector):
         smoothing: float = 1.0,
         floor: float = 0.0,
         seed: int = 0,
+        memory_bytes: int = 1 << 30,
     ):
         self.buckets = buckets
         self.resample = resample
@@ -38,6 +41,7 @@ class DSIRSelector(Selector):
         self.smoothing = smoothing
         self.floor = floor
         self.seed = seed
+        self.memory_bytes = memory_bytes
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs texts on both sides."""
@@ -57,18 +61,22 @@ class DSIRSelector(Selector):
         for found, _ in hasher.batches(target_texts):
             wanted += np.bincount(found, minlength=self.buckets)
         present = np.zeros(self.buckets)
-        kept = []
-        done = 0
+        kept: list[tuple[np.ndarray, np.ndarray]] = []
+        done = remembered = held = 0
         for found, lengths in hasher.batches(pool_texts):
             present += np.bincount(found, minlength=self.buckets)
-            kept.append((found.astype(hasher.narrow), lengths))
             done += len(lengths)
+            held += len(found) * hasher.narrow.itemsize + lengths.nbytes
+            if held <= self.memory_bytes:
+                kept.append((found.astype(hasher.narrow), lengths))
+                remembered = done
             if progress:
                 progress("hashing n-grams", done, len(pool_texts))
         if not wanted.any():
             raise SelectionError("no target text holds a single word; dsir has nothing to compare with")
         gain = self._log_probability(wanted) - self._log_probability(present)
-        self.log_weights_ = np.concatenate([_sums(gain[found], lengths) for found, lengths in kept])
+        again = hasher.batches(pool_texts, remembered)
+        self.log_weights_ = np.concatenate([_sums(gain[found], lengths) for found, lengths in chain(kept, again)])
         self.scores_ = -self.log_weights_
         if self.resample:
             self.scores_ = self.scores_ + np.log(-np.log(keyed_uniform(pool, self.seed, "dsir gumbel")))

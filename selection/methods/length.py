@@ -17,9 +17,10 @@ _BATCH = 8192
 class LengthSelector(Selector):
     """Longest first, shortest first, or a draw whose lengths follow the target's.
 
-    prefer "long" scores by −length, "short" by length. "target" cuts lengths at the target's tenths and draws rows
-    without repeats in proportion to (target share + ½/M)/(pool share) of their bin, by seed and id: the length-matched
-    random control. unit: "words" (runs of anything but white space) or "characters". `lengths_` (N,) int64.
+    prefer "long" scores by −length, "short" by length. "target" cuts lengths at the target's tenths, its shortest and
+    its longest, and draws rows without repeats in proportion to (target share + ½/M)/(pool share) of their bin, by seed
+    and id: the length-matched random control. unit: "words" (runs of anything but white space) or "characters".
+    `lengths_` (N,) int64.
     """
 
     def __init__(self, *, prefer: str = "target", unit: str = "words", seed: int = 0):
@@ -39,7 +40,8 @@ class LengthSelector(Selector):
         if self.prefer == "target":
             aims = self._lengths(wanted, None)
             # Quantiles that are lengths which occur, so that a bin never lies between two whole numbers.
-            edges = np.unique(np.quantile(aims, np.arange(1, _BINS) / _BINS, method="higher"))
+            cuts = np.quantile(aims, np.arange(_BINS) / _BINS, method="higher")
+            edges = np.unique(np.append(cuts, aims.max() + 1))
             have, want = (np.searchsorted(edges, values, side="right") for values in (lengths, aims))
             share = np.bincount(want, minlength=len(edges) + 1) + 0.5
             weight = share / np.maximum(np.bincount(have, minlength=len(edges) + 1), 1)

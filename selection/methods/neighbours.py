@@ -28,7 +28,10 @@ class Nearest:
 
 
 def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None) -> Nearest:
-    """The `count` (at most N) nearest rows of x (N, d) for each row of y (M, d). Raises SelectionError."""
+    """The `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); with 0 only each row's nearest target.
+
+    Raises SelectionError on shapes that do not match and input that is empty or not finite.
+    """
     targets = np.asarray(y, dtype=np.float64)
     x = x if hasattr(x, "shape") else np.asarray(x)
     for side, matrix in (("pool", x), ("target", targets)):
@@ -64,13 +67,15 @@ def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progre
         nearest = tile.argmin(1).numpy()
         row_nearest[low : low + len(rows)] = nearest
         row_squared[low : low + len(rows)] = np.einsum("ij,ij->i", rows - targets[nearest], rows - targets[nearest])
+        if progress:
+            progress("searching neighbours", low + len(rows), n)
+        if not count:
+            continue
         tile += torch.from_numpy(squared).to(dtype).unsqueeze(1)
         index = torch.arange(low, low + len(rows)).expand(m, -1)
         best_squared, best_rows = _smallest(
             torch.cat([best_squared, tile.T], 1), torch.cat([best_rows, index], 1), count
         )
-        if progress:
-            progress("searching neighbours", low + len(rows), n)
     found = best_rows.numpy()
     exact = np.empty(found.shape)
     for j in range(m):  # distances anew in float64: a difference of squares would lose near-duplicates
@@ -85,6 +90,9 @@ def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[tor
     if values.shape[1] <= count:
         return values, rows
     worst = torch.kthvalue(values, count, dim=1, keepdim=True).values
+    kept = values <= worst
+    if int(kept.sum()) == count * len(values):
+        return values[kept].reshape(-1, count), rows[kept].reshape(-1, count)
     less = values < worst
     ties = values == worst
     kept = less | (ties & (ties.cumsum(1) <= count - less.sum(1, keepdim=True)))
@@ -92,28 +100,27 @@ def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[tor
 
 
 def densities(
-    rows: np.ndarray, sigma: float, *, chunk: int | None = None, progress: Progress | None = None
+    points: np.ndarray, rows: np.ndarray, sigma: float, *, chunk: int | None = None, progress: Progress | None = None
 ) -> np.ndarray:
-    """(U,): Σ_j max(0, 1 − |x_i − x_j|²/σ²) over all rows (U, d), itself included; all 1 where sigma is 0.
+    """(R,): for each of `rows` (R,), numbers of points (U, d), Σ_j max(0, 1 − |x_i − x_j|²/σ²) over all points.
 
-    U²·d multiplications: by far the largest part of the work where neighbourhoods are many and disjoint.
+    A point counts itself, exactly 1; all are 1 where sigma is 0. R·U·d multiplications.
     """
     if sigma == 0.0:
         return np.ones(len(rows))
-    centred = rows - rows.mean(0)
-    u, d = centred.shape
-    dtype = torch.float64 if 2.0 * u * u * d <= _EXACT_FLOPS else torch.float32
-    points = torch.from_numpy(centred / sigma).to(dtype)
-    squared = (points * points).sum(1)
-    out = torch.empty(u, dtype=torch.float64)
+    u, d = points.shape
+    dtype = torch.float64 if 2.0 * len(rows) * u * d <= _EXACT_FLOPS else torch.float32
+    scaled = torch.from_numpy((points - points.mean(0)) / sigma).to(dtype)
+    lift = 1.0 - (scaled * scaled).sum(1)
+    out = torch.empty(len(rows), dtype=torch.float64)
     step = chunk or max(64, min(8192, (64 << 20) // (8 * u)))
-    for low in range(0, u, step):
-        tile = torch.addmm(1.0 - squared, points[low : low + step], points.T, alpha=2.0)
-        tile -= squared[low : low + step].unsqueeze(1)
+    for low in range(0, len(rows), step):
+        index = torch.from_numpy(rows[low : low + step])
+        tile = torch.addmm(lift, scaled[index], scaled.T, alpha=2.0)
+        tile += (lift[index] - 1.0).unsqueeze(1)
         tile.clamp_(0.0, 1.0)
-        local = torch.arange(tile.shape[0])
-        tile[local, low + local] = 1.0
+        tile[torch.arange(len(index)), index] = 1.0
         out[low : low + step] = tile.sum(1, dtype=torch.float64)
         if progress:
-            progress("measuring density", low + tile.shape[0], u)
+            progress("measuring density", low + len(index), len(rows))
     return out.numpy()

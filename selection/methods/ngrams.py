@@ -26,12 +26,12 @@ class NgramHasher:
 
     def __init__(self, buckets: int):
         self.buckets = buckets
-        self.narrow = np.uint16 if buckets <= 1 << 16 else np.uint32
+        self.narrow = np.dtype(np.uint16 if buckets <= 1 << 16 else np.uint32)
         self._table = _WordHashes()
 
-    def batches(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def batches(self, texts: Sequence[str], start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """For each batch of texts: the buckets of all their n-grams, text after text, and how many each text has."""
-        for low in range(0, len(texts), _BATCH):
+        for low in range(start, len(texts), _BATCH):
             words = [_WORDS.findall(text.lower()) for text in texts[low : low + _BATCH]]
             yield self._ngrams(words)
 

@@ -8,7 +8,10 @@ import numpy as np
 
 from selection.errors import SelectionError
 from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, keyed_uniform, need
-from selection.methods.neighbours import densities, nearest_rows
+from selection.methods.neighbours import Nearest, densities, nearest_rows
+
+_FIRST = 64
+"""Neighbours of each target that are looked at first."""
 
 
 class TSDSSelector(Selector):
@@ -51,12 +54,9 @@ class TSDSSelector(Selector):
             raise SelectionError(f"neighbours must be a whole number of at least 1, not {self.neighbours!r}")
         x, y = need(pool, target, "features", "tsds")
         found = nearest_rows(x, y, self.neighbours, chunk=self.chunk, progress=progress)
-        union, place = np.unique(found.rows, return_inverse=True)
-        place = place.reshape(found.rows.shape)
-        density = densities(_rows(x, union), self.sigma, chunk=self.chunk, progress=progress)
-        mass, spread = assign(np.sqrt(found.squared), density[place], alpha=self.alpha, scale=self.scale)
+        mass, spread, density = self._spread(x, found, progress)
         p = np.zeros(len(pool))
-        np.add.at(p, found.rows, mass)
+        np.add.at(p, found.rows[:, : mass.shape[1]], mass)
         self.probabilities_ = p / p.sum()
         with np.errstate(divide="ignore"):
             noisy = -np.log(p) + np.log(-np.log(keyed_uniform(pool, self.seed, "tsds draw")))
@@ -69,9 +69,33 @@ class TSDSSelector(Selector):
         }
         return self
 
+    def _spread(self, x: Any, found: Nearest, progress: Progress | None) -> tuple[np.ndarray, float, np.ndarray]:
+        """Each target's mass on its nearest rows, the spread, and the densities that were looked at.
 
-def assign(distance: np.ndarray, density: np.ndarray, *, alpha: float, scale: float) -> tuple[np.ndarray, float]:
-    """The mass (M, K) that each target gives to its K nearest rows, total 1, and the spread s.
+        Densities are most of the work and only matter as far as mass reaches, so neighbours are looked at in doubling
+        numbers until every target is full before the last of them. The answer is that of all neighbours at once.
+        """
+        union, place = np.unique(found.rows, return_inverse=True)
+        place = place.reshape(found.rows.shape)
+        points = np.asarray(x[union], dtype=np.float64)
+        density = np.zeros(len(union))
+        most = found.rows.shape[1]
+        reach = min(_FIRST, most)
+        while True:
+            near = place[:, :reach]
+            new = np.unique(near[density[near] == 0.0])
+            density[new] = densities(points, new, self.sigma, chunk=self.chunk, progress=progress)
+            mass, spread, full = assign(
+                np.sqrt(found.squared[:, :reach]), density[near], alpha=self.alpha, scale=self.scale
+            )
+            if reach == most or full > spread:
+                return mass, spread, density[density > 0.0]
+            reach = min(2 * reach, most)
+
+
+def assign(distance: np.ndarray, density: np.ndarray, *, alpha: float, scale: float) -> tuple[np.ndarray, float, float]:
+    """The mass (M, K) that each target gives to its K nearest rows (total 1), the spread s, and the largest spread that
+    K rows can tell from more of them.
 
     distance (M, K) ascending along a row; density (M, K) of those rows. Spreading further costs target j, when its
     first k rows are full at s = Σ_{i≤k} 1/ρ_i, d_{k+1} s − Σ_{i≤k} d_i/ρ_i; s is the first of all these points, over
@@ -79,7 +103,7 @@ def assign(distance: np.ndarray, density: np.ndarray, *, alpha: float, scale: fl
     """
     m, k = distance.shape
     if k == 1:
-        return np.full((m, 1), 1.0 / m), 1.0
+        return np.full((m, 1), 1.0 / m), 1.0, 0.0
     portions = 1.0 / density
     full = np.cumsum(portions, axis=1)
     cost = distance[:, 1:] * full[:, :-1] - np.cumsum(distance * portions, axis=1)[:, :-1]
@@ -90,8 +114,4 @@ def assign(distance: np.ndarray, density: np.ndarray, *, alpha: float, scale: fl
     filled = np.minimum(full / spread, 1.0)
     mass = np.diff(filled, axis=1, prepend=0.0)
     mass[:, -1] += 1.0 - filled[:, -1]  # a target whose rows are all full leaves the rest on its last
-    return mass / m, spread
-
-
-def _rows(x: Any, index: np.ndarray) -> np.ndarray:
-    return np.asarray(x[index], dtype=np.float64)
+    return mass / m, spread, float(full[:, -2].min())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from selection.transport.progress import Eta
     from selection.transport.solver import Potentials, sinkhorn_potentials
 
-__all__ = ["Potentials", "sinkhorn_potentials"]
+_HOME = {"Eta": "progress", "Potentials": "solver", "sinkhorn_potentials": "solver"}
+
+__all__ = ["Eta", "Potentials", "sinkhorn_potentials"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from selection.transport import solver
-
-        return getattr(solver, name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"selection.transport.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

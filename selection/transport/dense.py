@@ -17,7 +17,7 @@ from torch import Tensor
 
 from selection.transport.kernel import Evaluation, Kernel
 
-_NEWTON_MAX_COLUMNS = 4096
+NEWTON_MAX_COLUMNS = 4096
 """Above this the M×M factor costs more than the iterations it saves."""
 
 
@@ -30,17 +30,26 @@ class DenseResult:
     newton_steps: int
 
 
-def solve_dense(kernel: Kernel, g: Tensor, *, marginal: Tensor, tolerance: float, max_iterations: int) -> DenseResult:
+def solve_dense(
+    kernel: Kernel,
+    g: Tensor,
+    *,
+    marginal: Tensor,
+    tolerance: float,
+    max_iterations: int,
+    newton_columns: int = NEWTON_MAX_COLUMNS,
+) -> DenseResult:
     """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,); stops after `max_iterations` otherwise.
 
     `marginal` (M,) float64, positive, sums to 1; it need not be the kernel's own b (control variates use another).
+    `newton_columns`: targets up to which Newton steps are taken; they hold some six M×M matrices.
     """
-    search = _Search(kernel, marginal, tolerance, max_iterations)
+    search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns)
     return search.run(g)
 
 
 class _Search:
-    def __init__(self, kernel: Kernel, marginal: Tensor, tolerance: float, max_iterations: int):
+    def __init__(self, kernel: Kernel, marginal: Tensor, tolerance: float, max_iterations: int, newton_columns: int):
         self.kernel = kernel
         self.marginal = marginal
         self.log_marginal = marginal.log()
@@ -50,7 +59,7 @@ class _Search:
         self.newton_steps = 0
         m = len(marginal)
         # One Newton step in units of Sinkhorn iterations: 2nM² flop at GEMM speed beside 4nM at memory speed.
-        self.newton_cost = 2.0 + m / 20.0 if m <= _NEWTON_MAX_COLUMNS else math.inf
+        self.newton_cost = 2.0 + m / 20.0 if m <= newton_columns else math.inf
 
     def run(self, g: Tensor) -> DenseResult:
         at = self.evaluate(g)

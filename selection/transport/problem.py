@@ -1,18 +1,29 @@
-"""What is transported: checked inputs, centred targets, and the exact mean cost in one read of the pool."""
+"""What is transported: checked inputs, centred targets, and the exact mean cost in one read of the pool.
+
+Cosine cost is half the squared Euclidean cost between rows of length one: rows are scaled as they are read, everything
+downstream works on squared distances, and `unit` turns the answer back into cosine costs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 from selection.errors import SelectionError
+from selection.transport.ranks import Team
+
+COSTS = ("sqeuclidean", "cosine")
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(stage, done, total)` while rows are read."""
+_READ_BYTES = 2 << 20
+"""Bytes of float64 rows read at a time: they stay in cache while they are checked and summed."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,9 @@ class Problem:
 
     `x` is anything with `shape` and row slices (an array, a memory map); it is read in chunks and never copied
     whole. `y` (M, d) float64 is already centred: `centre` (d,) must be subtracted from every chunk of `x`. The squared
-    Euclidean cost does not see the shift, and dot products of centred rows do not cancel.
+    Euclidean cost does not see the shift, and dot products of centred rows do not cancel. `scale` (N,) float64 is what
+    rows are multiplied by before that (1/|x_i| for cosine), None for 1; `unit` × squared distance = cost. In a team
+    `x`, `a`, `x_squared` and `scale` are this process's shard, and `a` sums to the shard's part of the mass.
     """
 
     x: Any
@@ -31,6 +44,14 @@ class Problem:
     centre: np.ndarray
     x_squared: np.ndarray
     mean_cost: float
+    """Weighted mean of the squared distances, over all pairs of all processes."""
+    mean: np.ndarray
+    """(d,) weighted mean of all centred pool rows."""
+    scale: np.ndarray | None = None
+    unit: float = 1.0
+    team: Team = field(default_factory=Team)
+    total: int = 0
+    """Pool rows of all processes."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,13 +59,60 @@ class Problem:
 
 
 def pose(
-    x: Any, y: ArrayLike, a: ArrayLike | None, b: ArrayLike | None, *, chunk: int, progress: Progress | None
+    x: Any,
+    y: ArrayLike,
+    a: ArrayLike | None,
+    b: ArrayLike | None,
+    *,
+    chunk: int | None,
+    progress: Progress | None,
+    cost: str = "sqeuclidean",
+    team: Team | None = None,
 ) -> Problem:
     """Check everything, read the pool once, return the Problem.
 
-    The mean cost Σ_ij a_i b_j |x_i − y_j|² is exact in float64: with targets centred on their weighted mean it is
-    Σ_i a_i |x_i|² + Σ_j b_j |y_j|², a sum of non-negative terms. Raises SelectionError.
+    The mean squared distance Σ_ij a_i b_j |x_i − y_j|² is exact in float64: with targets centred on their weighted mean
+    it is Σ_i a_i |x_i|² + Σ_j b_j |y_j|², a sum of non-negative terms. chunk: rows read at a time, None to choose.
+    Raises SelectionError, in a team on every process.
     """
+    team = team or Team()
+    checked: Problem | None = None
+    mistake: SelectionError | None = None
+    try:
+        checked = _read(x, y, a, b, chunk, progress, cost == "cosine", team)
+    except SelectionError as error:
+        mistake = error
+    team.agree(mistake)
+    assert checked is not None
+    team.same("target features, their weights or the width of the pool", checked.y, checked.b, checked.x.shape[1])
+    if team.size > 1 and len(set(team.gather(a is None))) > 1:
+        raise SelectionError("some processes give pool weights and some do not; give them on all or on none")
+    total = int(team.total(len(checked.a)))
+    mass = team.total(float(checked.a.sum()))
+    if not 0 < mass < np.inf:
+        raise SelectionError(f"pool weights sum to {mass}; at least one must be positive")
+    weights = checked.a / mass
+    rows_part = team.total(float(weights @ checked.x_squared))
+    mean = np.asarray(team.gather(checked.mean / mass)).sum(0)
+    y_squared = np.einsum("ij,ij->i", checked.y, checked.y)
+    shift = checked.b @ checked.y  # what rounding the centre left over
+    mean_cost = float(rows_part + checked.b @ y_squared - 2.0 * (shift @ mean))
+    if not np.isfinite(mean_cost):
+        raise SelectionError("features are so large that squared distances overflow; rescale them")
+    return replace(checked, a=weights, mean_cost=max(mean_cost, 0.0), mean=mean, team=team, total=total)
+
+
+def _read(
+    x: Any,
+    y: ArrayLike,
+    a: ArrayLike | None,
+    b: ArrayLike | None,
+    chunk: int | None,
+    progress: Progress | None,
+    cosine: bool,
+    team: Team,
+) -> Problem:
+    """This process's part of `pose`: weights not yet scaled to sum 1, `mean` and `mean_cost` not yet final."""
     x = _matrix(x, "pool")
     target = np.asarray(_matrix(y, "target"), dtype=np.float64)
     if x.shape[1] != target.shape[1]:
@@ -52,33 +120,57 @@ def pose(
             f"pool features have {x.shape[1]} columns and target features {target.shape[1]}; embed both the same way"
         )
     finite_rows(target, "target", 0)
-    pool_weights = _weights(a, x.shape[0], "pool")
+    n, d = x.shape
+    pool_weights = _weights(a, n, "pool", empty=team.size > 1)
     target_weights = _weights(b, target.shape[0], "target")
+    target_weights /= target_weights.sum()
     if not target_weights.all():
         row = int(np.flatnonzero(target_weights == 0)[0])
         raise SelectionError(f"target weight {row} is 0; leave target row {row} out instead")
+    if cosine:
+        target = target * (1.0 / _lengths(target, "target", 0))[:, None]
 
     centre = target_weights @ target
-    if not np.issubdtype(x.dtype, np.integer) and x.dtype != np.float64:
+    if x.dtype.kind == "f" and x.dtype != np.float64:
         # A centre that the pool's own type can hold is subtracted from both sides without a rounding of its own.
         centre = centre.astype(np.float32).astype(np.float64)
     target = target - centre
-    x_squared = np.empty(x.shape[0])
-    mean = np.zeros(x.shape[1])
-    for low in range(0, x.shape[0], chunk):
-        rows = np.asarray(x[low : low + chunk], dtype=np.float64)
+    x_squared = np.empty(n)
+    scale = np.empty(n) if cosine else None
+    mean = np.zeros(d)
+    step = chunk or max(16, _READ_BYTES // (8 * d))
+    for low in range(0, n, step):
+        rows = native(x[low : low + step]).to(torch.float64).numpy()
         finite_rows(rows, "pool", low)
-        rows = rows - centre
-        x_squared[low : low + chunk] = np.einsum("ij,ij->i", rows, rows)
-        mean += pool_weights[low : low + chunk] @ rows
+        high = low + len(rows)
+        if scale is not None:
+            scale[low:high] = 1.0 / _lengths(rows, "pool", low)
+            rows *= scale[low:high, None]
+        rows -= centre
+        x_squared[low:high] = np.einsum("ij,ij->i", rows, rows)
+        mean += pool_weights[low:high] @ rows
         if progress:
-            progress("reading the pool", min(low + chunk, x.shape[0]), x.shape[0])
-    y_squared = np.einsum("ij,ij->i", target, target)
-    shift = target_weights @ target  # what rounding the centre left over
-    mean_cost = float(pool_weights @ x_squared + target_weights @ y_squared - 2.0 * (shift @ mean))
-    if not np.isfinite(mean_cost):
-        raise SelectionError("features are so large that squared distances overflow; rescale them")
-    return Problem(x, target, pool_weights, target_weights, centre, x_squared, max(mean_cost, 0.0))
+            progress("reading the pool", high, n)
+    return Problem(
+        x, target, pool_weights, target_weights, centre, x_squared, 0.0, mean, scale, 0.5 if cosine else 1.0, team, n
+    )
+
+
+def native(rows: Any) -> Tensor:
+    """A tensor of its own with these rows, in their own type where torch knows it, else float64."""
+    array = np.asarray(rows)
+    known = array.dtype.kind == "f" and array.dtype.itemsize <= 8 and array.dtype.isnative
+    return torch.from_numpy(np.array(array, dtype=None if known else np.float64, order="C"))
+
+
+def _lengths(rows: np.ndarray, side: str, offset: int) -> np.ndarray:
+    """(n,) norms, none of them zero."""
+    found = np.sqrt(np.einsum("ij,ij->i", rows, rows))
+    if not (found > 0).all() or not np.isfinite(found).all():
+        row = int(np.flatnonzero(~((found > 0) & np.isfinite(found)))[0])
+        told = "is zero" if found[row] == 0 else "is too long"
+        raise SelectionError(f"{side} features: row {offset + row} {told}, so it has no cosine; drop it or rescale")
+    return found
 
 
 def finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
@@ -104,16 +196,17 @@ def _matrix(value: Any, side: str) -> Any:
     return array
 
 
-def _weights(value: ArrayLike | None, count: int, side: str) -> np.ndarray:
+def _weights(value: ArrayLike | None, count: int, side: str, *, empty: bool = False) -> np.ndarray:
+    """Checked weights, not yet scaled to sum 1; `empty`: none need be positive (another process may have some)."""
     if value is None:
-        return np.full(count, 1.0 / count)
-    weights = np.asarray(value, dtype=np.float64)
+        return np.ones(count)
+    weights = np.array(value, dtype=np.float64)
     if weights.shape != (count,):
         raise SelectionError(f"{side} weights must have shape ({count},), not {weights.shape}")
     if not np.isfinite(weights).all() or (weights < 0).any():
         row = int(np.flatnonzero(~np.isfinite(weights) | (weights < 0))[0])
         raise SelectionError(f"{side} weight {row} is {weights[row]}; weights must be finite and not negative")
     total = weights.sum()
-    if not 0 < total < np.inf:
+    if not (0 < total < np.inf or (empty and total == 0)):
         raise SelectionError(f"{side} weights sum to {total}; at least one must be positive")
-    return weights / total
+    return weights

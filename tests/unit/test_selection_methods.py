@@ -78,6 +78,15 @@ def test_dsir_batches_do_not_leak_into_one_another():
         assert len(set(found.scores_[i :: len(TEXTS)])) == 1
 
 
+@pytest.mark.parametrize("hashing", ["fast", "sha256"])
+def test_dsir_within_memory_gives_the_same(hashing):
+    many = [TEXTS[i % len(TEXTS)] for i in range(9000)]
+    pool, target = Pool(texts=many), Pool(texts=TEXTS[:1])
+    whole = DSIRSelector(hashing=hashing).fit(pool, target)
+    for memory in (0, 200_000):
+        assert (DSIRSelector(hashing=hashing, memory_bytes=memory).fit(pool, target).scores_ == whole.scores_).all()
+
+
 def test_dsir_resampling_draws_in_proportion_to_the_weights():
     texts = ["aa"] * 500 + ["bb"] * 500
     pool = Pool(texts=texts, ids=[str(i) for i in range(1000)])

@@ -105,7 +105,7 @@ def test_far_from_the_origin_nothing_cancels():
     near = sinkhorn_potentials(x, y, method="streamed", tolerance=1e-4)
     far = sinkhorn_potentials(x + 1e6, y + 1e6, method="streamed", tolerance=1e-4)
     assert far.dtype == near.dtype == "float32"
-    np.testing.assert_allclose(far.scores, near.scores, atol=1e-5)
+    np.testing.assert_allclose(far.scores, near.scores, atol=5e-5)  # float32 logits of 40 at an ε of 2.5
 
 
 def test_nearest_is_the_largest_part_of_a_rows_mass():

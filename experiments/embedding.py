@@ -1,0 +1,193 @@
+"""The vectors of a selection: made by its embedder, or your own; in memory where they are few, else in shards on disk.
+
+A model's states come from `finetune` by a callable: `selection` pools them and never loads a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.config import Recipe
+from experiments.console import Console
+from experiments.reading import PoolRecords, Records
+from finetune.data import RowView
+from finetune.errors import UserError
+from finetune.seeds import derive
+from selection.config import Backbone, Encoder, Features, Static, TfIdf
+from selection.features import FeatureCache, TakenRows, in_shards, load_features
+
+HELD_BYTES = 256 << 20
+"""Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""
+
+
+class Vectors:
+    """Vectors of pool, target and negative examples of one recipe.
+
+    The embedder is made on first use: TF-IDF is fitted on all three sides together, whatever part of the pool is then
+    asked for. `about` says for the manifest what the cache did. `close` removes what is not to be kept.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        pool: PoolRecords,
+        target: Records,
+        negative: Records | None,
+        directory: Path,
+        console: Console,
+    ):
+        spec = recipe.select
+        assert spec is not None
+        self.recipe = recipe
+        self.spec = spec
+        self._pool = pool
+        self._target = target
+        self._negative = negative
+        self._console = console
+        self._directory = directory
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._embed: Callable[[list[str]], np.ndarray] | None = None
+        self._key = ""
+        self.about: dict[str, Any] = {}
+
+    def pool(self, view: RowView | None = None, label: str = "embed pool") -> Any:
+        """(N, d) of the whole pool, or of the rows of `view` (another view of the same records)."""
+        view = self._pool.rows if view is None else view
+        embedder = self.spec.embedder
+        if isinstance(embedder, Features):
+            return _own(embedder.pool, self._pool, view.indices(), "pool")
+        return self._made(view.texts, label)
+
+    def target(self) -> np.ndarray:
+        """(M, d)."""
+        return self._side(self._target, "target")
+
+    def negative(self) -> np.ndarray | None:
+        """(K, d), or None where there are no negative examples."""
+        return None if self._negative is None else self._side(self._negative, "negative")
+
+    def close(self) -> None:
+        """Remove shards that were kept for this run alone."""
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+    def _side(self, records: Records, name: str) -> np.ndarray:
+        embedder = self.spec.embedder
+        if isinstance(embedder, Features):
+            index = np.array([row.index for row in records.rows], dtype=np.int64)
+            return np.asarray(_own(getattr(embedder, name), records, index, name))
+        return np.asarray(self._made(_texts(records), f"embed {name}"))
+
+    def _made(self, texts: Sequence[str], label: str) -> Any:
+        if self._embed is None:
+            self._embed, self._key = self._embedder()
+        embed, dtype = self._embed, self.spec.feature_type
+        with self._console.task(label, len(texts), "texts") as task:
+            cache = self._cache(len(texts))
+            if cache is None:
+                return in_shards(texts, embed, dtype=dtype, progress=task)
+            rows = cache.features(texts, embed, key=self._key, dtype=dtype, progress=task)
+        if self.spec.cache:
+            for name in ("computed", "reused", "broken"):
+                self.about[f"shards_{name}"] = self.about.get(f"shards_{name}", 0) + getattr(cache, name)
+        return np.asarray(rows) if rows.nbytes <= HELD_BYTES else rows
+
+    def _cache(self, count: int) -> FeatureCache | None:
+        if self.spec.cache:
+            return FeatureCache(Path(self.spec.cache).expanduser())
+        embedder = self.spec.embedder
+        width = embedder.dim if isinstance(embedder, TfIdf) else 1024
+        if count * width * np.dtype(self.spec.feature_type).itemsize <= HELD_BYTES:
+            return None
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix=".features-", dir=self._directory)
+        return FeatureCache(self._scratch.name)
+
+    def _embedder(self) -> tuple[Callable[[list[str]], np.ndarray], str]:
+        """texts → vectors, and the key that names it in a cache."""
+        embedder = self.spec.embedder
+        if isinstance(embedder, TfIdf):
+            return self._tfidf(embedder)
+        if isinstance(embedder, Static):
+            from selection.features import StaticEmbedder
+
+            if not embedder.path:
+                raise UserError("select.embedder.path is empty: name a directory or a file of word vectors")
+            static = StaticEmbedder(embedder.path, max_tokens=embedder.max_length)
+            return static.transform, f"static {static.fingerprint if self.spec.cache else ''}"
+        assert isinstance(embedder, Backbone | Encoder)
+        return self._model(embedder)
+
+    def _tfidf(self, embedder: TfIdf) -> tuple[Callable[[list[str]], np.ndarray], str]:
+        from selection import TfIdfEmbedder
+        from selection.features.tfidf import load_fitted
+
+        seed = derive(self.recipe.train.seed, "tfidf")
+        tfidf = TfIdfEmbedder(dim=embedder.dim, buckets=embedder.buckets, seed=seed, fit_rows=embedder.fit_rows)
+        # The negatives count as target: TF-IDF must know their words too.
+        near = _texts(self._target) + (_texts(self._negative) if self._negative is not None else [])
+        if not self.spec.cache:
+            tfidf.fit(self._pool.rows.texts, near)
+            return tfidf.transform, ""
+        texts = tfidf.fit_texts(self._pool.rows.texts, near)
+        digest = hashlib.sha256(repr((embedder, seed, [len(text) for text in texts])).encode())
+        for text in texts:
+            digest.update(text.encode())
+        path = Path(self.spec.cache).expanduser() / f"tfidf-{digest.hexdigest()[:40]}.npz"
+        load_fitted(path, tfidf, lambda: tfidf.fit(texts))
+        return tfidf.transform, f"tfidf {tfidf.fingerprint}"
+
+    def _model(self, embedder: Backbone | Encoder) -> tuple[Callable[[list[str]], np.ndarray], str]:
+        from finetune.backbone import resolve_backbone
+        from finetune.features import hidden_state_encoder, model_fingerprint
+        from selection import pool_features
+        from selection.features import read_layout
+
+        name = embedder.path if isinstance(embedder, Encoder) else self.recipe.backbone
+        if not name:
+            raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
+        pooling, normalise, length, lower, prompt = "mean", True, embedder.max_length, False, ""
+        if isinstance(embedder, Encoder):
+            root = Path(name).expanduser()
+            # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
+            if not (root / "modules.json").is_file():
+                root = resolve_backbone(name)
+            layout = read_layout(root) if embedder.pooling == "auto" else None
+            if layout is not None:
+                name, pooling, normalise = str(layout.transformer), layout.pooling, layout.normalise
+                length, lower, prompt = min(length, layout.max_length or length), layout.lower, layout.prompt
+            elif embedder.pooling != "auto":
+                pooling = embedder.pooling
+        encode = hidden_state_encoder(name, max_length=length, device=self.recipe.train.device)
+
+        def embed(texts: list[str]) -> np.ndarray:
+            given = [prompt + (text.lower() if lower else text) for text in texts]
+            return pool_features(given, encode, batch_size=64, pooling=pooling, normalise=normalise)  # type: ignore[arg-type]
+
+        content = model_fingerprint(resolve_backbone(name)) if self.spec.cache else ""
+        return embed, f"states {content} {length} {pooling} {normalise} {lower} {prompt}"
+
+
+def _texts(records: Records) -> list[str]:
+    return [row.values["text"] for row in records.rows]
+
+
+def _own(path: str, records: Records, index: np.ndarray, name: str) -> Any:
+    """The user's features at `index`: row i of the file belongs to record i before any filter."""
+    matrix = load_features(path)
+    if len(matrix) != records.total:
+        raise UserError(
+            f"--{name}-features: {path} has {len(matrix)} rows for {records.total} records; "
+            "they must be in file order, one row per record"
+        )
+    taken = TakenRows(matrix, index)
+    if taken.nbytes <= HELD_BYTES:
+        return np.asarray(taken)
+    return matrix if len(index) == len(matrix) and (index[:-1] < index[1:]).all() else taken

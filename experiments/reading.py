@@ -1,0 +1,147 @@
+"""What a selection reads: pools of any size as views of a file on disk, targets as lists; and the pool cut to length."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.config import Recipe, Select
+from experiments.console import Console
+from experiments.preparing import read_splits
+from finetune.config import Files
+from finetune.data import Row, RowView, limit_rows, read_rows, require_rows, spill_rows
+from finetune.errors import UserError
+from finetune.seeds import derive
+from selection.config import Chunk, Features
+
+_WORDS = re.compile(r"\S+")
+
+
+@dataclass(frozen=True)
+class Records:
+    """Rows that were kept, and where each stood among all records of its files (own features follow that order)."""
+
+    rows: Sequence[Row]
+    skipped: list[str]
+    total: int
+
+
+@dataclass(frozen=True)
+class PoolRecords(Records):
+    """The pool: its rows are a view of a file."""
+
+    rows: RowView
+
+
+def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> PoolRecords:
+    """The pool's rows, spilled into a file of `directory` that is gone when the view is. Raises UserError."""
+    skipped: list[str] = []
+    rows = _rows(spec.pool, spec, "pool", skipped)
+    view = spill_rows(
+        _told(rows, console), directory / ".pool.arrow", columns=spec.columns, domain_column=spec.domain_column
+    )
+    if not len(view):
+        require_rows([], files=spec.pool.files, what="pool", skipped=skipped)
+    total = len(view) + len(skipped)
+    if spec.pool.limit is not None:
+        view = view.take(limit_rows(range(len(view)), spec.pool.limit, seed=derive(seed, "limit", "pool")))
+    return PoolRecords(view, skipped, total)
+
+
+def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
+    """The rows of a target, or of negative examples, in memory. Raises UserError."""
+    skipped: list[str] = []
+    rows = _rows(files, spec, name, skipped)
+    kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
+    total = len(kept) + len(skipped)
+    return Records(limit_rows(kept, files.limit, seed=derive(seed, "limit", name)), skipped, total)
+
+
+def training_rows(recipe: Recipe) -> Records:
+    """The run's own training rows as the target: after holdout and limit, so no judged text is seen."""
+    rows = read_splits(recipe)
+    without = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
+    if without is not None:
+        raise UserError(f"{without.where}: no text to select for; name select.target.files or set data.columns.text")
+    return Records(rows.train, rows.skipped, rows.records)
+
+
+def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
+    """The pool cut to the length of `select.chunk`; as it is where that is not set. Raises UserError."""
+    spec = recipe.select
+    assert spec is not None
+    if spec.chunk is None:
+        return view
+    if isinstance(spec.embedder, Features):
+        raise UserError(
+            "select.chunk: pieces of a record have no row in features of your own; cut the pool first, "
+            "then embed it and select from the pieces"
+        )
+    pieces = view.cut(_spans(recipe, spec.chunk, view.texts))
+    console.say(f"pool cut to {spec.chunk.size} {spec.chunk.unit}: {len(view):,} records, {len(pieces):,} pieces")
+    if not len(pieces):
+        raise UserError(f"select.chunk: no text of the pool's {len(view):,} records has a single {spec.chunk.unit[:-1]}")
+    return pieces
+
+
+def _spans(recipe: Recipe, chunk: Chunk, texts: Iterable[str]) -> Iterator[list[tuple[int, int]]]:
+    """For each text its pieces; none for a text without a unit."""
+    if chunk.unit == "chars":
+        for text in texts:
+            yield [(low, min(low + chunk.size, len(text))) for low in range(0, len(text), chunk.size)]
+        return
+    if chunk.unit == "words":
+        for text in texts:
+            yield _grouped([match.span() for match in _WORDS.finditer(text)], chunk.size)
+        return
+    from finetune.backbone import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.backbone)
+    if not tokenizer.is_fast:
+        raise UserError(f"select.chunk.unit: the tokenizer of {recipe.backbone!r} cannot say where tokens lie; use words")
+    for text in texts:
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        # Tokens of several bytes of one character share its span.
+        yield _grouped([(low, high) for low, high in found["offset_mapping"] if high > low], chunk.size)
+
+
+def _grouped(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """From the first to the last character of every `size` units."""
+    pieces: list[tuple[int, int]] = []
+    for low in range(0, len(units), size):
+        start, end = units[low][0], units[min(low + size, len(units)) - 1][1]
+        pieces.append((max(start, pieces[-1][1]) if pieces else start, end))
+    return [(start, end) for start, end in pieces if end > start]
+
+
+def domain_of(row: Row, spec: Select) -> str | None:
+    """The row's domain as a string, or None."""
+    value = row.values.get(spec.domain_column)
+    return None if value is None else str(value)
+
+
+def domains_of(records: Records, spec: Select) -> list[str | None] | None:
+    """Each record's domain, or None where no record has one."""
+    if isinstance(records.rows, RowView):
+        return records.rows.domains()
+    names = [domain_of(row, spec) for row in records.rows]
+    return names if any(name is not None for name in names) else None
+
+
+def _rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator[Row]:
+    if not files.files:
+        raise UserError(f"select.{name}.files is empty: name the files of the {name}")
+    return read_rows(files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped)
+
+
+def _told(rows: Iterable[Row], console: Console) -> Iterator[Row]:
+    """The rows, with a line every ten seconds: nobody knows how many are to come."""
+    start = last = time.monotonic()
+    for count, row in enumerate(rows, start=1):
+        yield row
+        if count % 4096 == 0 and time.monotonic() - last > 10:
+            last = time.monotonic()
+            console.say(f"read pool: {count:,} records, {count / (last - start):,.0f} records/s")

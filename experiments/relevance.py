@@ -1,0 +1,60 @@
+"""The pool's domains judged as wholes, before its records are: `select.relevance` at work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiments.config import Select
+from experiments.console import Console
+from experiments.embedding import Vectors
+from experiments.reading import PoolRecords
+from finetune.errors import UserError
+from finetune.seeds import derive
+
+
+def check_relevance(spec: Select) -> None:
+    """Refuse weights that the method would not look at. Raises UserError."""
+    kinds = ("gotd", "gotd-contrast")
+    if spec.relevance is not None and spec.relevance.use == "weight" and spec.method.kind not in kinds:
+        raise UserError(
+            f"select.relevance.use: {spec.method.kind} does not look at the weights of domains; "
+            f"use choose, or one of the methods {', '.join(kinds)}"
+        )
+
+
+def judge_domains(
+    spec: Select, pool: PoolRecords, vectors: Vectors, seed: int, console: Console
+) -> tuple[PoolRecords, np.ndarray | None, dict[str, Any] | None]:
+    """The pool that stays, its rows' weights (None: uniform), and what manifest.json says of it (None: not asked for).
+
+    Raises UserError where no record has a domain.
+    """
+    settings = spec.relevance
+    if settings is None:
+        return pool, None, None
+    from selection.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
+
+    view = pool.rows
+    domains = view.domains()
+    if domains is None:
+        raise UserError(
+            f"select.relevance: no record of the pool has the column {spec.domain_column!r}; name it in "
+            "select.domain_column"
+        )
+    drawn = sample_domains(domains, settings.sample, ids=view.ids, seed=derive(seed, "relevance"))
+    samples = {name: vectors.pool(view.take(rows), f"embed {name}") for name, rows in drawn.items()}
+    distances = domain_distances(samples, vectors.target(), epsilon=settings.epsilon, seed=derive(seed, "relevance"))
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
+    about: dict[str, Any] = {"use": settings.use, "distances": distances, "sampled": {n: len(r) for n, r in drawn.items()}}
+    if settings.use == "weight":
+        weights, masses = mass_by_distance(distances, domains, temperature=settings.temperature)
+        console.say(f"domains by distance to the target: {shown}; weighted")
+        return pool, weights, about | {"masses": masses}
+    chosen = nearest_domains(distances, settings.keep)
+    kept = np.flatnonzero(np.fromiter((name in chosen for name in domains), bool, len(domains)))
+    console.say(f"domains by distance to the target: {shown}; {', '.join(chosen)} stay, {len(kept):,} records")
+    about |= {"chosen": chosen, "records_before": len(view), "records_without_domain": domains.count(None)}
+    return replace(pool, rows=view.take(kept)), None, about

@@ -1,0 +1,291 @@
+"""Rows of any number on disk, to be indexed like a list: what a pool of millions is.
+
+    view = spill_rows(read_rows(files), path, columns=columns, domain_column="domain")
+    view[7]                      # a Row, as it was read
+    view.texts[1000:2000]        # without the rest
+    view.take(kept)              # another view of the same file
+    view.cut(spans)              # a view of pieces of the texts, each a row of its own
+
+The rows are written once, as an Arrow file that is then memory-mapped: the system's page cache holds texts, the
+process none. A view itself takes 8 bytes a row, 28 where texts were cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from ..config import Columns
+from ..errors import UserError
+from .rows import Row, canonical_values
+
+Span = tuple[int, int]
+"""Start and end of a piece, in characters of its row's text."""
+
+_ROWS = 4096
+_CHARACTERS = 1 << 24
+
+
+def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_column: str = "domain") -> RowView:
+    """Write `rows` (of `read_rows`, each with a text) to `path` and return a view of them.
+
+    The file is unlinked as soon as it is mapped: it goes when the view does, or when the process is killed. Memory: a
+    batch of rows.
+
+    Raises:
+        UserError: the disk is full, or an id or domain is not text. Whatever `rows` raises.
+    """
+    try:
+        _write(rows, path, columns, domain_column)
+        return RowView(_Store(path, columns))
+    except OSError as error:
+        raise UserError(f"{path}: the pool's rows cannot be kept there ({error.strerror or error})") from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write(rows: Iterable[Row], path: Path, columns: Columns, domain_column: str) -> None:
+    import pyarrow as pa
+
+    schema = pa.schema(
+        [
+            ("id", pa.string()),
+            ("text", pa.string()),
+            ("domain", pa.string()),
+            ("where", pa.string()),
+            ("index", pa.int64()),
+            ("rest", pa.string()),
+        ]
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in _batches(rows, columns, domain_column):
+            writer.write_batch(pa.record_batch(batch, schema=schema))
+
+
+def _batches(rows: Iterable[Row], columns: Columns, domain_column: str) -> Iterator[list[list[Any]]]:
+    batch: list[tuple[Any, ...]] = []
+    held = 0
+    for row in rows:
+        text = row.values["text"]
+        domain = row.values.get(domain_column)
+        domain = None if domain is None else str(domain)
+        for name, value in (("id", row.id), ("domain", domain)):
+            if value is not None and not value.isascii():
+                try:
+                    value.encode("utf-8")
+                except UnicodeEncodeError:
+                    raise UserError(f"{row.where}: the {name} has half of a surrogate pair, which is not text") from None
+        # The text's place among the columns is kept, so that a record comes back with its own order.
+        rest = {name: None if name == columns.text else value for name, value in row.record.items()}
+        batch.append((row.id, text, domain, row.where, row.index, json.dumps(rest, default=str)))
+        held += len(text) + len(batch[-1][-1])
+        if len(batch) == _ROWS or held > _CHARACTERS:
+            yield [list(column) for column in zip(*batch, strict=True)]
+            batch, held = [], 0
+    if batch:
+        yield [list(column) for column in zip(*batch, strict=True)]
+
+
+class _Store:
+    """The mapped file: values of a column by row number."""
+
+    def __init__(self, path: Path, columns: Columns):
+        import pyarrow as pa
+
+        self.columns = columns
+        self._reader = pa.ipc.open_file(pa.memory_map(str(path), "r"))
+        lengths = [self._reader.get_batch(i).num_rows for i in range(self._reader.num_record_batches)]
+        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def values(self, column: str, rows: np.ndarray) -> list[Any]:
+        """The column's values at `rows` (any order), as Python objects."""
+        import pyarrow as pa
+
+        out: list[Any] = []
+        batch_of = np.searchsorted(self._starts, rows, side="right") - 1
+        borders = np.flatnonzero(np.diff(batch_of)) + 1
+        for low, high in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
+            if low == high:
+                continue
+            number = int(batch_of[low])
+            values = self._reader.get_batch(number).column(column)
+            local = rows[low:high] - self._starts[number]
+            if local[-1] - local[0] == len(local) - 1 and (len(local) == 1 or (np.diff(local) == 1).all()):
+                values = values.slice(int(local[0]), len(local))
+            else:
+                values = values.take(pa.array(local))
+            out.extend(values.to_pylist())
+        return out
+
+    def indices(self) -> np.ndarray:
+        """Column `index` whole: (N,) int64."""
+        batches = (self._reader.get_batch(i) for i in range(self._reader.num_record_batches))
+        return np.concatenate([np.empty(0, np.int64), *(batch.column("index").to_numpy() for batch in batches)])
+
+
+class RowView(Sequence[Row]):
+    """Rows of a store: all, some, or pieces of them. Immutable; `take` and `cut` give new views."""
+
+    def __init__(
+        self,
+        store: _Store,
+        base: np.ndarray | None = None,
+        spans: np.ndarray | None = None,
+        numbers: tuple[np.ndarray, ...] = (),
+    ):
+        self._store = store
+        self._base = np.arange(len(store)) if base is None else base
+        self._spans = spans
+        """(N, 2) int64: start and end in the stored text; start −1: the text whole."""
+        self._numbers = numbers
+        """One (N,) int32 for each time texts were cut: the piece's number, −1 where a row was left whole."""
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    @overload
+    def __getitem__(self, key: int) -> Row: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Row]: ...
+    def __getitem__(self, key: int | slice) -> Row | list[Row]:
+        if isinstance(key, slice):
+            return self._rows(np.arange(*key.indices(len(self))))
+        return self._rows(self._at(key))[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for low in range(0, len(self), _ROWS):
+            yield from self[low : low + _ROWS]
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """The rows' texts alone."""
+        return _Column(self, self._texts)
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """The rows' ids alone: `<id>#<k>` for piece k of a row that was cut."""
+        return _Column(self, self._ids)
+
+    def domains(self) -> list[str | None] | None:
+        """Each row's domain, each name held once; None where no row has one."""
+        known: dict[str | None, str | None] = {}
+        out: list[str | None] = []
+        for low in range(0, len(self), _ROWS):
+            found = self._store.values("domain", self._base[low : low + _ROWS])
+            out.extend(known.setdefault(name, name) for name in found)
+        return out if any(name is not None for name in known) else None
+
+    def indices(self) -> np.ndarray:
+        """(N,) int64: each row's place among all records of its files, bad ones included."""
+        return np.asarray(self._store.indices()[self._base])
+
+    def take(self, rows: np.ndarray | Sequence[int]) -> RowView:
+        """The rows with these numbers, in this order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        spans = None if self._spans is None else self._spans[rows]
+        return RowView(self._store, self._base[rows], spans, tuple(level[rows] for level in self._numbers))
+
+    def cut(self, spans: Iterable[Sequence[Span] | None]) -> RowView:
+        """Each row replaced by pieces of its text: `spans` has an entry for every row in order, None to leave it whole.
+
+        A piece is a row with the id `<id>#<k>`, k from 0, and the columns `source_id` (of the record in the file),
+        `start` and `end` (characters of that record's text). An empty entry drops its row.
+        """
+        rows: list[np.ndarray] = []
+        ends: list[np.ndarray] = []
+        levels: list[np.ndarray] = []
+        batch: list[tuple[int, int, int, int]] = []
+
+        def flush() -> None:
+            part = np.array(batch, dtype=np.int64).reshape(-1, 4)
+            rows.append(part[:, 0])
+            ends.append(part[:, 1:3])
+            levels.append(part[:, 3].astype(np.int32))
+            batch.clear()
+
+        count = 0
+        for count, found in enumerate(spans, start=1):
+            start, end = (-1, -1) if self._spans is None else self._spans[count - 1].tolist()
+            if found is None:
+                batch.append((count - 1, start, end, -1))
+            else:
+                shift = max(start, 0)
+                batch.extend((count - 1, shift + low, shift + high, k) for k, (low, high) in enumerate(found))
+            if len(batch) >= 1 << 16:
+                flush()
+        flush()
+        if count != len(self):
+            raise ValueError(f"{count} entries of spans for {len(self)} rows")
+        taken = self.take(np.concatenate(rows))
+        return RowView(self._store, taken._base, np.concatenate(ends), (*taken._numbers, np.concatenate(levels)))
+
+    def _at(self, key: int) -> np.ndarray:
+        if not -len(self) <= key < len(self):
+            raise IndexError(f"row {key} of {len(self)}")
+        return np.array([key % len(self)])
+
+    def _texts(self, rows: np.ndarray) -> list[str]:
+        texts: list[str] = self._store.values("text", self._base[rows])
+        if self._spans is None:
+            return texts
+        return [
+            text if low < 0 else text[low:high]
+            for text, (low, high) in zip(texts, self._spans[rows].tolist(), strict=True)
+        ]
+
+    def _ids(self, rows: np.ndarray) -> list[str]:
+        ids: list[str] = self._store.values("id", self._base[rows])
+        for level in self._numbers:
+            ids = [name if k < 0 else f"{name}#{k}" for name, k in zip(ids, level[rows].tolist(), strict=True)]
+        return ids
+
+    def _rows(self, rows: np.ndarray) -> list[Row]:
+        base = self._base[rows]
+        columns = self._store.columns
+        texts, ids = self._texts(rows), self._ids(rows)
+        spans = [(-1, -1)] * len(rows) if self._spans is None else self._spans[rows].tolist()
+        stored = (self._store.values(name, base) for name in ("id", "where", "index", "rest"))
+        out: list[Row] = []
+        for text, name, (low, high), source, where, index, rest in zip(texts, ids, spans, *stored, strict=True):
+            record = json.loads(rest)
+            record[columns.text] = text
+            values = canonical_values(record, columns)
+            if low >= 0:
+                about = {"source_id": source, "start": low, "end": high}
+                record |= about
+                values |= {**about, "id": name}
+            out.append(Row(values, name, where, record, index))
+        return out
+
+
+class _Column(Sequence[str]):
+    """One string of every row of a view."""
+
+    def __init__(self, view: RowView, read: Any):
+        self._view = view
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    @overload
+    def __getitem__(self, key: int) -> str: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[str]: ...
+    def __getitem__(self, key: int | slice) -> str | list[str]:
+        if isinstance(key, slice):
+            found: list[str] = self._read(np.arange(*key.indices(len(self))))
+            return found
+        return str(self._read(self._view._at(key))[0])
+
+    def __iter__(self) -> Iterator[str]:
+        for low in range(0, len(self), _ROWS):
+            yield from self[low : low + _ROWS]

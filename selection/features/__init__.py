@@ -1,0 +1,32 @@
+"""Texts to vectors: hashing TF-IDF + SVD, pooled states of a model handed in, static word vectors, your own `.npy`;
+kept in resumable shards."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "FeatureCache": "cache",
+    "SentenceLayout": "sentence",
+    "ShardedRows": "rows",
+    "StaticEmbedder": "static",
+    "TakenRows": "rows",
+    "TfIdfEmbedder": "tfidf",
+    "in_shards": "cache",
+    "load_features": "own",
+    "normalised": "pooling",
+    "pool_features": "pooling",
+    "read_layout": "sentence",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

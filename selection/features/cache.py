@@ -1,0 +1,189 @@
+"""Features in shards on disk: computed once, verified when they are read, resumed after a kill.
+
+A shard holds the features of `shard_rows` neighbouring texts. Its file is named by a digest of everything it depends
+on: the embedder (model and parameters), the type it is stored in, and the texts, byte by byte. So nothing is ever out
+of date: what changed has another name. A file is a plain `.npy` array with 32 bytes behind it, the SHA-256 of all
+before; it appears whole or not at all, and one that does not match its digest is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Literal
+
+import numpy as np
+
+from selection.errors import SelectionError
+from selection.features.rows import ShardedRows
+
+SHARD_ROWS = 8192
+Embed = Callable[[list[str]], np.ndarray]
+"""texts -> (len(texts), d) features."""
+Progress = Callable[[int], None]
+"""Called with the number of texts that are done."""
+Stored = Literal["float32", "float16"]
+
+
+def in_shards(
+    texts: Sequence[str],
+    embed: Embed,
+    *,
+    dtype: Stored = "float32",
+    shard_rows: int = SHARD_ROWS,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """(len(texts), d) in memory, computed shard by shard: to the bit what `FeatureCache.features` gives."""
+    parts = []
+    for low in range(0, len(texts), shard_rows):
+        some = list(texts[low : low + shard_rows])
+        parts.append(_stored(embed(some), len(some), dtype, low))
+        if progress:
+            progress(low + len(some))
+    if not parts:
+        raise SelectionError("there are no texts to embed")
+    return np.concatenate(parts)
+
+
+class FeatureCache:
+    """Shards in one directory, which may serve any number of pools, embedders and runs, at the same time too.
+
+    `computed` and `reused` count the shards of the last call of `features`; `broken` those among the computed whose
+    file did not match its digest.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.computed = self.reused = self.broken = 0
+
+    def features(
+        self,
+        texts: Sequence[str],
+        embed: Embed,
+        *,
+        key: str,
+        dtype: Stored = "float32",
+        shard_rows: int = SHARD_ROWS,
+        progress: Progress | None = None,
+    ) -> ShardedRows:
+        """The features of `texts`, computed where no intact shard has them.
+
+        key: names the embedder, its model's content and every parameter that changes what it gives. texts are read
+        `shard_rows` at a time. Raises SelectionError: features that are not (len(texts), d), not finite, of differing
+        width, or a directory that cannot be written to.
+        """
+        if not len(texts):
+            raise SelectionError("there are no texts to embed")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SelectionError(f"{self.directory}: no cache can be kept there ({error.strerror or error})") from error
+        self._sweep()
+        self.computed = self.reused = self.broken = 0
+        files: list[Path] = []
+        lengths: list[int] = []
+        width: int | None = None
+        for low in range(0, len(texts), shard_rows):
+            some = list(texts[low : low + shard_rows])
+            path = self.directory / f"{_shard_name(key, dtype, some)}.npy"
+            dim = self._intact(path, len(some), dtype)
+            if dim is None:
+                matrix = _stored(embed(some), len(some), dtype, low)
+                self._write(path, matrix)
+                dim = matrix.shape[1]
+                self.computed += 1
+            else:
+                self.reused += 1
+            if width not in (None, dim):
+                raise SelectionError(f"the embedder gave {width} columns before text {low} and {dim} from there on")
+            width = dim
+            files.append(path)
+            lengths.append(len(some))
+            if progress:
+                progress(low + len(some))
+        assert width is not None
+        return ShardedRows(files, lengths, width, dtype)
+
+    def _intact(self, path: Path, rows: int, dtype: Stored) -> int | None:
+        """The width of the shard at `path`, or None where it is absent or not what it should be."""
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise SelectionError(f"{path}: cannot be read ({error.strerror or error})") from error
+        if hashlib.sha256(content[:-32]).digest() == content[-32:]:
+            shape = np.load(io.BytesIO(content), allow_pickle=False).shape
+            if shape[0] == rows:
+                return int(shape[1])
+        self.broken += 1
+        return None
+
+    def _write(self, path: Path, matrix: np.ndarray) -> None:
+        buffer = io.BytesIO()
+        np.save(buffer, matrix, allow_pickle=False)
+        content = buffer.getbuffer()
+        with written_whole(path) as handle:
+            handle.write(content)
+            handle.write(hashlib.sha256(content).digest())
+
+    def _sweep(self) -> None:
+        """Remove what killed processes of this machine left; those that still run keep theirs."""
+        for leftover in self.directory.glob(".*.tmp"):
+            with contextlib.suppress(ValueError, IndexError, OSError):
+                if not _alive(int(leftover.name.split(".")[-3])):
+                    leftover.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that becomes `path` on normal exit and vanishes otherwise. Raises SelectionError for OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise SelectionError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _shard_name(key: str, dtype: str, texts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for part in (key, dtype, *texts):
+        # The length before each part: where one ends must not be a matter of what it holds.
+        raw = part.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "little"))
+        digest.update(raw)
+    return digest.hexdigest()[:40]
+
+
+def _stored(features: np.ndarray, rows: int, dtype: Stored, first: int) -> np.ndarray:
+    """`features` in the type they are kept in; SelectionError where they cannot be."""
+    if features.ndim != 2 or len(features) != rows or not features.shape[1]:
+        raise SelectionError(f"the embedder must return ({rows}, d) for {rows} texts, not {features.shape}")
+    with np.errstate(over="ignore"):
+        kept = np.ascontiguousarray(features, dtype=dtype)
+    if not np.isfinite(kept).all():
+        row = first + int(np.flatnonzero(~np.isfinite(kept).all(axis=1))[0])
+        raise SelectionError(f"the features of text {row} are not finite in {dtype}; store float32, or mend the model")
+    return kept
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,191 @@
+"""Static word vectors: a table of vectors, looked up token by token and averaged. No model runs.
+
+Layouts: model2vec (model.safetensors, tokenizer.json, config.json), sentence-transformers' StaticEmbedding, and the
+text format of word2vec, GloVe and fastText (`word v1 … vd` a line, with or without a first line `rows columns`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from selection.errors import SelectionError
+from selection.features.pooling import normalised
+
+_BATCH = 4096
+_WORDS = re.compile(r"\w+|[^\w\s]")
+Tokenise = Callable[[list[str]], list[list[int]]]
+"""texts -> rows of the table for each text's tokens; tokens without a row are left out."""
+
+
+class StaticEmbedder:
+    """The mean of the vectors of a text's tokens: float32 (n, d). A text without a known token gets the zero vector.
+
+    path: a directory of model2vec's or sentence-transformers' static layout, or a text file of word vectors (.txt,
+    .vec, also .gz). max_tokens: tokens read of each text, from its start. normalise: L2 norm 1; None: as the layout
+    says, and True for a text file. Reading happens in the constructor, and raises SelectionError.
+    """
+
+    def __init__(self, path: str | Path, *, max_tokens: int = 512, normalise: bool | None = None):
+        if max_tokens < 1:
+            raise SelectionError(f"max_tokens must be at least 1, not {max_tokens}")
+        self.path = Path(path).expanduser()
+        self.max_tokens = max_tokens
+        if self.path.is_dir():
+            self._table, self._tokenise, wanted = _from_directory(self.path)
+        elif self.path.is_file():
+            self._table, vocabulary = _from_text(self.path)
+            self._tokenise, wanted = _by_words(vocabulary), True
+        else:
+            raise SelectionError(f"{self.path}: no such directory or file of word vectors")
+        if not np.isfinite(self._table).all():
+            raise SelectionError(f"{self.path}: a vector holds a NaN or an infinity")
+        self.normalise = wanted if normalise is None else normalise
+
+    @property
+    def dim(self) -> int:
+        return int(self._table.shape[1])
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the files and of the parameters."""
+        digest = hashlib.sha256(f"{self.max_tokens} {self.normalise}".encode())
+        files = sorted(f for f in self.path.rglob("*") if f.is_file()) if self.path.is_dir() else [self.path]
+        for file in files:
+            if file.suffix in (".json", ".safetensors") or file == self.path:
+                with file.open("rb") as handle:
+                    digest.update(hashlib.file_digest(handle, "sha256").digest())
+        return digest.hexdigest()
+
+    def transform(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 (len(texts), d)."""
+        from scipy.sparse import csr_matrix
+
+        out = np.zeros((len(texts), self.dim), dtype=np.float32)
+        for low in range(0, len(texts), _BATCH):
+            tokens = [row[: self.max_tokens] for row in self._tokenise(list(texts[low : low + _BATCH]))]
+            sizes = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
+            columns = np.fromiter(chain.from_iterable(tokens), dtype=np.int64, count=int(sizes.sum()))
+            shares = np.repeat(1.0 / np.maximum(sizes, 1), sizes).astype(np.float32)
+            ends = np.concatenate([[0], np.cumsum(sizes)])
+            bags = csr_matrix((shares, columns, ends), shape=(len(tokens), len(self._table)))
+            out[low : low + len(tokens)] = bags @ self._table
+        return normalised(out) if self.normalise else out
+
+
+def _from_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
+    folder, normalise = root, False
+    if (root / "modules.json").is_file():
+        modules = json.loads((root / "modules.json").read_text(encoding="utf-8"))
+        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+        if kinds not in (["StaticEmbedding"], ["StaticEmbedding", "Normalize"]):
+            raise SelectionError(f"{root}: holds {', '.join(kinds)}, no static vectors; use the embedder `encoder`")
+        folder, normalise = root / str(modules[0].get("path", "")), len(kinds) == 2
+    for name in ("model.safetensors", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise SelectionError(f"{folder}: has no {name}; static vectors need model.safetensors and tokenizer.json")
+    if (folder / "config.json").is_file():
+        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        normalise = bool(about.get("normalize", normalise))
+    tensors = _tensors(folder / "model.safetensors")
+    name = next((name for name in ("embeddings", "embedding.weight") if name in tensors), None)
+    if name is None or tensors[name].ndim != 2:
+        raise SelectionError(
+            f"{folder / 'model.safetensors'}: has no matrix `embeddings` or `embedding.weight`, "
+            f"only {', '.join(sorted(tensors)) or 'nothing'}"
+        )
+    table = tensors[name].astype(np.float32)
+    if "mapping" in tensors:  # model2vec: tokens that share a vector
+        table = table[tensors["mapping"].astype(np.int64)]
+    if "weights" in tensors:
+        table = table * tensors["weights"].astype(np.float32).reshape(-1, 1)
+    return table, _by_tokenizer(folder / "tokenizer.json", len(table), without_unknown=name == "embeddings"), normalise
+
+
+def _tensors(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return {name: tensor.float().numpy() for name, tensor in load_file(path).items()}
+    except (SafetensorError, OSError) as error:
+        raise SelectionError(f"{path}: cannot be read ({error})") from error
+
+
+def _by_tokenizer(path: Path, rows: int, *, without_unknown: bool) -> Tokenise:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for a file it cannot read
+        raise SelectionError(f"{path}: not a tokenizer ({error})") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if tokenizer.get_vocab_size() > rows:
+        raise SelectionError(f"{path}: knows {tokenizer.get_vocab_size()} tokens, and the table has {rows} vectors")
+    model = json.loads(path.read_text(encoding="utf-8")).get("model", {})
+    unknown = model.get("unk_id")
+    if unknown is None and model.get("unk_token") is not None:
+        unknown = tokenizer.token_to_id(model["unk_token"])
+
+    def tokenise(texts: list[str]) -> list[list[int]]:
+        found = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        if without_unknown and unknown is not None:
+            return [[token for token in ids if token != unknown] for ids in found]
+        return found
+
+    return tokenise
+
+
+def _by_words(vocabulary: dict[str, int]) -> Tokenise:
+    def row(word: str) -> int | None:
+        found = vocabulary.get(word)
+        return vocabulary.get(word.lower()) if found is None else found
+
+    def tokenise(texts: list[str]) -> list[list[int]]:
+        return [[r for word in _WORDS.findall(text) if (r := row(word)) is not None] for text in texts]
+
+    return tokenise
+
+
+def _from_text(path: Path) -> tuple[np.ndarray, dict[str, int]]:
+    """The vectors of a text file and each word's row; of a word that comes twice the first counts."""
+    vocabulary: dict[str, int] = {}
+    parts: list[np.ndarray] = []
+    width = 0
+    try:
+        with _opened(path) as handle:
+            for number, raw in enumerate(handle, start=1):
+                fields = raw.decode("utf-8", errors="replace").rstrip().split(" ")
+                if number == 1 and len(fields) == 2 and all(field.isdigit() for field in fields):
+                    width = int(fields[1])
+                    continue
+                width = width or len(fields) - 1
+                # Some files have words with spaces in them: the vector is what stands at the end.
+                word = " ".join(fields[:-width]) if width else ""
+                try:
+                    vector = np.array(fields[-width:], dtype=np.float32)
+                except ValueError:
+                    vector = np.empty(0, np.float32)
+                if not word or len(vector) != width or not width:
+                    raise SelectionError(f"{path}:{number}: not a word followed by {width or 'its'} numbers")
+                if word not in vocabulary:
+                    vocabulary[word] = len(parts)
+                    parts.append(vector)
+    except (OSError, EOFError) as error:
+        raise SelectionError(f"{path}: cannot be read ({error})") from error
+    if not parts:
+        raise SelectionError(f"{path}: holds no vectors")
+    return np.stack(parts), vocabulary
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]

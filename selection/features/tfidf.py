@@ -1,0 +1,154 @@
+"""Hashing TF-IDF + truncated SVD: the embedder that needs no model and no network."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from selection.errors import SelectionError
+from selection.features.hashing import WordHasher
+from selection.features.pooling import normalised
+
+_CHUNK = 16_384
+"""Texts whose counts are held at a time."""
+
+
+class TfIdfEmbedder:
+    """Hashed bag of words, sublinear TF-IDF, truncated SVD, L2 norm 1. No model, no network, seeded.
+
+    dim: components kept (fewer, with a warning and in `dim_`, where the texts do not span that many). buckets: hash
+    buckets. seed: of the randomised SVD and of the rows it is fitted on. fit_rows: at most so many texts are fitted
+    on, for document frequencies and SVD alike: the target's first (up to half of them, by seed), the rest drawn by
+    seed from the pool. Words that no fitted text holds count for nothing. A text without known words gets the zero
+    vector. Counts are scikit-learn's HashingVectorizer's, weights its TfidfTransformer's, components its
+    TruncatedSVD's; texts are read in chunks and never held.
+    """
+
+    def __init__(self, *, dim: int = 128, buckets: int = 2**18, seed: int = 0, fit_rows: int = 20_000):
+        self.dim = dim
+        self.buckets = buckets
+        self.seed = seed
+        self.fit_rows = fit_rows
+
+    def fit_transform(self, pool_texts: Sequence[str], target_texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Fit on pool and target together; returns float32 (N, dim_) and (M, dim_). Raises SelectionError."""
+        self.fit(pool_texts, target_texts)
+        return self.transform(pool_texts), self.transform(target_texts)
+
+    def fit(self, texts: Sequence[str], target_texts: Sequence[str] = ()) -> Self:
+        """Fit on a seeded sample of the pool's `texts` and the target's."""
+        self._fit(self.fit_texts(texts, target_texts))
+        return self
+
+    def fit_texts(self, texts: Sequence[str], target_texts: Sequence[str] = ()) -> list[str]:
+        """The texts that `fit` would look at: all, or a sample by seed, in file order, the pool's first."""
+        if self.dim < 1 or self.buckets < 2 or self.fit_rows < 2:
+            raise SelectionError(
+                f"dim must be at least 1, buckets and fit_rows at least 2, not {self.dim}, {self.buckets} "
+                f"and {self.fit_rows}"
+            )
+        generator = np.random.Generator(np.random.PCG64([self.seed, 0x7F1DF, 1]))
+        from_target = min(len(target_texts), max(self.fit_rows // 2, self.fit_rows - len(texts)))
+        pool = _drawn(generator, texts, self.fit_rows - from_target)
+        return pool + _drawn(generator, target_texts, from_target)
+
+    def transform(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 (len(texts), dim_)."""
+        if not hasattr(self, "dim_"):
+            raise SelectionError("TfIdfEmbedder is not fitted yet; call fit or fit_transform first")
+        out = np.empty((len(texts), self.dim_), dtype=np.float32)
+        for low in range(0, len(texts), _CHUNK):
+            counts = self._hasher.counts(texts[low : low + _CHUNK])
+            out[low : low + _CHUNK] = self._project(counts)
+        return out
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What was fitted, as arrays: `restore` makes the same embedder of it."""
+        return {"used": self._used, "idf": self._idf, "components": self._components}
+
+    def restore(self, state: dict[str, np.ndarray]) -> Self:
+        """Become the embedder that gave `state` (one with the same settings)."""
+        self._used, self._idf, self._components = state["used"], state["idf"], state["components"]
+        self.dim_ = self._components.shape[1]
+        self._hasher = WordHasher(self.buckets)
+        self._column = np.full(self.buckets, -1, dtype=np.int32)
+        self._column[self._used] = np.arange(len(self._used), dtype=np.int32)
+        return self
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the fitted state: equal exactly where `transform` is."""
+        digest = hashlib.sha256(str(self.buckets).encode())
+        for array in self.state().values():
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def _fit(self, texts: list[str]) -> None:
+        from sklearn.decomposition import TruncatedSVD
+        from sklearn.feature_extraction.text import TfidfTransformer
+
+        if not texts:
+            raise SelectionError("there are no texts to embed")
+        counts = WordHasher(self.buckets).counts(texts)
+        if counts.nnz == 0:
+            raise SelectionError("no text holds a single word; there is nothing to embed")
+        # Empty buckets would have components of 0: without them the SVD works on far fewer columns.
+        used = np.unique(counts.indices)
+        counts = counts[:, used]
+        tfidf = TfidfTransformer(sublinear_tf=True).fit(counts)
+        dim = min(self.dim, counts.shape[0], len(used))
+        if dim < self.dim:
+            warnings.warn(
+                f"dim {self.dim} is more than these texts span ({counts.shape[0]} texts, {len(used)} distinct words); "
+                f"using {dim}",
+                UserWarning,
+                stacklevel=3,
+            )
+        generator = np.random.Generator(np.random.PCG64([self.seed, 0x7F1DF]))
+        svd = TruncatedSVD(dim, random_state=int(generator.integers(2**31)), n_iter=4)
+        svd.fit(tfidf.transform(counts))
+        components = np.ascontiguousarray(svd.components_.T, dtype=np.float32)
+        self.restore({"used": used, "idf": tfidf.idf_.astype(np.float32), "components": components})
+
+    def _project(self, counts: Any) -> np.ndarray:
+        from scipy.sparse import csr_matrix
+
+        column = self._column[counts.indices]
+        known = column >= 0
+        text_of = np.repeat(np.arange(counts.shape[0]), np.diff(counts.indptr))[known]
+        ends = np.concatenate([[0], np.cumsum(np.bincount(text_of, minlength=counts.shape[0]))])
+        # The row norm of TF-IDF is left out: it scales a row, and rows are scaled to norm 1 in the end.
+        weights = (1.0 + np.log(counts.data[known])) * self._idf[column[known]]
+        weighted = csr_matrix((weights, column[known], ends), shape=(counts.shape[0], len(self._used)))
+        return normalised(weighted @ self._components)
+
+
+def load_fitted(path: Path, embedder: TfIdfEmbedder, fit: Callable[[], Any]) -> None:
+    """Restore `embedder` from `path` (.npz), or call `fit` and write it there whole. A broken file is fitted anew."""
+    from selection.features.cache import written_whole
+
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            state = {name: stored[name] for name in ("used", "idf", "components")}
+            intact = str(stored["fingerprint"]) == embedder.restore(state).fingerprint
+    except (OSError, ValueError, KeyError, EOFError, ImportError):
+        intact = False
+    except Exception as error:  # zipfile.BadZipFile and zlib.error, without importing them for a check
+        if type(error).__module__ not in ("zipfile", "zlib"):
+            raise
+        intact = False
+    if not intact:
+        fit()
+        with written_whole(path) as handle:
+            np.savez(handle, fingerprint=np.array(embedder.fingerprint), **embedder.state())
+
+
+def _drawn(generator: np.random.Generator, texts: Sequence[str], count: int) -> list[str]:
+    if len(texts) <= count:
+        return list(texts)
+    return [texts[i] for i in np.sort(generator.choice(len(texts), count, replace=False)).tolist()]

@@ -1,0 +1,96 @@
+"""Domains judged as wholes: the transport distance from a sample of each to the target (GOT-D paper, C.2).
+
+    rows = sample_domains(domains, 10_000, ids=ids, seed=0)         # before anything is embedded
+    found = domain_distances({name: embed(texts[rows[name]]) …}, y) # name → OT_ε, nearest first
+    near = nearest_domains(found, 2)                                # or mass_by_distance(found, …)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from selection.errors import SelectionError
+from selection.transport import sinkhorn_potentials
+
+
+def sample_domains(
+    domains: Sequence[str | None], count: int, *, ids: Sequence[str], seed: int
+) -> dict[str, np.ndarray]:
+    """Up to `count` rows of each domain, ascending: those whose (seed, id) hash to the smallest numbers.
+
+    So a sample does not depend on the order of rows, nor on other domains. Rows without a domain are in none.
+    Raises SelectionError where no row has a domain.
+    """
+    key = hashlib.sha256(f"domain sample\x1f{seed}".encode()).digest()
+    drawn: dict[str, list[tuple[int, int]]] = {}
+    for row, (name, identity) in enumerate(zip(domains, ids, strict=True)):
+        if name is None:
+            continue
+        raw = hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
+        kept = drawn.setdefault(name, [])
+        kept.append((int.from_bytes(raw, "big"), row))
+        if len(kept) >= 2 * count + 1024:  # memory: a few samples, not the pool
+            kept.sort()
+            del kept[count:]
+    if not drawn:
+        raise SelectionError("domain relevance needs domains, and no row of the pool has one; name the column they are in")
+    return {
+        name: np.sort(np.array([row for _, row in sorted(kept)[:count]], dtype=np.int64))
+        for name, kept in sorted(drawn.items())
+    }
+
+
+def domain_distances(
+    samples: Mapping[str, Any], target: Any, *, epsilon: float = 0.05, tolerance: float = 1e-3, seed: int = 0
+) -> dict[str, float]:
+    """OT_ε(sample of a domain, target) by domain, smallest first.
+
+    samples: domain → (n, d) features. target: (M, d). epsilon: multiple of the mean cost over all samples, so that one
+    ε, in units of cost, serves every domain and the distances can be compared. Raises SelectionError.
+    """
+    if not samples:
+        raise SelectionError("domain relevance needs at least one domain")
+    y = np.asarray(target, dtype=np.float64)
+    costs = {name: _mean_cost(np.asarray(x, dtype=np.float64), y) for name, x in samples.items()}
+    overall = float(np.mean(list(costs.values())))
+    found: dict[str, float] = {}
+    for name, x in samples.items():
+        if costs[name] <= 1e-12 * max(overall, 1e-300):  # the domain lies on the target
+            found[name] = 0.0
+            continue
+        relative = epsilon * overall / costs[name]
+        found[name] = sinkhorn_potentials(x, target, epsilon=relative, tolerance=tolerance, seed=seed).dual_value
+    return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+
+
+def nearest_domains(distances: Mapping[str, float], keep: int) -> list[str]:
+    """The `keep` nearest domains, nearest first; all where there are fewer."""
+    return sorted(distances, key=lambda name: (distances[name], name))[:keep]
+
+
+def mass_by_distance(
+    distances: Mapping[str, float], domains: Sequence[str | None], *, temperature: float = 1.0
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Row weights (N,) that sum to 1, and each domain's mass: exp(−(D − min) / (temperature·(mean − min))), spread
+    evenly over its rows. Rows without a domain get 0. Equal distances give equal masses."""
+    names = list(distances)
+    values = np.array([distances[name] for name in names])
+    spread = float(values.mean() - values.min())
+    mass = np.exp(-(values - values.min()) / (temperature * spread)) if spread > 0 else np.ones(len(names))
+    mass /= mass.sum()
+    number = {name: i for i, name in enumerate(names)}
+    member = np.fromiter((number.get(name, -1) if name is not None else -1 for name in domains), np.int64, len(domains))
+    sizes = np.bincount(member[member >= 0], minlength=len(names))
+    share = np.append(mass / np.maximum(sizes, 1), 0.0)  # −1 is the last
+    weights = share[member]
+    return weights / weights.sum(), {name: float(mass[i]) for i, name in enumerate(names)}
+
+
+def _mean_cost(x: np.ndarray, y: np.ndarray) -> float:
+    centre = y.mean(0)
+    x, y = x - centre, y - centre
+    return float((x * x).sum(1).mean() + (y * y).sum(1).mean() - 2.0 * x.mean(0) @ y.mean(0))

@@ -1,0 +1,308 @@
+"""Large problems: subsample, full pass, correction, full pass, …
+
+A subsample of the pool is solved first; every full pass then measures the true column sums, and the subsample is solved
+again for the marginal that corrects what the pass found (a nonlinear control variate: to first order a Newton step with
+the subsample's Hessian). The fixed point is the optimum of the whole pool. In a team every process streams its shard;
+the sums of M numbers and the subsample travel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selection.errors import SelectionError
+from selection.transport.dense import solve_dense
+from selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
+from selection.transport.overlap import estimated, measured
+from selection.transport.problem import Problem
+from selection.transport.ranks import Team
+from selection.transport.rows import DenseRows, StreamedRows
+from selection.transport.settings import Settings, Solved, descend, free_bytes
+from selection.transport.state import Standing, Store, identity
+
+
+def precision(problem: Problem, settings: Settings) -> torch.dtype:
+    """float32 tiles where their rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance."""
+    y_norm = math.sqrt(float((problem.y**2).sum(1).max()))
+    x_norm = math.sqrt(max(problem.team.gather(float(problem.x_squared.max()))))
+    largest = y_norm * (2.0 * x_norm + y_norm) / settings.epsilon
+    return torch.float32 if largest * 2.0**-24 <= 0.1 * settings.tolerance else torch.float64
+
+
+def cached_fits(problem: Problem, settings: Settings, dtype: torch.dtype) -> bool:
+    """Whether the kernel of the whole pool may be held."""
+    n, m = problem.shape
+    sample = 2 * m * min(n, max(5 * m, 5_000))
+    columns = settings.newton_columns(free_bytes(problem, settings) / 4)
+    newton = 48 * m * m if m <= columns else 0
+    return (n * m + sample) * dtype.itemsize + newton <= free_bytes(problem, settings)
+
+
+def solve_large(problem: Problem, settings: Settings, cached: bool, nearest: bool) -> Solved:
+    """The answer for the pool, or its best approximation when the limits are used up. Raises SelectionError."""
+    return _Large(problem, settings, cached).run(nearest)
+
+
+class _Large:
+    def __init__(self, problem: Problem, settings: Settings, cached: bool):
+        self.problem, self.settings, self.cached = problem, settings, cached
+        self.team = problem.team
+        self.dtype = precision(problem, settings)
+        self.rows = StreamedRows(problem, self.dtype, settings.device)
+        self.newton = settings.newton_columns(free_bytes(problem, settings) / 4)
+        self.tile_bytes = min(TILE_BYTES.get(settings.device.type, 1 << 21), max(1 << 17, settings.memory_bytes // 64))
+        mistake: SelectionError | None = None
+        try:
+            self.size, self.affinity_held = self.sample_plan()
+        except SelectionError as error:
+            mistake = error
+        self.team.agree(mistake)
+        self.size = min(self.team.gather(self.size))
+        self.full: Kernel | Streamed
+        if not cached:
+            self.full = Streamed(
+                self.rows,
+                settings.epsilon,
+                chunk=settings.chunk,
+                on_rows=self.report,
+                tile_bytes=self.tile_bytes,
+                team=self.team,
+            )
+        self.stage = 0
+
+    def report(self, done: int, total: int) -> None:
+        if self.settings.progress:
+            self.settings.progress(f"pass {self.stage}", done, total)
+
+    # ------------------------------------------------------------------------------------------ the subsample
+
+    def sample_plan(self) -> tuple[int, bool]:
+        """Rows of the subsample, within memory, and whether their dot products are held beside their kernel.
+
+        When a pass costs a GEMM over the pool: up to a tenth of it, at least ten rows per target, more for small ε.
+        When the kernel of the pool is held, the subsample only has to find a start. Raises SelectionError.
+        """
+        (_, m), total, width = self.problem.shape, self.problem.total, self.dtype.itemsize
+        free = free_bytes(self.problem, self.settings) - 4 * self.tile_bytes
+        free -= 48 * m * m if m <= self.newton else 0
+        if self.cached:
+            wanted = float(max(5 * m, 5_000))
+        else:
+            small = min(max(0.01 / self.settings.relative, 1.0), 4.0)
+            wanted = max(total // 10, 10 * m, 10_000) * small
+        rows_bytes = self.problem.x.shape[1] * self.problem.x.dtype.itemsize + 8 * (self.problem.scale is not None)
+        # Dot products save a GEMM whenever the kernel moves; rows are smaller where there are many targets.
+        held = 2 * min(wanted, total) * m * width <= free / 4
+        per_row = m * width + (m * width if held else rows_bytes) + 40
+        if self.cached:
+            return min(total, int(wanted)), True
+        least = min(total, max(m, 500))
+        if free < least * per_row:
+            needed = self.settings.memory_bytes + least * per_row - free
+            raise SelectionError(
+                f"memory_bytes of {self.settings.memory_bytes:,} is too little for {len(self.problem.a):,} rows and "
+                f"{m:,} targets; give at least {math.ceil(needed / 2**20) << 20:,}"
+            )
+        return min(total, int(min(wanted, free / per_row))), held
+
+    def sample(self) -> Kernel:
+        problem = self.problem
+        if self.size == problem.total and self.team.size == 1:
+            drawn = np.arange(len(problem.a))
+            part = self.rows
+        else:
+            drawn = stratified(problem.a, self.size, self.settings.seed, self.team)
+            part = self.rows.gather(drawn)
+        rows: StreamedRows | DenseRows = part.dense() if self.affinity_held else part
+        return Kernel(rows, self.settings.epsilon, tile_bytes=self.tile_bytes)
+
+    def correct(self, sample: Kernel, at: Evaluation) -> tuple[Tensor, int]:
+        """The g at which the subsample's column sums change by the factor b/col that the full pass asks for."""
+        b = sample.rows.b
+        here = sample.evaluate(at.g)
+        marginal = here.column * (b / at.column.clamp_min(1e-300)).clamp(0.02, 50.0)
+        marginal = marginal.clamp_min(1e-12 / len(b))
+        marginal = marginal / marginal.sum()
+        goal = max(0.02 * at.error, 0.1 * self.settings.tolerance)
+        moved = solve_dense(
+            sample, at.g, marginal=marginal, tolerance=goal, max_iterations=200, newton_columns=self.newton
+        )
+        return self.team.first(moved.at.g - b @ moved.at.g), moved.iterations
+
+    # ------------------------------------------------------------------------------------------ passes
+
+    def run(self, nearest: bool) -> Solved:
+        settings, problem = self.settings, self.problem
+        store = None
+        if settings.state is not None:
+            known = identity(problem, settings, dtype=str(self.dtype), sample=self.size)
+            store = Store(settings.state, problem, known)
+        standing = store.load(settings.device) if store else None
+        resumed = standing.passes if standing else 0
+        if standing and standing.g is None:
+            return self.conclude(standing, None, nearest, resumed)
+        sample = self.sample()
+        if standing is None:
+            start, iterations = descend(sample, settings, max(0.1 * settings.tolerance, 1e-4), self.newton)
+            standing = Standing(self.team.first(start.g), iterations=iterations)
+        else:
+            assert standing.origin is not None
+            sample.absorb(standing.origin, settings.epsilon)
+        if self.cached:
+            return self.iterate(standing, sample, nearest)
+        assert isinstance(self.full, Streamed)
+        while standing.g is not None and standing.passes < settings.max_passes:
+            self.stage = standing.passes + 1
+            # The first answer is rarely the last one: only the others look for the main target on the way.
+            at = self.full.evaluate(standing.g, nearest and standing.passes > 0)
+            standing.passes += 1
+            self.move(standing, sample, at)
+            if store:
+                standing.origin = sample.origin
+                store.save(standing)
+        return self.conclude(standing, sample, nearest, resumed)
+
+    def move(self, standing: Standing, sample: Kernel, at: Evaluation) -> None:
+        """Judge the pass `at`, and set where the next one evaluates (None: nowhere, the demands are met)."""
+        settings, b, best = self.settings, self.rows.b, standing.best
+        slack = 1e-7 * abs(best.value) if best else 0.0
+        if best is None or at.value >= best.value - slack or at.error < 0.5 * best.error:
+            standing.overlap = None if best is None else measured(best.f, at.f, settings.top, self.team)
+            standing.best, standing.length = at, 1.0
+            if self.solved(standing).satisfies(settings):
+                standing.g = None
+                return
+            standing.ahead, used = self.correct(sample, at)
+            standing.iterations += used
+            standing.tried = [*standing.tried[-5:], (at.g, standing.ahead)]
+            g = _mixed(standing.tried, b)
+        else:
+            # Overshot: the correction is an ascent direction, so a shorter step from the best point climbs.
+            # Where three of them do not, a plain Sinkhorn step does.
+            assert standing.ahead is not None
+            standing.length *= 0.3
+            standing.tried = standing.tried[-1:]
+            if standing.length < 0.02:
+                standing.ahead = best.g + settings.epsilon * (b / best.column.clamp_min(1e-300)).log()
+                standing.length = 1.0
+            g = best.g + standing.length * (standing.ahead - best.g)
+        assert standing.best is not None
+        origin = standing.best.g
+        g = origin + (g - origin).clamp(-2 * settings.epsilon, 2 * settings.epsilon)
+        standing.g = self.team.first(g - b @ g)
+
+    def iterate(self, standing: Standing, sample: Kernel, nearest: bool) -> Solved:
+        """Every row's kernel is at hand: one pass from the subsample's answer, one correction, then iterations on all.
+
+        Where an overlap is asked for, on to ten times smaller errors until two answers agree.
+        """
+        settings, b = self.settings, self.rows.b
+        full = Kernel(self.rows, settings.epsilon, chunk=settings.chunk, on_rows=self.report)
+        assert standing.g is not None
+        self.stage = 1
+        at, iterations = full.evaluate(standing.g), standing.iterations
+        if at.error > settings.tolerance:
+            ahead, used = self.correct(sample, at)
+            iterations += used
+            step = (ahead - at.g).clamp(-2 * settings.epsilon, 2 * settings.epsilon)
+            corrected = full.evaluate(at.g + step - b @ step)
+            if corrected.value >= at.value or corrected.error < 0.5 * at.error:
+                at = corrected
+        found = Solved(at, iterations, full.passes, "cached", self.dtype)
+        goal = settings.tolerance
+        while not found.satisfies(settings) and found.iterations < settings.max_iterations:
+            met = found.at.error <= settings.tolerance
+            goal = max(0.1 * goal, 1e-13) if met else goal
+            more = solve_dense(
+                full,
+                found.at.g,
+                marginal=b,
+                tolerance=goal,
+                max_iterations=settings.max_iterations - found.iterations,
+                newton_columns=self.newton,
+            )
+            shared = measured(found.at.f, more.at.f, settings.top, self.team) if settings.overlap is not None else None
+            found = replace(found, at=more.at, iterations=found.iterations + more.iterations, overlap=shared)
+        if nearest:
+            found = replace(found, at=replace(found.at, nearest=full.nearest(found.at.g)))
+        return replace(found, passes=full.passes)
+
+    def solved(self, standing: Standing) -> Solved:
+        assert standing.best is not None
+        return Solved(
+            standing.best, standing.iterations, standing.passes, "streamed", self.dtype, overlap=standing.overlap
+        )
+
+    def conclude(self, standing: Standing, sample: Kernel | None, nearest: bool, resumed: int) -> Solved:
+        """The best answer, how far the selection is from settled, and main targets where they are still missing."""
+        found = self.solved(standing)
+        best = found.at
+        estimate = None
+        if sample is not None:
+            here = sample.evaluate(best.g).f
+            ahead = standing.ahead if standing.g is not None and standing.ahead is not None else None
+            if ahead is None:
+                ahead, used = self.correct(sample, best)
+                found = replace(found, iterations=found.iterations + used)
+            estimate = estimated(best.f, here, sample.evaluate(ahead).f, self.settings.top, self.team)
+        if nearest and best.nearest is None:
+            assert isinstance(self.full, Streamed)
+            self.stage = standing.passes + 1
+            best = replace(best, nearest=self.full.nearest(best.g))
+            found = replace(found, passes=found.passes + 1)
+        return replace(found, at=best, estimate=estimate, resumed=resumed)
+
+
+def exchanged(problem: Problem) -> Problem:
+    """The problem seen from the target: its rows are streamed, the pool's rows of positive weight are the columns."""
+    kept = np.flatnonzero(problem.a)
+    columns = np.asarray(problem.x[kept], dtype=np.float64)
+    if problem.scale is not None:
+        columns = columns * problem.scale[kept, None]
+    columns = columns - problem.centre
+    return Problem(
+        x=problem.y,
+        y=columns,
+        a=problem.b,
+        b=problem.a[kept],
+        centre=np.zeros_like(problem.centre),
+        x_squared=(problem.y * problem.y).sum(1),
+        mean_cost=problem.mean_cost,
+        mean=problem.b @ problem.y,
+        total=len(problem.y),
+    )
+
+
+def stratified(a: np.ndarray, size: int, seed: int, team: Team) -> np.ndarray:
+    """Sorted row numbers of this process, one from each of `size` equal slices of the whole pool's mass that lies in
+    its shard; repeats are likely. The same rows of the pool however it is divided."""
+    generator = np.random.Generator(np.random.PCG64([seed, 0x5AB5A3]))
+    edges = np.cumsum(a)
+    masses = team.gather(float(edges[-1]))
+    start = sum(masses[: team.rank])
+    places = (np.arange(size) + generator.random(size)) / size * sum(masses) - start
+    mine = (places >= 0.0) & ((places < edges[-1]) | (team.rank == team.size - 1))
+    return np.minimum(np.searchsorted(edges, places[mine], side="right"), len(a) - 1)
+
+
+def _mixed(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:
+    """Anderson's combination of the images G(g_k): weights that sum to 1 and make Σ α_k (G(g_k) − g_k) smallest.
+
+    The subsample errs in the same few slow modes at every correction; the combination learns them.
+    """
+    images = torch.stack([image for _, image in tried])
+    residuals = (images - torch.stack([point for point, _ in tried])) * b.sqrt()
+    if len(tried) == 1:
+        return images[0]
+    steps = residuals[:-1] - residuals[-1]
+    gram = steps @ steps.T
+    if not float(gram.trace()) > 0.0:
+        return images[-1]  # the last correction changed nothing: there is nothing to learn from it
+    gram += 1e-10 * gram.trace() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    weights = torch.linalg.solve(gram, -(steps @ residuals[-1]))
+    return images[-1] + weights @ (images[:-1] - images[-1])

@@ -1,0 +1,39 @@
+"""Progress of long solves as plain lines with a rate and the time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Eta:
+    """A `progress` callable for the solver: says where a stage stands, how fast it goes and when it will be done.
+
+    show: takes one line. every_s: seconds between lines of a stage (its end is always told). clock: seconds.
+    """
+
+    def __init__(
+        self, show: Callable[[str], None] = print, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ):
+        self._show, self._every_s, self._clock = show, every_s, clock
+        self._stage: str | None = None
+        self._began = self._told = 0.0
+        self._offset = 0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = self._clock()
+        if stage != self._stage:
+            # The first call comes after the first rows, whose time is unknown: rates count from there.
+            self._stage, self._began, self._told, self._offset = stage, now, now, done
+            if done < total:
+                return
+        elapsed = now - self._began
+        if done < total and now - self._told < self._every_s:
+            return
+        self._told = now
+        if done >= total:
+            self._show(f"{stage}: {total:,} rows in {elapsed:.1f} s")
+            return
+        rate = (done - self._offset) / elapsed if elapsed > 0 else 0.0
+        left = f"{(total - done) / rate:.0f} s left" if rate > 0 else "time left unknown"
+        self._show(f"{stage}: {done:,} of {total:,} rows ({done / total:.0%}), {rate:,.0f} rows/s, {left}")

@@ -1,0 +1,117 @@
+"""The processes that share a pool: each holds a shard of its rows, all hold the same target.
+
+What travels: sums of M numbers, scalars, the subsample's rows once, and messages of refusal. With no group every method
+is the identity. Without torch.distributed the class is the same with one member.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selection.errors import SelectionError
+
+
+class Team:
+    """`group`: a torch.distributed process group, None for one process alone. Rows are ordered by rank."""
+
+    def __init__(self, group: Any = None):
+        self.group = group
+        self.rank, self.size = 0, 1
+        if group is not None:
+            import torch.distributed as dist
+
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of every member's tensor; `value` itself is left as it is."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        total = value.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every member's small object, by rank."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def total(self, value: float) -> float:
+        """The sum of every member's number, added in rank order, so that all get the same bits."""
+        return math.fsum(self.gather(value)) if self.size > 1 else value
+
+    def first(self, value: Tensor) -> Tensor:
+        """The first member's tensor: keeps members from drifting apart by roundings of their own."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        sent = value.clone()
+        dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return sent
+
+    def rows(self, own: np.ndarray, device: torch.device) -> np.ndarray:
+        """Every member's array (n_r, …), stacked by rank; `device` is where the group's backend can send from."""
+        if self.size == 1:
+            return own
+        import torch.distributed as dist
+
+        counts = self.gather(len(own))
+        width = int(np.prod(own.shape[1:], dtype=np.int64)) * own.dtype.itemsize
+        sent = torch.zeros(max(counts), width, dtype=torch.uint8, device=device)
+        raw = np.ascontiguousarray(own).view(np.uint8).reshape(len(own), width)
+        sent[: len(own)] = torch.from_numpy(raw.copy()).to(device)
+        found = [torch.empty_like(sent) for _ in counts]
+        dist.all_gather(found, sent, group=self.group)
+        parts = [part[:count].cpu().numpy() for part, count in zip(found, counts, strict=True)]
+        return np.concatenate(parts).view(own.dtype).reshape(-1, *own.shape[1:])
+
+    def agree(self, error: SelectionError | None) -> None:
+        """Raise on every member what the first member that has an error found wrong; else nothing happens."""
+        told = self.gather(None if error is None else str(error))
+        for rank, message in enumerate(told):
+            if message is not None:
+                raise SelectionError(message if self.size == 1 else f"process {rank} of {self.size}: {message}")
+
+    def same(self, what: str, *parts: Any) -> None:
+        """Raise SelectionError where members disagree about `parts` (arrays or printable settings)."""
+        if self.size == 1:
+            return
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+        if len(set(self.gather(digest.hexdigest()))) > 1:
+            raise SelectionError(f"the processes differ in {what}; give every process the same")
+
+    def count_below(self, values: Tensor, limit: float) -> int:
+        """How many entries of all members' `values` are ≤ limit."""
+        return int(self.total(float((values <= limit).sum())))
+
+    def smallest(self, values: Tensor, k: int) -> float:
+        """The k-th smallest (from 1) of all members' values: the largest score that a top-k selection takes."""
+        if self.size == 1:
+            return float(np.partition(values.cpu().numpy(), k - 1)[k - 1])
+        ends = self.gather((float(values.min()), float(values.max())))
+        low, high = min(e[0] for e in ends), max(e[1] for e in ends)
+        if self.count_below(values, low) >= k:
+            return low
+        while True:  # bisection down to neighbouring floats: some 60 messages of one number
+            middle = low + (high - low) / 2
+            if not low < middle < high:
+                return high
+            if self.count_below(values, middle) >= k:
+                high = middle
+            else:
+                low = middle

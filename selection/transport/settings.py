@@ -1,0 +1,99 @@
+"""What every way of solving shares: its settings, what it hands back, and the descent along falling ε."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from selection.transport.dense import NEWTON_MAX_COLUMNS, solve_dense
+from selection.transport.kernel import Evaluation, Kernel
+from selection.transport.problem import Problem, Progress
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked settings of one solve. epsilon: absolute, for squared distances; relative: as the user gave it.
+
+    overlap: share of the `top` best rows that two successive answers must have in common, None for no such demand.
+    state: directory of a resumable solve, None for none.
+    """
+
+    epsilon: float
+    relative: float
+    tolerance: float
+    seed: int
+    max_iterations: int
+    max_passes: int
+    memory_bytes: int
+    chunk: int | None
+    progress: Progress | None
+    overlap: float | None
+    top: int
+    state: Path | None
+    device: torch.device
+
+    def newton_columns(self, free: float) -> int:
+        """Targets up to which Newton steps fit in `free` bytes: they hold some six M×M matrices of float64."""
+        return min(NEWTON_MAX_COLUMNS, math.isqrt(max(0, int(free)) // 48))
+
+
+@dataclass(frozen=True)
+class Solved:
+    """`at`: the answer's exact evaluation, `nearest` in it where asked for. overlap: measured between the last two
+    answers; estimate: with the converged selection, as predicted (gotd.md §5.7); resumed: passes read from `state`."""
+
+    at: Evaluation
+    iterations: int
+    passes: int
+    method: str
+    dtype: torch.dtype
+    overlap: float | None = None
+    estimate: float | None = None
+    resumed: int = 0
+
+    def satisfies(self, settings: Settings) -> bool:
+        """Whether both demands, on the marginal error and on the overlap, are met."""
+        enough = settings.overlap is None or (self.overlap is not None and self.overlap >= settings.overlap)
+        return self.at.error <= settings.tolerance and enough
+
+
+def descend(kernel: Kernel, settings: Settings, tolerance: float, newton_columns: int) -> tuple[Evaluation, int]:
+    """Solve at a falling ε (each stage roughly, from the last one's g), then at the real one; also the iterations."""
+    g: Tensor = torch.zeros(len(kernel.rows.b), dtype=torch.float64, device=kernel.rows.device)
+    iterations = 0
+    b = kernel.rows.b
+    for relative in _schedule(settings.relative):
+        kernel.absorb(g, relative / settings.relative * settings.epsilon)
+        rough = solve_dense(kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns)
+        g = rough.at.g
+        iterations += rough.iterations
+    kernel.absorb(g, settings.epsilon)
+    result = solve_dense(
+        kernel,
+        g,
+        marginal=b,
+        tolerance=tolerance,
+        max_iterations=settings.max_iterations - iterations,
+        newton_columns=newton_columns,
+    )
+    return result.at, iterations + result.iterations
+
+
+def _schedule(relative: float) -> list[float]:
+    """Falling ε before the real one: from 0.05 by thirds, none when the real one is near enough."""
+    stages = []
+    current = 0.05
+    while current > 1.5 * relative:
+        stages.append(current)
+        current /= 3.0
+    return stages
+
+
+def free_bytes(problem: Problem, settings: Settings) -> float:
+    """What is left of the cap beside the vectors of N: potentials of two answers, norms, weights, scores, sorting."""
+    per_row = 56 + 8 * (problem.scale is not None) + 8 * (settings.overlap is not None)
+    return settings.memory_bytes - per_row * len(problem.a)

@@ -1,0 +1,164 @@
+"""A solve that survives a kill: after every pass each process writes what the next pass needs, whole or not at all.
+
+`DIRECTORY/pass-<p>-process-<r>.npz`, plain arrays without pickles. A file of pass p is removed only when every process
+has written p + 1, so that all can always go on from the same pass. A file belongs to one problem: it records a digest
+of the data (row norms, means, targets, weights) and every setting that the path of the solver depends on, and a solve
+of anything else refuses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selection.errors import SelectionError
+from selection.transport.kernel import Evaluation
+from selection.transport.problem import Problem
+from selection.transport.settings import Settings
+
+
+@dataclass
+class Standing:
+    """Between two passes. g: where the next pass evaluates, None when the solve is over. best: the best answer so far;
+    ahead: where its correction leads; length: of the step tried towards it; tried: (point, image) of past corrections;
+    origin: where the subsample's kernel was absorbed (with it a resumed solve has the bits of an undisturbed one)."""
+
+    g: Tensor | None
+    passes: int = 0
+    iterations: int = 0
+    best: Evaluation | None = None
+    ahead: Tensor | None = None
+    length: float = 1.0
+    tried: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    origin: Tensor | None = None
+    overlap: float | None = None
+
+
+def identity(problem: Problem, settings: Settings, **more: Any) -> dict[str, Any]:
+    """What a state must share with a solve that goes on from it."""
+    digest = hashlib.sha256()
+    for part in (problem.x_squared, problem.mean, problem.a, problem.y, problem.b, problem.centre):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return {
+        "data": digest.hexdigest(),
+        "pool rows": problem.total,
+        "targets": len(problem.b),
+        "cost": "cosine" if problem.scale is not None else "sqeuclidean",
+        "epsilon": settings.relative,
+        "tolerance": settings.tolerance,
+        "overlap": settings.overlap,
+        "budget": settings.top,
+        "seed": settings.seed,
+        "chunk": settings.chunk,
+        "processes": problem.team.size,
+        **more,
+    }
+
+
+class Store:
+    """The state directory of one process of the team."""
+
+    def __init__(self, directory: Path, problem: Problem, known: dict[str, Any]):
+        self.directory, self.team, self.known = directory, problem.team, known
+
+    def _path(self, passes: int) -> Path:
+        return self.directory / f"pass-{passes:04d}-process-{self.team.rank}.npz"
+
+    def save(self, standing: Standing) -> None:
+        """Write atomically, then drop older passes once every process has written this one."""
+        assert standing.best is not None
+        best = standing.best
+        arrays: dict[str, Any] = {"best_g": best.g, "best_f": best.f, "best_column": best.column}
+        arrays |= {"g": standing.g, "ahead": standing.ahead, "origin": standing.origin, "nearest": best.nearest}
+        for i, (point, image) in enumerate(standing.tried):
+            arrays |= {f"point_{i}": point, f"image_{i}": image}
+        meta = {
+            "identity": self.known,
+            "passes": standing.passes,
+            "iterations": standing.iterations,
+            "value": best.value,
+            "error": best.error,
+            "length": standing.length,
+            "overlap": standing.overlap,
+        }
+        mistake: SelectionError | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            path = self._path(standing.passes)
+            scratch = path.with_name(f".{path.name}.tmp")
+            with scratch.open("wb") as handle:
+                found = {name: value.cpu().numpy() for name, value in arrays.items() if value is not None}
+                np.savez(handle, meta=np.array(json.dumps(meta)), **found)
+                handle.flush()
+                os.fsync(handle.fileno())
+            scratch.replace(path)
+        except OSError as error:
+            mistake = SelectionError(f"state {self.directory}: cannot be written ({error}); name a writable directory")
+        self.team.agree(mistake)
+        for old in self._mine():
+            if old != path:
+                old.unlink(missing_ok=True)
+
+    def load(self, device: torch.device) -> Standing | None:
+        """The latest pass that every process has, or None. Raises SelectionError for a state of something else."""
+        mine = [int(path.name.split("-")[1]) for path in self._mine()]
+        shared = set.intersection(*(set(found) for found in self.team.gather(mine)))
+        if not shared:
+            return None
+        mistake, standing = None, None
+        try:
+            standing = self._read(self._path(max(shared)), device)
+        except SelectionError as error:
+            mistake = error
+        self.team.agree(mistake)
+        return standing
+
+    def _mine(self) -> list[Path]:
+        return sorted(self.directory.glob(f"pass-*-process-{self.team.rank}.npz"))
+
+    def _read(self, path: Path, device: torch.device) -> Standing:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                meta = json.loads(str(file["meta"]))
+                arrays = {name: torch.from_numpy(file[name]).to(device) for name in file.files if name != "meta"}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise SelectionError(f"state {path}: cannot be read ({error}); delete it to start again") from error
+        theirs = meta["identity"]
+        other = [name for name, value in self.known.items() if theirs.get(name) != value]
+        if other:
+            name = next((name for name in other if name != "data"), "data")
+            told = (
+                "other features or weights" if name == "data" else f"{name} {theirs.get(name)}, not {self.known[name]}"
+            )
+            raise SelectionError(
+                f"state {self.directory}: belongs to another problem ({told}); name an empty directory or delete it"
+            )
+        best = Evaluation(
+            arrays["best_g"],
+            arrays["best_f"],
+            arrays["best_column"],
+            meta["value"],
+            meta["error"],
+            arrays.get("nearest"),
+        )
+        count = sum(name.startswith("point_") for name in arrays)
+        return Standing(
+            g=arrays.get("g"),
+            passes=meta["passes"],
+            iterations=meta["iterations"],
+            best=best,
+            ahead=arrays.get("ahead"),
+            length=meta["length"],
+            tried=[(arrays[f"point_{i}"], arrays[f"image_{i}"]) for i in range(count)],
+            origin=arrays.get("origin"),
+            overlap=meta["overlap"],
+        )

@@ -1,0 +1,178 @@
+"""`flatshift select` with `select.hygiene`: what is written, what is refused, and nothing while it is off."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from flatshift.cli import run
+
+SHARED = "we show that the proposed method is better than all of the methods that came before it"
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """20 fresh records, a repeated one, a nearly repeated one, an empty one, and two that hold an evaluation text."""
+    draw = random.Random(0)
+
+    def fresh() -> str:
+        return " ".join(f"{draw.choice('bcdfgklmn')}{draw.choice('aeiou')}{draw.choice('rstxz')}a" for _ in range(30))
+
+    rows = [{"text": fresh(), "id": f"r{i}", "domain": "x"} for i in range(20)]
+    rows += [
+        {"text": rows[3]["text"].upper(), "id": "again"},
+        {"text": rows[4]["text"] + " nearly", "id": "nearly"},
+        {"text": " ", "id": "empty"},
+        {"text": f"{fresh()}. {fresh()}. {SHARED}. {fresh()}. {fresh()}.", "id": "holds", "domain": "y", "start": "mine"},
+        {"text": SHARED, "id": "whole"},
+    ]
+    return {
+        "pool": write_rows(tmp_path / "pool.jsonl", rows),
+        "target": write_rows(tmp_path / "target.jsonl", [{"text": fresh()}, {"text": rows[5]["text"], "id": "t"}]),
+        "eval": write_rows(
+            tmp_path / "eval.jsonl", [{"question": f"What is it that would make anyone in this field say of a paper that {SHARED}?", "answer": "Because.", "id": "e"}]
+        ),
+    }
+
+
+def select(files: dict[str, str], out: Path, *more: str, method: str = "knn", budget: int = 5) -> int:
+    words = ["select", "--pool", files["pool"], "--target", files["target"], "--budget", str(budget)]
+    return run([*words, "--out", str(out), "--method", method, *more])
+
+
+def hygiene(files: dict[str, str], *steps: str) -> list[str]:
+    return [word for step in steps for word in (f"--select.hygiene.{step}").split(" ", 1)] + [
+        "--select.eval.files",
+        files["eval"],
+    ]
+
+
+EVERY = (
+    "length {}",
+    "exact true",
+    "near.threshold 0.8",
+    "decontaminate.margin 20",
+    "decontaminate.min_chars 60",
+    "decontaminate.ngram 13",
+)
+
+
+@pytest.mark.parametrize("method", ["gotd", "dsir"])
+def test_drops_are_listed_counted_and_absent_from_the_scores(files, tmp_path: Path, method: str) -> None:
+    out = tmp_path / "out"
+    assert select(files, out, *hygiene(files, *EVERY), method=method) == 0
+    drops = read_lines(out / "drops.jsonl")
+    assert [(d["id"], d["cause"], d["match"], d["match_in"]) for d in drops] == [
+        ("r5", "exact-duplicate", "t", "target"),
+        ("again", "exact-duplicate", "r3", "pool"),
+        ("nearly", "near-duplicate", "r4", "pool"),
+        ("empty", "length", None, None),
+        ("holds", "cut", "e", "eval"),
+        ("whole", "contaminated", "e", "eval"),
+    ]
+    kept = [f"r{i}" for i in range(20) if i != 5] + ["holds#0", "holds#1"]
+    table = pq.read_table(out / "scores.parquet").to_pydict()
+    assert table["id"] == kept and sorted(table["rank"]) == list(range(1, len(kept) + 1))
+    assert table["domain"] == ["x"] * 19 + ["y"] * 2
+    told = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    assert told["selection"]["pool"] == len(kept)
+    report = told["hygiene"]
+    assert (report["records"], report["kept"], report["cut"], report["pieces"]) == (25, 21, 1, 2)
+    assert report["dropped"] == {"length": 1, "exact-duplicate": 2, "near-duplicate": 1, "contaminated": 1}
+    assert report["compared_with"] == {"target": 2, "eval": 3}, "every text of a record without a text column"
+    assert report["decontaminate"]["too_short"] == 2
+    assert [Path(entry["path"]).name for entry in told["inputs"]] == ["pool.jsonl", "target.jsonl", "eval.jsonl"]
+    assert "21 kept" in (out / "log.txt").read_text(encoding="utf-8")
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "Removed from the pool" in page and "near-duplicate" in page
+
+
+def test_pieces_are_written_with_their_source(files, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert select(files, out, *hygiene(files, *EVERY), budget=21) == 0
+    chosen = {record["id"]: record for record in read_lines(out / "selected.jsonl")}
+    (cut,) = [drop for drop in read_lines(out / "drops.jsonl") if drop["cause"] == "cut"]
+    (source,) = [record for record in read_lines(Path(files["pool"])) if record["id"] == "holds"]
+    for number, (start, end) in enumerate(cut["pieces"]):
+        piece = chosen[f"holds#{number}"]
+        assert piece["text"] == source["text"][start:end].strip() and SHARED not in piece["text"]
+        assert (piece["source_id"], piece["start"], piece["end"]) == ("holds", start, end)
+        assert piece["source"]["id"] == "holds", "the record's own id moves under `source`"
+
+
+def test_everything_is_off_by_default(files, tmp_path: Path) -> None:
+    assert select(files, tmp_path / "out") == 0
+    assert pq.read_table(tmp_path / "out" / "scores.parquet").num_rows == 25
+    assert not (tmp_path / "out" / "drops.jsonl").exists()
+    assert "hygiene" not in json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+
+
+def test_own_features_follow_the_records_that_stay(files, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(25.0)[:, None])
+    np.save(tmp_path / "y.npy", np.array([[24.0], [24.0]]))
+    own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
+    steps = hygiene(files, "exact true", "near {}", "decontaminate.action drop")
+    assert select(files, tmp_path / "out", *own, *steps) == 0
+    table = pq.read_table(tmp_path / "out" / "scores.parquet").to_pydict()
+    rows = [i for i in range(23) if i not in (5, 20, 21)]
+    assert table["id"] == [f"r{i}" for i in rows if i < 20] + ["empty"]
+    assert table["score"] == [float((24 - i) ** 2) for i in rows]
+
+
+def test_a_recipe_s_own_test_rows_are_kept_out(files, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"data:\n  test:\n    files: [{files['target']}]\n"
+        f"select:\n  pool: {{files: [{files['pool']}]}}\n  target: {{files: [{files['target']}]}}\n  budget: 3\n"
+        "  method: random\n  hygiene:\n    exact: true\n    against: [eval]\n",
+        encoding="utf-8",
+    )
+    assert run(["select", str(recipe), "--out", str(tmp_path / "out")]) == 0
+    drops = read_lines(tmp_path / "out" / "drops.jsonl")
+    assert [(d["id"], d["match"], d["match_in"]) for d in drops] == [("r5", "t", "eval"), ("again", "r3", "pool")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (("near.threshold 1.5",), "--select.hygiene.near.threshold: select.hygiene.near.threshold must be above 0"),
+        (("near.unit line",), "cannot be 'line'; known: char, word"),
+        (("nera.threshold 0.5",), "did you mean 'near'"),
+        (("near.threshold 0.01",), "near.recall"),
+        (("length.min_chars 100000",), "leaves no record"),
+        ((), "every step of select.hygiene is off"),
+    ],
+)
+def test_bad_settings_are_one_sentence_and_leave_nothing(files, tmp_path: Path, capsys, steps, words: str) -> None:
+    before = set(tmp_path.iterdir())
+    assert select(files, tmp_path / "out", *hygiene(files, *steps)) == 2
+    message = capsys.readouterr().err
+    assert words in message and "Traceback" not in message
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_what_cannot_work_is_refused(files, tmp_path: Path, capsys) -> None:
+    np.save(tmp_path / "x.npy", np.ones((25, 2)))
+    np.save(tmp_path / "y.npy", np.ones((2, 2)))
+    own = ["--pool-features", str(tmp_path / "x.npy"), "--target-features", str(tmp_path / "y.npy")]
+    assert select(files, tmp_path / "out", *own, *hygiene(files, "decontaminate {}")) == 2
+    assert "action to drop" in capsys.readouterr().err
+    assert select(files, tmp_path / "out", "--select.hygiene.decontaminate.ngram", "13") == 2
+    assert "no evaluation text to look for; name files in select.eval.files" in capsys.readouterr().err
+    assert select(files, tmp_path / "out", *hygiene(files, "exact true"), budget=25) == 2
+    assert "budget" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
