@@ -165,12 +165,12 @@ def main() -> None:
         bar_value=0.95,
     )
     bench.row(f"the same, {_PEER} with the same bands", ours=found["peer"], unit="share")
-    sizes = (2 * count, 8 * count)
+    sizes = (4 * count, 12 * count)
     peaks = [_peak_memory_of(size) for size in sizes]
     for size, peak in zip(sizes, peaks, strict=True):
         bench.row(f"near-duplicates in {size:,} documents read from a file, peak memory", ours=peak, unit="bytes")
     slope = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
-    bench.row("the same, growth", ours=slope, unit="bytes a document", bar_op="<=", bar_value=300)
+    bench.row("the same, growth", ours=slope, unit="bytes a document", bar_op="<=", bar_value=150)
     reference = [Reference("eval", texts[:1000])]
     for what, settings in (
         ("exact duplicates", Hygiene(exact=True)),

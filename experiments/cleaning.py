@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,8 +30,7 @@ def clean_rows(
 ) -> tuple[RowView, dict[str, Any] | None]:
     """The rows of the pool that stay, in file order, and what manifest.json says of it (None: no step is on).
 
-    A record that decontamination cut becomes one row for each piece: id `<id>#<k>`, its record with the piece as text
-    and `source_id`, `start` and `end` (characters of the source text) beside it.
+    A record that decontamination cut becomes one row for each piece, as `RowView.cut` makes them.
 
     Raises:
         UserError: no evaluation text for decontamination, pieces beside features of your own, no record left.
@@ -40,18 +38,18 @@ def clean_rows(
     spec = recipe.select
     assert spec is not None
     settings = spec.hygiene
+    repeats = (settings.exact or settings.near is not None) and "eval" in settings.against
+    if spec.eval.files and not repeats and settings.decontaminate is None:
+        raise UserError(
+            "select.eval.files: no step of select.hygiene that is on looks at it; turn on exact, near or decontaminate"
+        )
     if not settings.on:
-        if spec.eval.files:
-            raise UserError(
-                "select.eval.files has no use while every step of select.hygiene is off; "
-                "turn on exact, near or decontaminate"
-            )
         return rows, None
     _refuse_pieces_beside_features(spec)
     from selection.hygiene import Reference, clean
 
     started = time.monotonic()
-    judged = _judged_rows(recipe, spec)
+    judged = _judged_rows(recipe, spec) if repeats or settings.decontaminate is not None else []
     judged_texts = [(text, row.id) for row in judged for text in _all_texts(row)]
     if settings.decontaminate is not None and not judged_texts:
         raise UserError(
@@ -70,10 +68,9 @@ def clean_rows(
             seed=derive(recipe.train.seed, "hygiene"),
             progress=lambda what, done: task(done, what),
         )
-    cleaned = replace(cleaned, pieces=_stripped(rows, cleaned))
     named = {"target": [row.id for row in target], "eval": [identity for _, identity in judged_texts]}
     with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:
-        for drop in cleaned.drops(rows.ids, named):
+        for drop in cleaned.drops(lambda some: rows.take(some).ids[:], named):
             handle.write(json.dumps(drop, ensure_ascii=False) + "\n")
     kept = _kept_rows(rows, cleaned)
     if not len(kept):
@@ -132,17 +129,6 @@ def _all_texts(row: Row) -> list[str]:
         for value in (named if isinstance(named[0], str) else row.record.values())
         if isinstance(value, str) and value
     ]
-
-
-def _stripped(rows: RowView, cleaned: Cleaned) -> dict[int, list[tuple[int, int]]]:
-    """The pieces without the white space at their ends."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for place, spans in cleaned.pieces.items():
-        text = rows.texts[place]
-        found[place] = [
-            (end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans
-        ]
-    return found
 
 
 def _kept_rows(rows: RowView, cleaned: Cleaned) -> RowView:

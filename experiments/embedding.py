@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.config import Recipe
+from experiments.config import Recipe, Select
 from experiments.console import Console
 from experiments.reading import PoolRecords, Records
 from finetune.data import RowView
@@ -24,6 +24,16 @@ from selection.features import FeatureCache, TakenRows, in_shards, load_features
 
 HELD_BYTES = 256 << 20
 """Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""
+
+
+def check_vectors(spec: Select) -> None:
+    """Refuse settings of storage that your own features have no use for. Raises UserError."""
+    if isinstance(spec.embedder, Features):
+        for name, default in (("cache", ""), ("feature_type", "float32")):
+            if getattr(spec, name) != default:
+                raise UserError(
+                    f"select.{name}: features of your own are read from their files as they are; leave it out"
+                )
 
 
 class Vectors:

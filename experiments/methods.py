@@ -45,6 +45,15 @@ def check_method(spec: Select) -> None:
         )
 
 
+def solver_device(recipe: Recipe) -> str:
+    """Where the transport solver computes: `train.device`, or the CPU for methods without a solver."""
+    if recipe.select is None or "features" not in needs(recipe.select.method):
+        return "cpu"
+    from finetune.backbone import resolve_device
+
+    return str(resolve_device(recipe.train.device))
+
+
 def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]], np.ndarray] | None:
     """texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
 
@@ -95,7 +104,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
 def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """A selector's `progress(stage, done, total)` as one task of the console after another."""
     start = time.monotonic()
-    stage = ""
+    stage: tuple[str, int] | None = None
     update: Task | None = None
     with ExitStack() as shown:
 
@@ -103,9 +112,12 @@ def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
             nonlocal stage, update
             if time.monotonic() - start < _PATIENCE_S:
                 return
-            if name != stage or update is None:
+            if (name, total) != stage or update is None:
                 shown.close()
-                stage, update = name, shown.enter_context(console.task(name, total, "rows"))
+                stage, update = (name, total), shown.enter_context(console.task(name, total, "rows"))
             update(done)
+            if done == total:  # what follows may take long and say nothing
+                shown.close()
+                stage = None
 
         yield progress

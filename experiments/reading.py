@@ -1,4 +1,4 @@
-"""What a selection reads: pools of any size as views of a file on disk, targets as lists; and the pool cut to length."""
+"""What a selection reads: pools of any size as views of a file on disk, targets as lists; the pool cut to length."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
     pieces = view.cut(_spans(recipe, spec.chunk, view.texts))
     console.say(f"pool cut to {spec.chunk.size} {spec.chunk.unit}: {len(view):,} records, {len(pieces):,} pieces")
     if not len(pieces):
-        raise UserError(f"select.chunk: no text of the pool's {len(view):,} records has a single {spec.chunk.unit[:-1]}")
+        raise UserError(
+            f"select.chunk: no text of the pool's {len(view):,} records has a single {spec.chunk.unit[:-1]}"
+        )
     return pieces
 
 
@@ -101,7 +103,9 @@ def _spans(recipe: Recipe, chunk: Chunk, texts: Iterable[str]) -> Iterator[list[
 
     tokenizer = load_tokenizer(recipe.backbone)
     if not tokenizer.is_fast:
-        raise UserError(f"select.chunk.unit: the tokenizer of {recipe.backbone!r} cannot say where tokens lie; use words")
+        raise UserError(
+            f"select.chunk.unit: the tokenizer of {recipe.backbone!r} cannot say where tokens lie; use words"
+        )
     for text in texts:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         # Tokens of several bytes of one character share its span.

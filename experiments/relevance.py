@@ -48,7 +48,11 @@ def judge_domains(
     samples = {name: vectors.pool(view.take(rows), f"embed {name}") for name, rows in drawn.items()}
     distances = domain_distances(samples, vectors.target(), epsilon=settings.epsilon, seed=derive(seed, "relevance"))
     shown = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
-    about: dict[str, Any] = {"use": settings.use, "distances": distances, "sampled": {n: len(r) for n, r in drawn.items()}}
+    about: dict[str, Any] = {
+        "use": settings.use,
+        "distances": distances,
+        "sampled": {n: len(r) for n, r in drawn.items()},
+    }
     if settings.use == "weight":
         weights, masses = mass_by_distance(distances, domains, temperature=settings.temperature)
         console.say(f"domains by distance to the target: {shown}; weighted")

@@ -9,7 +9,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,28 +19,22 @@ import numpy as np
 from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
 from experiments.console import Console
-from experiments.methods import backbone_surprise, check_method, watched
-from experiments.preparing import read_splits
+from experiments.embedding import Vectors, check_vectors
+from experiments.methods import backbone_surprise, check_method, solver_device, watched
+from experiments.reading import chunked, domains_of, read_pool, read_records, training_rows
 from experiments.recipe import Resolved
+from experiments.relevance import check_relevance, judge_domains
 from finetune.atomic import replacing_directory, write_json
-from finetune.config import Files
-from finetune.data import Row, describe, limit_rows, read_rows, require_rows
+from finetune.data import Row, describe
 from finetune.errors import UserError
 from finetune.rundir import refuse_nonempty, write_provenance
 from finetune.seeds import derive
 from selection import Pool, build_selector
-from selection.config import Backbone, Encoder, Features, TfIdf, needs
+from selection.config import Features, needs
 
 _SHIPPED_POOL = "sample:pool"
-
-
-@dataclass(frozen=True)
-class Records:
-    """Rows that were kept, and where each stood among all records of its files (own features follow that order)."""
-
-    rows: list[Row]
-    skipped: list[str]
-    total: int
+_GROUP = 1 << 16
+"""Rows of scores.parquet written at a time."""
 
 
 def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, Any]:
@@ -82,18 +76,16 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     assert spec is not None
     started = time.monotonic()
     check_method(spec)
+    check_relevance(spec)
+    check_vectors(spec)
     seed = recipe.train.seed
     target_files = spec.target if spec.target.files else recipe.data.train
-    pool = _read(spec.pool, spec, seed, "pool")
-    target = _read(spec.target, spec, seed, "target") if spec.target.files else _training_rows(recipe)
-    negative = _read(spec.negative, spec, seed, "negative") if spec.negative.files else None
+    pool = read_pool(spec, seed, directory, console)
+    target = read_records(spec.target, spec, seed, "target") if spec.target.files else training_rows(recipe)
+    negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
     kept, hygiene = clean_rows(recipe, pool.rows, target.rows, directory, console)
-    pool = replace(pool, rows=list(kept))
-    if spec.budget > len(pool.rows):
-        raise UserError(
-            f"select.budget: {spec.budget} is above the pool's {len(pool.rows)} records; "
-            f"ask for at most {len(pool.rows)} or add pool files"
-        )
+    pool = replace(pool, rows=chunked(recipe, kept, console))
+    _check_budget(spec, len(pool.rows))
     for name, records in (("pool", pool), ("target", target)):
         if records.skipped:
             console.say(f"{name}: skipped {len(records.skipped)} bad records, first {records.skipped[0]}")
@@ -101,27 +93,32 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         f"pool {len(pool.rows):,} records, target {len(target.rows):,}, budget {spec.budget:,}, {spec.method.kind}"
     )
 
+    vectors = Vectors(recipe, pool, target, negative, directory, console)
+    x = y = z = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        x, y, z = _features(recipe, spec, pool, target, negative, console)
+        pool, weights, relevance = judge_domains(spec, pool, vectors, seed, console)
+        _check_budget(spec, len(pool.rows))
+        if _vectors_needed(spec):
+            x, y, z = vectors.pool(pool.rows), vectors.target(), vectors.negative()
     _say(caught, console)
     embedded = time.monotonic()
-    ids, target_ids = [row.id for row in pool.rows], [row.id for row in target.rows]
-    pool_set = Pool(
-        ids=ids,
-        texts=[row.values["text"] for row in pool.rows],
-        features=x,
-        domains=_domains(pool, spec),
-    )
+    ids, target_ids = pool.rows.ids, [row.id for row in target.rows]
+    domains = domains_of(pool, spec)
+    pool_set = Pool(ids=ids, texts=pool.rows.texts, features=x, domains=domains, weights=weights)
     target_set = Pool(
         ids=target_ids,
         texts=[row.values["text"] for row in target.rows],
         features=y,
-        domains=_domains(target, spec),
+        domains=domains_of(target, spec),
     )
     more: dict[str, Any] = {} if z is None else {"negative": Pool(features=z)}
     selector = build_selector(
-        spec.method, seed=derive(seed, "select"), budget=spec.budget, measure=backbone_surprise(recipe, spec.method)
+        spec.method,
+        seed=derive(seed, "select"),
+        budget=spec.budget,
+        measure=backbone_surprise(recipe, spec.method),
+        device=solver_device(recipe),
     )
     with warnings.catch_warnings(record=True) as caught, watched(console) as progress:
         warnings.simplefilter("always", UserWarning)
@@ -139,8 +136,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         "score": scores,
         "rank": rank,
         "selected": rank <= spec.budget,
-        "nearest_target": [None] * len(ids) if nearest is None else [target_ids[j] for j in nearest],
-        "domain": [_domain(row, spec) for row in pool.rows],
+        "nearest_target": None if nearest is None else _Named(target_ids, nearest),
+        "domain": domains,
     }
     _write_scores(directory, table)
     _write_selected(directory, [pool.rows[i] for i in order[: spec.budget]], scores[order])
@@ -169,11 +166,16 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     }
     if hygiene is not None:
         manifest["hygiene"] = hygiene
+    if relevance is not None:
+        manifest["relevance"] = relevance
+    if vectors.about:
+        manifest["cache"] = vectors.about
     if spec.method.kind == "gotd" and manifest["selection"]["helpful"] < spec.budget:
         console.say(
             f"warning: only {manifest['selection']['helpful']} records have a negative score; "
             f"a budget of {spec.budget} adds some that move the pool away from the target"
         )
+    vectors.close()
     write_json(directory / "manifest.json", manifest)
     console.say(f"selected {spec.budget:,} of {len(pool.rows):,} in {time.monotonic() - started:.1f} s")
     return manifest
@@ -185,100 +187,47 @@ def _say(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
         console.say(f"warning: {message}")
 
 
-def _read(files: Files, spec: Select, seed: int, name: str) -> Records:
-    if not files.files:
-        raise UserError(f"select.{name}.files is empty: name the files of the {name}")
-    skipped: list[str] = []
-    rows = read_rows(files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped)
-    kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
-    total = len(kept) + len(skipped)
-    return Records(limit_rows(kept, files.limit, seed=derive(seed, "limit", name)), skipped, total)
-
-
-def _training_rows(recipe: Recipe) -> Records:
-    """The run's own training rows as the target: after holdout and limit, so no judged text is seen."""
-    rows = read_splits(recipe)
-    without = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
-    if without is not None:
-        raise UserError(f"{without.where}: no text to select for; name select.target.files or set data.columns.text")
-    return Records(rows.train, rows.skipped, rows.records)
-
-
-def _domain(row: Row, spec: Select) -> str | None:
-    value = row.values.get(spec.domain_column)
-    return None if value is None else str(value)
-
-
-def _domains(records: Records, spec: Select) -> list[str | None] | None:
-    """Each record's domain, or None where no record has one."""
-    names = [_domain(row, spec) for row in records.rows]
-    return names if any(name is not None for name in names) else None
-
-
-def _features(
-    recipe: Recipe, spec: Select, pool: Records, target: Records, negative: Records | None, console: Console
-) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-    """Feature matrices for pool, target and negative examples, or None where the method needs none."""
-    if "features" not in needs(spec.method) and not isinstance(spec.embedder, Features):
-        return None, None, None
-    if negative is None:
-        return *_embedded(recipe, spec, pool, target, console), None
-    if isinstance(spec.embedder, Features):
-        own = _own(spec.embedder.negative, negative, "negative")
-        return *_embedded(recipe, spec, pool, target, console), own
-    # Embedded with the target as one: TF-IDF must know their words too.
-    both = Records(target.rows + negative.rows, [], len(target.rows) + len(negative.rows))
-    x, y = _embedded(recipe, spec, pool, both, console)
-    return x, y[: len(target.rows)], y[len(target.rows) :]
-
-
-def _embedded(
-    recipe: Recipe, spec: Select, pool: Records, target: Records, console: Console
-) -> tuple[np.ndarray, np.ndarray]:
-    texts = [row.values["text"] for row in pool.rows], [row.values["text"] for row in target.rows]
-    embedder = spec.embedder
-    if isinstance(embedder, Features):
-        return _own(embedder.pool, pool, "pool"), _own(embedder.target, target, "target")
-    if isinstance(embedder, TfIdf):
-        from selection import TfIdfEmbedder
-
-        tfidf = TfIdfEmbedder(dim=embedder.dim, buckets=embedder.buckets, seed=derive(recipe.train.seed, "tfidf"))
-        return tfidf.fit_transform(*texts)
-    assert isinstance(embedder, (Backbone, Encoder))
-    name = embedder.path if isinstance(embedder, Encoder) else recipe.backbone
-    if not name:
-        raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
-    from finetune.features import hidden_state_encoder
-    from selection import pool_features
-
-    encode = hidden_state_encoder(name, max_length=embedder.max_length, device=recipe.train.device)
-    matrices = []
-    for label, some in zip(("embed pool", "embed target"), texts, strict=True):
-        with console.task(label, len(some), "texts") as task:
-            matrices.append(pool_features(some, encode, batch_size=64, progress=lambda _, done, _total: task(done)))
-    return matrices[0], matrices[1]
-
-
-def _own(path: str, records: Records, name: str) -> np.ndarray:
-    """The user's features for the kept records: row i of the file belongs to record i before any filter."""
-    from selection import load_features
-
-    matrix = load_features(path)
-    if len(matrix) != records.total:
+def _check_budget(spec: Select, count: int) -> None:
+    if spec.budget > count:
         raise UserError(
-            f"--{name}-features: {path} has {len(matrix)} rows for {records.total} records; "
-            "they must be in file order, one row per record"
+            f"select.budget: {spec.budget} is above the pool's {count} records; "
+            f"ask for at most {count} or add pool files"
         )
-    return np.asarray(matrix[[row.index for row in records.rows]])
+
+
+def _vectors_needed(spec: Select) -> bool:
+    return "features" in needs(spec.method) or isinstance(spec.embedder, Features)
+
+
+class _Named:
+    """Names by number, looked up a slice at a time."""
+
+    def __init__(self, names: Sequence[str], numbers: np.ndarray):
+        self.names = names
+        self.numbers = numbers
+
+    def __getitem__(self, key: slice) -> list[str]:
+        return [self.names[j] for j in self.numbers[key]]
 
 
 def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
+    """The table, written a group of rows at a time; a column that is None is null throughout."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.string(), pa.string())
-    arrays = {name: pa.array(column, kind) for (name, column), kind in zip(columns.items(), kinds, strict=True)}
-    pq.write_table(pa.table(arrays), directory / "scores.parquet")
+    schema = pa.schema(list(zip(columns, kinds, strict=True)))
+    count = len(columns["rank"])
+    with pq.ParquetWriter(directory / "scores.parquet", schema) as writer:
+        for low in range(0, count, _GROUP):
+            part = slice(low, min(low + _GROUP, count))
+            arrays = [
+                pa.nulls(part.stop - low, field.type)
+                if columns[field.name] is None
+                else pa.array(columns[field.name][part], field.type)
+                for field in schema
+            ]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
 def _write_selected(directory: Path, rows: Sequence[Row], scores: np.ndarray) -> None:

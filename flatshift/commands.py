@@ -88,6 +88,7 @@ def _select(argv: list[str]) -> int:
         "select.budget": (flags.budget, "--budget"),
         "select.method.kind": (flags.method, "--method"),
         "select.method.epsilon": (flags.epsilon, "--epsilon"),
+        "select.method.memory_gib": (flags.memory, "--memory"),
         "select.columns.text": (flags.text_column, "--text-column"),
         "select.columns.id": (flags.id_column, "--id-column"),
         "select.domain_column": (flags.domain_column, "--domain-column"),

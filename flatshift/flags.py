@@ -48,6 +48,8 @@ class SelectFlags:
     """Your own features of the negative examples: .npy."""
     epsilon: float | None = None
     """Entropic regularisation, as a multiple of the mean cost (gotd)."""
+    memory: float | None = None
+    """What the transport solver may hold beside the features, GiB (gotd)."""
     seed: int | None = None
     """Seed of every random draw."""
     text_column: str | None = None

@@ -16,6 +16,10 @@ class GotD:
     """Entropic regularisation, as a multiple of the exact weighted mean cost over all pairs."""
     tolerance: float | None = None
     """Marginal L1 error to reach; null: 1e-9 up to N·M = 1e7, 1e-3 above."""
+    cost: Literal["sqeuclidean", "cosine"] = "sqeuclidean"
+    """Squared Euclidean distance of features as given, or 1 − cosine (no feature may be zero)."""
+    memory_gib: float = 1.0
+    """What the solver may hold beside the features, GiB."""
     rounds: int = 1
     """Above 1: choose the budget in so many parts, and solve again on the mixture of pool and chosen after each. This
     restores the diversity that a single linear step loses when the selection gets a large share of training. A round
@@ -44,6 +48,10 @@ class GotDContrast:
     """Entropic regularisation of both problems, as a multiple of each one's own mean cost."""
     tolerance: float | None = None
     """Marginal L1 error to reach; null: 1e-9 up to N·M = 1e7, 1e-3 above."""
+    cost: Literal["sqeuclidean", "cosine"] = "sqeuclidean"
+    """Squared Euclidean distance of features as given, or 1 − cosine (no feature may be zero)."""
+    memory_gib: float = 1.0
+    """What the solver may hold beside the features, GiB."""
     attract: float = 1.0
     """Weight of the target's gradient; 0: away from the negatives only, as the paper's detoxification study."""
     repel: float = 1.0

@@ -1,8 +1,8 @@
 """Domains judged as wholes: the transport distance from a sample of each to the target (GOT-D paper, C.2).
 
-    rows = sample_domains(domains, 10_000, ids=ids, seed=0)         # before anything is embedded
-    found = domain_distances({name: embed(texts[rows[name]]) …}, y) # name → OT_ε, nearest first
-    near = nearest_domains(found, 2)                                # or mass_by_distance(found, …)
+rows = sample_domains(domains, 10_000, ids=ids, seed=0)         # before anything is embedded
+found = domain_distances({name: embed(texts[rows[name]]) …}, y) # name → OT_ε, nearest first
+near = nearest_domains(found, 2)                                # or mass_by_distance(found, …)
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def sample_domains(
             kept.sort()
             del kept[count:]
     if not drawn:
-        raise SelectionError("domain relevance needs domains, and no row of the pool has one; name the column they are in")
+        raise SelectionError(
+            "domain relevance needs domains, and no row of the pool has one; name the column they are in"
+        )
     return {
         name: np.sort(np.array([row for _, row in sorted(kept)[:count]], dtype=np.int64))
         for name, kept in sorted(drawn.items())

@@ -79,7 +79,9 @@ def _batches(rows: Iterable[Row], columns: Columns, domain_column: str) -> Itera
                 try:
                     value.encode("utf-8")
                 except UnicodeEncodeError:
-                    raise UserError(f"{row.where}: the {name} has half of a surrogate pair, which is not text") from None
+                    raise UserError(
+                        f"{row.where}: the {name} has half of a surrogate pair, which is not text"
+                    ) from None
         # The text's place among the columns is kept, so that a record comes back with its own order.
         rest = {name: None if name == columns.text else value for name, value in row.record.items()}
         batch.append((row.id, text, domain, row.where, row.index, json.dumps(rest, default=str)))

@@ -30,14 +30,10 @@ class WordHasher:
         """A scipy CSR matrix; element (i, b) is how many words of text i fall into bucket b."""
         from scipy.sparse import csr_matrix
 
-        columns, values, lengths = [], [], []
-        for low in range(0, len(texts), _BATCH):
-            found = self._batch(texts[low : low + _BATCH])
-            for into, part in zip((columns, values, lengths), found, strict=True):
-                into.append(part)
-        ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
-        parts = (np.concatenate(values), np.concatenate(columns), ends)
-        matrix = csr_matrix(parts, shape=(len(texts), self.buckets), copy=False)
+        parts = [self._batch(texts[low : low + _BATCH]) for low in range(0, len(texts), _BATCH)]
+        columns, values, lengths = (np.concatenate(part) for part in zip(*parts, strict=True))
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        matrix = csr_matrix((values, columns, ends), shape=(len(texts), self.buckets), copy=False)
         matrix.has_sorted_indices = True
         return matrix
 

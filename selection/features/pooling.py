@@ -41,13 +41,13 @@ def pool_features(
     features: np.ndarray | None = None
     for low in range(0, len(order), batch_size):
         rows = order[low : low + batch_size]
-        hidden, mask = (_array(part) for part in encode_batch([texts[i] for i in rows]))
+        hidden, mask = map(_array, encode_batch([texts[i] for i in rows]))
         if hidden.ndim != 3 or mask.shape != hidden.shape[:2] or len(hidden) != len(rows):
             raise SelectionError(
                 f"encode_batch must return states (B, T, D) and a mask (B, T) for {len(rows)} texts, "
                 f"not {hidden.shape} and {mask.shape}"
             )
-        pooled = _pooled(hidden, mask > 0, pooling)
+        pooled = _pooled(hidden, mask.astype(bool), pooling)
         if not np.isfinite(pooled).all():
             bad = int(rows[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]])
             raise SelectionError(f"the model's states for text {bad} are not finite; try float32 precision")
@@ -62,7 +62,7 @@ def pool_features(
 
 def _pooled(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
     """(B, D) of states (B, T, D) and mask (B, T) bool. Rows without a real token are 0."""
-    some = real.any(axis=1)
+    some: np.ndarray = np.asarray(real.any(axis=1))
     if pooling in ("cls", "last"):
         steps = real.shape[1]
         place = real.argmax(axis=1) if pooling == "cls" else steps - 1 - real[:, ::-1].argmax(axis=1)

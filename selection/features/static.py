@@ -96,8 +96,8 @@ def _from_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
         about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         normalise = bool(about.get("normalize", normalise))
     tensors = _tensors(folder / "model.safetensors")
-    name = next((name for name in ("embeddings", "embedding.weight") if name in tensors), None)
-    if name is None or tensors[name].ndim != 2:
+    name = "embeddings" if "embeddings" in tensors else "embedding.weight"
+    if name not in tensors or tensors[name].ndim != 2:
         raise SelectionError(
             f"{folder / 'model.safetensors'}: has no matrix `embeddings` or `embedding.weight`, "
             f"only {', '.join(sorted(tensors)) or 'nothing'}"
@@ -188,4 +188,6 @@ def _from_text(path: Path) -> tuple[np.ndarray, dict[str, int]]:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    handle: IO[bytes] = opener(path, "rb")
+    return handle

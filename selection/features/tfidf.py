@@ -145,7 +145,8 @@ def load_fitted(path: Path, embedder: TfIdfEmbedder, fit: Callable[[], Any]) -> 
     if not intact:
         fit()
         with written_whole(path) as handle:
-            np.savez(handle, fingerprint=np.array(embedder.fingerprint), **embedder.state())
+            arrays: dict[str, Any] = {"fingerprint": np.array(embedder.fingerprint), **embedder.state()}
+            np.savez(handle, **arrays)
 
 
 def _drawn(generator: np.random.Generator, texts: Sequence[str], count: int) -> list[str]:

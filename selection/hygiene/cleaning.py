@@ -28,6 +28,9 @@ from selection.hygiene.lsh import NearDuplicates
 Progress = Callable[[str, int], None]
 """Called as (what is done, rows so far)."""
 
+NamesOf = Callable[[np.ndarray], Sequence[str]]
+
+_DROPS_AT_ONCE = 4096
 CHARACTERS = 1 << 20
 """Characters of a batch of texts, and at most 4,096 texts (one long text may be a batch of its own)."""
 
@@ -72,28 +75,46 @@ class Cleaned:
             found[cause] += count
         return found
 
-    def drops(self, ids: Sequence[str], reference_ids: Mapping[str, Sequence[str]] | None = None) -> Iterator[dict]:
+    def drops(
+        self, ids: Sequence[str] | NamesOf, reference_ids: Mapping[str, Sequence[str]] | None = None
+    ) -> Iterator[dict]:
         """One record for each row that was dropped or cut, in file order: `id, cause, rule, value, match, match_in`.
 
-        ids: N strings. reference_ids: the ids of each reference's texts by its name; their places where absent.
+        ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts
+        by its name; their places where absent.
         `match` is the id of the record or text it repeats, `match_in` where that is ("pool" or a reference's name).
         A row that was cut has the cause "cut" and its `pieces`.
         """
         cut = np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces))
-        for row in np.union1d(np.flatnonzero(self.rule), cut).tolist():
-            cause, rule = self.rules[self.rule[row]] if self.rule[row] else ("cut", "words shared with eval cut out")
-            value = float(self.value[row])
-            where, place = self._place(int(self.match[row]))
-            named = ids if where == "pool" else (reference_ids or {}).get(where or "")
-            record = {
-                "id": ids[row],
-                "cause": cause,
-                "rule": rule,
-                "value": None if np.isnan(value) else value,
-                "match": None if where is None else str(place) if named is None else named[place],
-                "match_in": where,
-            }
-            yield record | ({"pieces": self.pieces[row]} if row in self.pieces else {})
+        rows = np.union1d(np.flatnonzero(self.rule), cut)
+        skip = sum(len(reference.texts) for reference in self.references)
+        for low in range(0, len(rows), _DROPS_AT_ONCE):
+            some = rows[low : low + _DROPS_AT_ONCE]
+            own = np.maximum(self.match[some] - skip, 0)  # of matches in the pool; of others row 0, which is not used
+            if callable(ids):
+                names, matches = ids(some), ids(own)
+            else:
+                names, matches = [ids[row] for row in some], [ids[row] for row in own]
+            for row, name, twin in zip(some.tolist(), names, matches, strict=True):
+                yield self._drop(row, name, twin, reference_ids or {})
+
+    def _drop(self, row: int, name: str, twin: str, reference_ids: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        cause, rule = self.rules[self.rule[row]] if self.rule[row] else ("cut", "words shared with eval cut out")
+        value = float(self.value[row])
+        where, place = self._place(int(self.match[row]))
+        if where is not None and where in reference_ids:
+            twin = reference_ids[where][place]
+        elif where != "pool":
+            twin = str(place)
+        record = {
+            "id": name,
+            "cause": cause,
+            "rule": rule,
+            "value": None if np.isnan(value) else value,
+            "match": None if where is None else twin,
+            "match_in": where,
+        }
+        return record | ({"pieces": self.pieces[row]} if row in self.pieces else {})
 
     def _place(self, match: int) -> tuple[str | None, int]:
         if match < 0:
@@ -271,7 +292,7 @@ class _Cleaning:
         row = 0
         for batch in self._batches(self.texts, "cutting", whole=False) if len(rows) else ():
             for hit in rows[np.searchsorted(rows, row) : np.searchsorted(rows, row + len(batch))].tolist():
-                left = finder.cut(batch[hit - row])
+                left = _without_blanks(batch[hit - row], finder.cut(batch[hit - row]))
                 if 0 < len(left) <= settings.max_pieces:
                     pieces[hit] = left
                 else:
@@ -307,3 +328,9 @@ class _Cleaning:
             yield batch
             if self.progress is not None and what:
                 self.progress(what, max(done + len(batch), 0))
+
+
+def _without_blanks(text: str, spans: Spans) -> Spans:
+    """The spans without the blanks at their ends."""
+    found = [(end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans]
+    return [(start, end) for start, end in found if start < end]

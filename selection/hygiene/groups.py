@@ -33,8 +33,8 @@ class Groups:
 def crowds(keys: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The rows that share their key with another one.
 
-    keys, rows: (n,), the rows in ascending order. Returns members, the rows of each such crowd in ascending order, crowd after crowd, and the
-    number of each one's crowd, from 0.
+    keys, rows: (n,), the rows in ascending order. Returns members, the rows of each such crowd in ascending order,
+    crowd after crowd, and the number of each one's crowd, from 0.
     """
     order = np.argsort(keys, kind="stable")
     keys = keys[order]

@@ -24,9 +24,9 @@ from selection.hygiene.minhash import MinHasher, band_keys, bands_for
 from selection.hygiene.shingles import Shingler, mix
 from selection.hygiene.store import Growing
 
-WINDOW = 16
+WINDOW = 64
 """In a band, a row is compared with the first row that has its key and with this many before it. So in a crowd of more
-than 17 texts that share a key without being similar some pairs are left out; they are counted."""
+than 65 texts that share a key without being similar some pairs are left out; they are counted."""
 _BATCH = 1 << 18  # shingles compared at a time
 
 

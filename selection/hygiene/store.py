@@ -15,7 +15,7 @@ class Growing:
     which disappears with the process, and `array` maps it.
     """
 
-    def __init__(self, dtype: Any, limit: int = 1 << 21):
+    def __init__(self, dtype: Any, limit: int = 1 << 19):
         self.dtype = np.dtype(dtype)
         self.limit = limit
         self.length = 0

@@ -14,6 +14,8 @@ import numpy as np
 from selection.errors import SelectionError
 
 Progress = Callable[[str, int, int], None]
+UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
+"""A cost in squared distances between `placed` rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,12 @@ def unit_weights(weights: Any, count: int) -> np.ndarray:
         return np.full(count, 1.0 / count)
     given = np.asarray(weights, dtype=np.float64)
     return np.asarray(given / given.sum())
+
+
+def placed(rows: Any, cost: str) -> np.ndarray:
+    """Rows as float64, for "cosine" of length one, so that costs are `UNITS[cost]` times squared distances."""
+    wide = np.asarray(rows, dtype=np.float64)
+    return wide if cost == "sqeuclidean" else np.asarray(wide / np.linalg.norm(wide, axis=1, keepdims=True))
 
 
 def behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:

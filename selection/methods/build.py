@@ -6,17 +6,25 @@ from typing import TYPE_CHECKING
 
 from selection.config import DSIR, KNN, TSDS, Domains, GotD, GotDContrast, Length, Less, Method, Perplexity, Random
 from selection.errors import SelectionError
-from selection.methods.base import Selector
+from selection.methods.base import Selector, finite_number
 
 if TYPE_CHECKING:
     from selection.methods.perplexity import Measure
 
 
-def build_selector(method: Method, *, seed: int, budget: int | None = None, measure: Measure | None = None) -> Selector:
+def build_selector(
+    method: Method,
+    *,
+    seed: int,
+    budget: int | None = None,
+    measure: Measure | None = None,
+    device: str = "cpu",
+) -> Selector:
     """The selector that `method` describes; `seed` for those that draw.
 
-    budget: for those that shape their selection for one size (gotd in rounds, domains). measure: texts → mean −log p
-    per token, for perplexity. Raises SelectionError for another type.
+    budget: for those that shape their selection for one size (gotd in rounds, domains), and for the overlap that gotd
+    measures. measure: texts → mean −log p per token, for perplexity. device: of the transport solver. Raises
+    SelectionError for another type.
     """
     if isinstance(method, GotD):
         from selection.methods.gotd import GotDSelector
@@ -27,10 +35,13 @@ def build_selector(method: Method, *, seed: int, budget: int | None = None, meas
             rounds=method.rounds,
             mixture=method.mixture,
             holdout=method.holdout,
-            budget=budget if method.rounds > 1 else None,
+            budget=budget,
             debiased=method.debiased,
             self_sample=method.self_sample,
             seed=seed,
+            cost=method.cost,
+            memory_bytes=_bytes(method.memory_gib),
+            device=device,
         )
     if isinstance(method, GotDContrast):
         from selection.methods.contrast import GotDContrastSelector
@@ -41,6 +52,9 @@ def build_selector(method: Method, *, seed: int, budget: int | None = None, meas
             attract=method.attract,
             repel=method.repel,
             seed=seed,
+            cost=method.cost,
+            memory_bytes=_bytes(method.memory_gib),
+            device=device,
         )
     if isinstance(method, Random):
         from selection.methods.random import RandomSelector
@@ -82,6 +96,11 @@ def build_selector(method: Method, *, seed: int, budget: int | None = None, meas
     if isinstance(method, Domains):
         from selection.methods.domains import DomainsSelector
 
-        inside = build_selector(method.inside, seed=seed, measure=measure)
+        inside = build_selector(method.inside, seed=seed, measure=measure, device=device)
         return DomainsSelector(budget=budget, shares=method.shares or None, inside=inside, seed=seed)
     raise SelectionError(f"no selector for {type(method).__name__}; use one of the methods of selection.config")
+
+
+def _bytes(gib: float) -> int:
+    finite_number(gib, "memory_gib", above=0.0)
+    return int(gib * 2**30)

@@ -27,16 +27,20 @@ class GotDContrastSelector(Selector):
         attract: float = 1.0,
         repel: float = 1.0,
         seed: int = 0,
+        cost: str = "sqeuclidean",
         chunk: int | None = None,
         memory_bytes: int = 1 << 30,
+        device: str = "cpu",
     ):
         self.epsilon = epsilon
         self.tolerance = tolerance
         self.attract = attract
         self.repel = repel
         self.seed = seed
+        self.cost = cost
         self.chunk = chunk
         self.memory_bytes = memory_bytes
+        self.device = device
 
     def fit(
         self, pool: Pool, target: Target, *, negative: Target | None = None, progress: Progress | None = None
@@ -81,4 +85,6 @@ class GotDContrastSelector(Selector):
             chunk=self.chunk,
             memory_bytes=self.memory_bytes,
             progress=progress,
+            cost=self.cost,
+            device=self.device,
         )

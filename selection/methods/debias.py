@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from selection.methods.base import Pool, Progress, keyed_uniform, unit_weights
+from selection.methods.base import UNITS, Pool, Progress, keyed_uniform, placed, unit_weights
 
 _TOLERANCE = 1e-10
 _MAX_ITERATIONS = 5_000
@@ -35,9 +35,16 @@ class SelfPotential:
 
 
 def self_potential(
-    pool: Pool, *, epsilon: float, sample: int, seed: int, chunk: int | None = None, progress: Progress | None = None
+    pool: Pool,
+    *,
+    epsilon: float,
+    sample: int,
+    seed: int,
+    cost: str = "sqeuclidean",
+    chunk: int | None = None,
+    progress: Progress | None = None,
 ) -> SelfPotential:
-    """p for every row of `pool` at the absolute `epsilon`, squared Euclidean cost. Memory: sample² + chunk·sample.
+    """p for every row of `pool` at the absolute `epsilon`, in units of `cost`. Memory: sample² + chunk·sample.
 
     Expects features and weights that the transport solver has already checked.
     """
@@ -50,7 +57,9 @@ def self_potential(
     if len(drawn) > sample:
         turn = np.argsort(keyed_uniform(pool, seed, "gotd self-transport")[drawn], kind="stable")
         drawn = np.sort(drawn[turn[:sample]])
-    points = np.asarray(x[drawn], dtype=np.float64)
+    # All below is in squared distances; a cosine cost is half of them between rows of length one.
+    epsilon = epsilon / UNITS[cost]
+    points = placed(x[drawn], cost)
     centre = points.mean(0)
     points = points - centre
     squared = np.einsum("ij,ij->i", points, points)
@@ -77,13 +86,13 @@ def self_potential(
     bias = p / epsilon + np.log(weights) - squared / epsilon
     step = chunk or max(256, min(8192, (32 << 20) // (8 * len(drawn))))
     for low in range(0, n, step):
-        rows = np.asarray(x[low : low + step], dtype=np.float64)
+        rows = placed(x[low : low + step], cost)
         out[low : low + step] = _extend(
             rows - centre, points, bias, weights, place[low : low + step], a[low : low + step], epsilon
         )
         if progress:
             progress("transport of the pool to itself", min(low + step, n), n)
-    return SelfPotential(out, len(drawn), change)
+    return SelfPotential(out * UNITS[cost], len(drawn), change)
 
 
 def _extend(

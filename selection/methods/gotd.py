@@ -17,7 +17,9 @@ class GotDSelector(Selector):
     epsilon: multiple of the exact weighted mean cost. tolerance: marginal L1 error, None for 1e-9 up to N·M = 1e7 and
     1e-3 above. seed: of the subsample that large pools start from, and of what is held out. chunk: rows per tile, None
     to choose. memory_bytes: what the solver of large pools may hold. `nearest_target_` is the target that receives
-    most of a row's mass; `potentials_` the whole solution (of the first round).
+    most of a row's mass; `potentials_` the whole solution (of the first round). cost, device, state: as in
+    `sinkhorn_potentials`; `state` serves a single round. budget: how many will be selected, if that is known; the
+    overlap that the solver measures is then about it.
 
     rounds above 1: `selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a round are
     its calibrated gradients, lowered by a constant where that is needed to come before the next round's (a gradient
@@ -38,8 +40,11 @@ class GotDSelector(Selector):
         debiased: bool = False,
         self_sample: int = 2000,
         seed: int = 0,
+        cost: str = "sqeuclidean",
         chunk: int | None = None,
         memory_bytes: int = 1 << 30,
+        device: str = "cpu",
+        state: str | None = None,
     ):
         self.epsilon = epsilon
         self.tolerance = tolerance
@@ -50,12 +55,17 @@ class GotDSelector(Selector):
         self.debiased = debiased
         self.self_sample = self_sample
         self.seed = seed
+        self.cost = cost
         self.chunk = chunk
         self.memory_bytes = memory_bytes
+        self.device = device
+        self.state = state
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs features on both sides. Warns (ConvergenceWarning) where the tolerance was not reached."""
         self._check()
+        if self.budget is not None:
+            checked_budget(self.budget, len(pool))
         if self.rounds > 1:
             return self._fit_rounds(pool, target, progress)
         x, y = need(pool, target, "features", "gotd")
@@ -69,6 +79,7 @@ class GotDSelector(Selector):
                 epsilon=self.potentials_.epsilon,
                 sample=self.self_sample,
                 seed=self.seed,
+                cost=self.cost,
                 chunk=self.chunk,
                 progress=progress,
             )
@@ -82,7 +93,8 @@ class GotDSelector(Selector):
             raise SelectionError("gotd cannot be debiased over several rounds; set rounds to 1 or debiased to false")
         if self.budget is None:
             raise SelectionError(f"gotd with rounds={self.rounds} shapes one selection; construct it with budget=")
-        checked_budget(self.budget, len(pool))
+        if self.state is not None:
+            raise SelectionError("gotd keeps no state over several rounds; set rounds to 1 or leave state out")
         found = choose_in_rounds(
             pool,
             target,
@@ -93,6 +105,7 @@ class GotDSelector(Selector):
             mixture=self.mixture,
             holdout=self.holdout,
             seed=self.seed,
+            cost=self.cost,
             progress=progress,
         )
         self.potentials_ = found.first
@@ -115,6 +128,10 @@ class GotDSelector(Selector):
             chunk=self.chunk,
             memory_bytes=self.memory_bytes,
             progress=progress,
+            cost=self.cost,
+            budget=self.budget,
+            state=self.state,
+            device=self.device,
         )
 
     def _check(self) -> None:

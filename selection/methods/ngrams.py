@@ -1,6 +1,7 @@
 """Word uni- and bigrams as bucket numbers, text by text, in two hashings.
 
-A word is a run of letters, digits and underscores, or of other marks, in lower case (nltk's WordPunctTokenizer).
+A word is a run of letters, digits and underscores, or of other marks, in lower case: nltk's WordPunctTokenizer up to
+version 3.9. (From 3.10 on it runs on another engine, which counts combining marks as letters.)
 """
 
 from __future__ import annotations

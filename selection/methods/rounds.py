@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from selection.methods.base import Pool, Progress, Target, keyed_uniform, need, unit_weights
+from selection.methods.base import UNITS, Pool, Progress, Target, keyed_uniform, need, placed, unit_weights
 from selection.transport.problem import finite_rows
 from selection.transport.solver import Potentials
 
@@ -68,6 +68,7 @@ def choose_in_rounds(
     mixture: float,
     holdout: float,
     seed: int,
+    cost: str = "sqeuclidean",
     progress: Progress | None = None,
 ) -> Rounds:
     """Choose `budget` rows in up to `rounds` parts; the arguments are those of `GotDSelector`."""
@@ -84,8 +85,8 @@ def choose_in_rounds(
     first = solve(x, *_order(side(kept), pool.weights), epsilon, progress)
     a = unit_weights(pool.weights, len(pool))
     absolute = first.epsilon
-    kept_cost = _row_costs(x, *side(kept))
-    held_cost = _row_costs(x, *side(held)) if len(held) else None
+    kept_cost = _row_costs(x, *side(kept), cost)
+    held_cost = _row_costs(x, *side(held), cost) if len(held) else None
 
     def at(chosen: np.ndarray, rows: np.ndarray, costs: np.ndarray) -> Potentials:
         weights = (1.0 - mixture) * a
@@ -142,17 +143,20 @@ def _hold_out(target: Target, share: float, seed: int) -> tuple[np.ndarray, np.n
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def _row_costs(x: Any, y: np.ndarray, b: np.ndarray | None, step: int = 16_384) -> np.ndarray:
-    """(N,): Σ_j b_j |x_i − y_j|² = |x_i − ȳ|² + Σ_j b_j |y_j − ȳ|²; the mean cost of any pool weights is w @ this."""
-    rows = np.asarray(y, dtype=np.float64)
+def _row_costs(x: Any, y: np.ndarray, b: np.ndarray | None, cost: str, step: int = 16_384) -> np.ndarray:
+    """(N,): Σ_j b_j c(x_i, y_j); the mean cost of any pool weights is w @ this.
+
+    Squared distances: |x_i − ȳ|² + Σ_j b_j |y_j − ȳ|². Cosine costs: half of these for rows of length one.
+    """
+    rows = placed(y, cost)
     weights = unit_weights(b, len(rows))
     centre = weights @ rows
     spread = float(weights @ ((rows - centre) ** 2).sum(1))
     out = np.empty(x.shape[0])
     for low in range(0, len(out), step):
-        part = np.asarray(x[low : low + step], dtype=np.float64) - centre
+        part = placed(x[low : low + step], cost) - centre
         out[low : low + step] = np.einsum("ij,ij->i", part, part) + spread
-    return out
+    return out * UNITS[cost]
 
 
 def _in_order(gradients: np.ndarray, batches: list[np.ndarray], chosen: np.ndarray) -> np.ndarray:

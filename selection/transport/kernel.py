@@ -9,12 +9,14 @@ Row softmax and column sums come from the same tile while it is in cache. Sums o
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from selection.transport.crew import Crew
 from selection.transport.ranks import Team
 from selection.transport.rows import Rows
 
@@ -81,6 +83,7 @@ class Streamed:
         self.epsilon = epsilon
         self.passes = 0
         self._team = team or Team()
+        self._crew = Crew(rows.device)
         allowed = TILE_BYTES.get(rows.device.type, TILE_BYTES["cpu"])
         self._step = tile_rows(len(rows.b), rows.dtype, chunk, min(allowed, tile_bytes or allowed))
         self._on_rows = on_rows
@@ -89,25 +92,28 @@ class Streamed:
         """One pass over the rows. `nearest` costs a tenth of a pass more."""
         rows, n, m = self.rows, len(self.rows.a), len(self.rows.b)
         rows.prepare(g, self.epsilon)
-        buffer = torch.empty(min(self._step, n), m, dtype=rows.dtype, device=rows.device)
         f = torch.empty(n, dtype=torch.float64, device=rows.device)
-        column = torch.zeros(m, dtype=torch.float64, device=rows.device)
         found = torch.empty(n, dtype=torch.int32, device=rows.device) if nearest else None
-        for low in range(0, n, self._step):
-            high = min(low + self._step, n)
-            tile = buffer[: high - low]
+        buffers = threading.local()
+
+        def work(low: int, high: int) -> Tensor:
+            if not hasattr(buffers, "tile"):
+                buffers.tile = torch.empty(min(self._step, n), m, dtype=rows.dtype, device=rows.device)
+            tile: Tensor = buffers.tile[: high - low]
             rows.tile(low, high, tile)
             if found is None:
                 top = tile.amax(1, keepdim=True)
             else:
-                top, found[low:high] = _maxima(tile)
+                top, where = tile.max(1, keepdim=True)
+                found[low:high] = where.squeeze(1)
             _raise(tile, top)
             total = tile.sum(1)
             f[low:high] = top.squeeze(1).double() + total.double().log2()
             # n·a keeps the weights near one, where float32 is at its best, whatever the size of the pool.
-            column += ((n * rows.a[low:high] / total).to(rows.dtype) @ tile).double()
-            if self._on_rows:
-                self._on_rows(high, n)
+            return ((n * rows.a[low:high] / total).to(rows.dtype) @ tile).double()
+
+        column = self._crew.each(n, self._step, work, self._on_rows)
+        assert column is not None
         self.passes += 1
         f.mul_(-self.epsilon * math.log(2.0)).add_(rows.squared)
         column = self._team.sum(column / n)
@@ -117,11 +123,6 @@ class Streamed:
     def nearest(self, g: Tensor) -> Tensor:
         """(n,) int64: the target that receives the largest part of each row. One pass."""
         return _nearest(self.rows, g, self.epsilon, self._step)
-
-
-def _maxima(tile: Tensor) -> tuple[Tensor, Tensor]:
-    top, where = tile.max(1, keepdim=True)
-    return top, where.squeeze(1).to(torch.int32)
 
 
 def _nearest(rows: Rows, g: Tensor, epsilon: float, step: int) -> Tensor:
@@ -159,6 +160,7 @@ class Kernel:
         self._step = tile_rows(len(rows.b), rows.dtype, chunk, tile_bytes or TILE_BYTES["cpu"])
         self._base = torch.empty(len(rows.a), dtype=torch.float64, device=rows.device)
         self._on_rows = on_rows
+        self._crew = Crew(rows.device)
 
     def absorb(self, g: Tensor, epsilon: float | None = None) -> None:
         """Compute E at g (and at a new ε). One GEMM per tile when the rows are streamed."""
@@ -166,13 +168,13 @@ class Kernel:
             self.epsilon = epsilon
         n = len(self.rows.a)
         self.rows.prepare(g, self.epsilon)
-        for low in range(0, n, self._step):
-            high = min(low + self._step, n)
+
+        def work(low: int, high: int) -> None:
             tile = self.store[low:high]
             self.rows.tile(low, high, tile)
             self._base[low:high] = _exponentiate(tile)
-            if self._on_rows:
-                self._on_rows(high, n)
+
+        self._crew.each(n, self._step, work, self._on_rows)
         self.passes += 1
         self.origin = g.clone()
 
@@ -198,15 +200,17 @@ class Kernel:
         v = (log_v - shift).exp()
         narrow = v.to(rows.dtype)
         out = torch.empty(n, dtype=torch.float64, device=rows.device)
-        column = torch.zeros(len(v), dtype=torch.float64, device=rows.device)
-        for low in range(0, n, self._step):
-            high = min(low + self._step, n)
+
+        def work(low: int, high: int) -> Tensor:
             tile = self.store[low:high]
             z = (tile @ narrow).double().log_().add_(shift)
             if log_z is not None and omega != 1.0:
                 z = z.mul_(omega).add_(log_z[low:high], alpha=1.0 - omega)
             out[low:high] = z
-            column += ((n * rows.a[low:high] * (shift - z).exp()).to(rows.dtype) @ tile).double()
+            return ((n * rows.a[low:high] * (shift - z).exp()).to(rows.dtype) @ tile).double()
+
+        column = self._crew.each(n, self._step, work)
+        assert column is not None
         return out, v * column / n
 
     def evaluate(self, g: Tensor) -> Evaluation:

@@ -110,6 +110,13 @@ class _Large:
             )
         return min(total, int(min(wanted, free / per_row))), held
 
+    def start_tolerance(self) -> float:
+        """How well the subsample is solved at first: well below what it errs by itself, some √(M/n)."""
+        least = max(0.1 * self.settings.tolerance, 1e-4)
+        if self.size == self.problem.total:
+            return least
+        return max(least, 0.02 * math.sqrt(len(self.problem.b) / self.size))
+
     def sample(self) -> Kernel:
         problem = self.problem
         if self.size == problem.total and self.team.size == 1:
@@ -148,7 +155,7 @@ class _Large:
             return self.conclude(standing, None, nearest, resumed)
         sample = self.sample()
         if standing is None:
-            start, iterations = descend(sample, settings, max(0.1 * settings.tolerance, 1e-4), self.newton)
+            start, iterations = descend(sample, settings, self.start_tolerance(), self.newton)
             standing = Standing(self.team.first(start.g), iterations=iterations)
         else:
             assert standing.origin is not None

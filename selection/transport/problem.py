@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from selection.errors import SelectionError
+from selection.transport.crew import Crew
 from selection.transport.ranks import Team
 
 COSTS = ("sqeuclidean", "cosine")
@@ -137,20 +138,22 @@ def _read(
     target = target - centre
     x_squared = np.empty(n)
     scale = np.empty(n) if cosine else None
-    mean = np.zeros(d)
-    step = chunk or max(16, _READ_BYTES // (8 * d))
-    for low in range(0, n, step):
-        rows = native(x[low : low + step]).to(torch.float64).numpy()
+
+    def work(low: int, high: int) -> Tensor:
+        rows = native(x[low:high]).to(torch.float64).numpy()
         finite_rows(rows, "pool", low)
-        high = low + len(rows)
         if scale is not None:
             scale[low:high] = 1.0 / _lengths(rows, "pool", low)
             rows *= scale[low:high, None]
         rows -= centre
         x_squared[low:high] = np.einsum("ij,ij->i", rows, rows)
-        mean += pool_weights[low:high] @ rows
-        if progress:
-            progress("reading the pool", high, n)
+        return torch.from_numpy(pool_weights[low:high]) @ torch.from_numpy(rows)
+
+    step = chunk or max(16, _READ_BYTES // (8 * d))
+    told = (lambda done, count: progress("reading the pool", done, count)) if progress else None
+    summed = Crew(torch.device("cpu")).each(n, step, work, told)
+    assert summed is not None
+    mean = summed.numpy()
     return Problem(
         x, target, pool_weights, target_weights, centre, x_squared, 0.0, mean, scale, 0.5 if cosine else 1.0, team, n
     )

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from selection.transport.crew import Crew
 from selection.transport.problem import Problem, native
 
 _PER_LN2 = 1.0 / math.log(2.0)
@@ -95,9 +96,12 @@ class StreamedRows:
         n, m = len(self.a), len(self.b)
         affinity = torch.empty(n, m, dtype=self.dtype, device=self.device)
         bias, right = (-self._y_squared).to(self.dtype), (2.0 * self._y).T.to(self.dtype)
-        for low in range(0, n, 4096):
-            high = min(low + 4096, n)
+        right = right.contiguous()
+
+        def work(low: int, high: int) -> None:
             torch.addmm(bias, self.read(low, high), right, out=affinity[low:high])
+
+        Crew(self.device).each(n, 1024, work)
         return DenseRows(affinity, self.a, self.b, self.squared)
 
     def prepare(self, g: Tensor, epsilon: float) -> None:

@@ -37,14 +37,26 @@ def files(tmp_path: Path) -> dict[str, str]:
         {"text": rows[3]["text"].upper(), "id": "again"},
         {"text": rows[4]["text"] + " nearly", "id": "nearly"},
         {"text": " ", "id": "empty"},
-        {"text": f"{fresh()}. {fresh()}. {SHARED}. {fresh()}. {fresh()}.", "id": "holds", "domain": "y", "start": "mine"},
+        {
+            "text": f"{fresh()}. {fresh()}. {SHARED}. {fresh()}. {fresh()}.",
+            "id": "holds",
+            "domain": "y",
+            "start": "mine",
+        },
         {"text": SHARED, "id": "whole"},
     ]
     return {
         "pool": write_rows(tmp_path / "pool.jsonl", rows),
         "target": write_rows(tmp_path / "target.jsonl", [{"text": fresh()}, {"text": rows[5]["text"], "id": "t"}]),
         "eval": write_rows(
-            tmp_path / "eval.jsonl", [{"question": f"What is it that would make anyone in this field say of a paper that {SHARED}?", "answer": "Because.", "id": "e"}]
+            tmp_path / "eval.jsonl",
+            [
+                {
+                    "question": f"What is it that would make anyone in this field say of a paper that {SHARED}?",
+                    "answer": "Because.",
+                    "id": "e",
+                }
+            ],
         ),
     }
 
@@ -153,8 +165,9 @@ def test_a_recipe_s_own_test_rows_are_kept_out(files, tmp_path: Path) -> None:
         (("near.unit line",), "cannot be 'line'; known: char, word"),
         (("nera.threshold 0.5",), "did you mean 'near'"),
         (("near.threshold 0.01",), "near.recall"),
-        (("length.min_chars 100000",), "leaves no record"),
-        ((), "every step of select.hygiene is off"),
+        (("exact true", "length.min_chars 100000"), "leaves no record"),
+        ((), "no step of select.hygiene that is on looks at it"),
+        (("exact true", "against target"), "no step of select.hygiene that is on looks at it"),
     ],
 )
 def test_bad_settings_are_one_sentence_and_leave_nothing(files, tmp_path: Path, capsys, steps, words: str) -> None:

@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import json
 import re
+import unicodedata
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from selection.methods.ngrams import Sha256Hasher
 R = np.random.default_rng(0)
 WORDS = ["the", "Cat", "sat", "naïve", "東京", "x_1", "…", "don't", "e.g.", "GPU", "100", "%", "ﬁne"]
 TEXTS = [" ".join(R.choice(WORDS, R.integers(1, 40))) for _ in range(120)] + ["", "  ", "one"]
+TEXTS += ["İdil and the Людми́ла of తెప్పోత్సవం", "½ x² — ok"]
 TARGET = [" ".join(R.choice(WORDS[:6], R.integers(3, 30))) for _ in range(20)]
 PEER = {"hashing": "sha256", "smoothing": 0.0, "floor": 1e-8}
 
@@ -55,7 +58,10 @@ def test_forgetting_bigrams_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_log_weights_equal_the_package(tmp_path: Path) -> None:
     peer = pytest.importorskip("data_selection", reason="pip install data-selection")
-    for name, texts in (("raw", TEXTS), ("target", TARGET)):
+    pool = TEXTS
+    if tuple(map(int, version("nltk").split(".")[:2])) >= (3, 10):  # its tokeniser counts combining marks as letters
+        pool = [text for text in TEXTS if not any(unicodedata.category(mark)[0] == "M" for mark in text.lower())]
+    for name, texts in (("raw", pool), ("target", TARGET)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     theirs = peer.HashedNgramDSIR(
         [str(tmp_path / "raw.jsonl")], [str(tmp_path / "target.jsonl")], cache_dir=str(tmp_path / "cache"), num_proc=1
@@ -63,5 +69,5 @@ def test_log_weights_equal_the_package(tmp_path: Path) -> None:
     theirs.fit_importance_estimator(num_tokens_to_fit="all")
     theirs.compute_importance_weights()
     wanted = np.load(tmp_path / "cache" / "log_importance_weights" / "0.npy")
-    found = DSIRSelector(**PEER).fit(Pool(texts=TEXTS), Pool(texts=TARGET))
+    found = DSIRSelector(**PEER).fit(Pool(texts=pool), Pool(texts=TARGET))
     np.testing.assert_allclose(found.log_weights_, wanted, atol=1e-9)

@@ -264,6 +264,7 @@ def test_a_chain_joins_texts_that_are_not_similar_themselves() -> None:
 
 def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -> None:
     """All texts share their band keys (one band of one row that is always the same), but few are similar."""
+    monkeypatch.setattr(lsh, "WINDOW", 16)
     monkeypatch.setattr(
         lsh, "band_keys", lambda signatures, bands, rows: np.zeros((bands, signatures.shape[1]), np.uint64)
     )

@@ -52,6 +52,8 @@ CASES = {
     "gotd-debiased": GotDSelector(debiased=True, seed=3),
     "gotd-debiased-sampled": GotDSelector(debiased=True, self_sample=120, seed=3),
     "gotd-contrast": GotDContrastSelector(repel=0.7, seed=3),
+    "gotd-cosine": GotDSelector(rounds=2, budget=BUDGET, cost="cosine", seed=3),
+    "gotd-cosine-debiased": GotDSelector(debiased=True, cost="cosine", seed=3),
     "random": RandomSelector(seed=3),
     "knn": KNNSelector(),
     "dsir": DSIRSelector(buckets=500, seed=3),
@@ -306,9 +308,9 @@ def test_pools_are_checked():
 
 
 EVERY = [
-    GotD(epsilon=0.2, tolerance=1e-5, rounds=4, mixture=0.3, holdout=0.1, self_sample=77),
-    GotD(debiased=True, self_sample=77),
-    GotDContrast(epsilon=0.2, tolerance=1e-5, attract=0.0, repel=2.0),
+    GotD(memory_gib=2, cost="cosine", epsilon=0.2, tolerance=1e-5, rounds=4, mixture=0.3, holdout=0.1, self_sample=77),
+    GotD(debiased=True, self_sample=77, memory_gib=2),
+    GotDContrast(memory_gib=2, cost="cosine", epsilon=0.2, tolerance=1e-5, attract=0.0, repel=2.0),
     Random(),
     KNN(),
     DSIR(buckets=77, resample=True, hashing="sha256", smoothing=0.0, floor=1e-8),
@@ -325,8 +327,9 @@ def test_build_selector_passes_every_setting_on(method):
     built = build_selector(method, seed=9, budget=12, measure=surprise)
     params = built.get_params()
     for name, value in vars(method).items():
-        if name not in ("kind", "inside", "max_length"):  # max_length: the study's, which makes the callable
+        if name not in ("kind", "inside", "max_length", "memory_gib"):  # max_length: the study's, for its callable
             assert params[name] == value, name
+    assert params.get("memory_bytes", 2**31) == 2**31 or not hasattr(method, "memory_gib")
     assert params.get("seed", 9) == 9
     if isinstance(method, Domains) or getattr(method, "rounds", 1) > 1:
         assert params["budget"] == 12
@@ -350,6 +353,8 @@ def test_build_selector_nests_and_refuses():
         (GotDSelector(rounds=2), "construct it with budget="),
         (GotDSelector(rounds=2, budget=N + 1), f"above the pool size {N}"),
         (GotDSelector(rounds=2, budget=5, debiased=True), "cannot be debiased"),
+        (GotDSelector(cost="l1"), "cost must be"),
+        (GotDSelector(rounds=2, budget=5, state="x"), "keeps no state"),
         (GotDSelector(rounds=2.5), "rounds must be a whole number"),
         (GotDSelector(rounds=2, budget=5, mixture=0.0), "mixture must be above 0"),
         (GotDSelector(epsilon=-1.0), "epsilon must be a positive number"),

@@ -72,6 +72,16 @@ def test_the_debiased_score_is_the_gradient_of_the_divergence():
     assert abs(a @ found.scores_) < 1e-12
 
 
+def test_cosine_is_the_squared_distance_of_unit_rows():
+    x, y = R.standard_normal((120, 4)) + 0.5, R.standard_normal((30, 4)) + 1.0
+    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (x, y)]
+    for settings in ({"debiased": True}, {"rounds": 3, "budget": 12}):
+        cosine = GotDSelector(cost="cosine", tolerance=1e-11, **settings).fit(named(x, "p"), named(y, "t"))
+        given = GotDSelector(tolerance=1e-11, **settings).fit(named(unit[0], "p"), named(unit[1], "t"))
+        np.testing.assert_allclose(2 * cosine.scores_, given.scores_, atol=1e-8)
+        assert (cosine.select(12) == given.select(12)).all()
+
+
 def test_a_sample_stands_for_the_pool_without_a_gap_between_drawn_and_not():
     # High dimension and small ε, where a row's own term outweighs all others: the trap of a naive subsample.
     x = R.standard_normal((900, 48))

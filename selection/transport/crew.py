@@ -1,0 +1,104 @@
+"""One tile per core: rows are divided among threads, each of which runs its tiles on one core.
+
+A tile is a GEMM followed by some ten short operations. Run one by one on all cores, each would end in a barrier
+where the faster cores spin; on a busy machine that costs several times the work itself. Here every core keeps its own
+tile in its own cache and meets the others once a pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+from torch import Tensor
+
+
+class Crew:
+    """As many threads as torch uses here (on CUDA one: the device is parallel by itself)."""
+
+    def __init__(self, device: torch.device):
+        self.size = torch.get_num_threads() if device.type == "cpu" else 1
+        self._pool: ThreadPoolExecutor | None = None
+
+    def each(
+        self,
+        n: int,
+        step: int,
+        work: Callable[[int, int], Tensor | None],
+        on_rows: Callable[[int, int], None] | None = None,
+    ) -> Tensor | None:
+        """Call `work(low, high)` for tiles of `step` rows that cover n rows; the sum of the tensors it returns.
+
+        A thread works through one contiguous share, sums its tensors in order, and the shares are added in order: with
+        the same number of threads the bits are the same. `on_rows(done, n)` is called from the caller's thread. What
+        `work` raises is raised for the first share that failed.
+        """
+        tiles = -(-n // step)
+        if self.size == 1 or tiles < 2 * self.size:
+            return _share(range(0, n, step), n, step, work, on_rows)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.size, "tiles", initializer=_alone)
+        stop = threading.Event()
+        counts = [0] * self.size
+        threads = torch.get_num_threads()
+
+        def run(number: int) -> Tensor | None:
+            def note(done: int, _: int) -> None:
+                counts[number] = done
+
+            part = range(n)[number * tiles // self.size * step : (number + 1) * tiles // self.size * step]
+            with torch.inference_mode():
+                return _share(range(part.start, part.stop, step), part.stop, step, work, note, stop)
+
+        try:
+            jobs = [self._pool.submit(run, number) for number in range(self.size)]
+            _watch(jobs, counts, n, on_rows)
+            parts = [job.result() for job in jobs]
+        finally:
+            stop.set()
+            torch.set_num_threads(threads)  # `_alone` also set what threads yet to come start with
+        found = [part for part in parts if part is not None]
+        return torch.stack(found).sum(0) if found else None
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)
+
+
+def _share(
+    lows: range,
+    end: int,
+    step: int,
+    work: Callable[[int, int], Tensor | None],
+    note: Callable[[int, int], None] | None,
+    stop: threading.Event | None = None,
+) -> Tensor | None:
+    total: Tensor | None = None
+    for low in lows:
+        if stop is not None and stop.is_set():
+            break
+        high = min(low + step, end)
+        part = work(low, high)
+        if part is not None:
+            total = part if total is None else total.add_(part)
+        if note:
+            note(high - lows.start, end - lows.start)
+    return total
+
+
+def _watch(
+    jobs: list[Future[Tensor | None]], counts: list[int], n: int, on_rows: Callable[[int, int], None] | None
+) -> None:
+    """Wait for the jobs, reporting progress from this thread. A job that fails lets the others finish: which failure
+    is raised must not depend on who was faster."""
+    told = 0
+    while True:
+        pending = wait(jobs, timeout=0.1 if on_rows else None).not_done
+        done = sum(counts)
+        if on_rows and done > told:
+            on_rows(done, n)
+            told = done
+        if not pending:
+            return
