@@ -158,7 +158,7 @@ class Vectors:
         from finetune.backbone import resolve_backbone
         from finetune.features import hidden_state_encoder, model_fingerprint
         from selection import pool_features
-        from selection.features import read_layout
+        from selection.features import read_layout, transformer_folder
 
         name = embedder.path if isinstance(embedder, Encoder) else self.recipe.backbone
         if not name:
@@ -174,7 +174,7 @@ class Vectors:
                 name, pooling, normalise = str(layout.transformer), layout.pooling, layout.normalise
                 length, lower, prompt = min(length, layout.max_length or length), layout.lower, layout.prompt
             elif embedder.pooling != "auto":
-                pooling = embedder.pooling
+                name, pooling = str(transformer_folder(root)), embedder.pooling
         encode = hidden_state_encoder(name, max_length=length, device=self.recipe.train.device)
 
         def embed(texts: list[str]) -> np.ndarray:

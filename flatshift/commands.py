@@ -98,8 +98,9 @@ def _select(argv: list[str]) -> int:
     if flags.embedder in (None, "tfidf", "backbone"):
         own["select.embedder.kind"] = (flags.embedder, "--embedder")
     else:
-        own["select.embedder.kind"] = ("encoder", "--embedder")
-        own["select.embedder.path"] = (flags.embedder, "--embedder")
+        static = flags.embedder.startswith("static:")
+        own["select.embedder.kind"] = ("static" if static else "encoder", "--embedder")
+        own["select.embedder.path"] = (flags.embedder.removeprefix("static:"), "--embedder")
     if flags.pool_features or flags.target_features or flags.negative_features:
         if not (flags.pool_features and flags.target_features):
             raise UserError("--pool-features and --target-features belong together: give both")

@@ -213,7 +213,8 @@ class Encoder:
     max_length: int = 256
     """Tokens read of each text; no more than a sentence-transformers directory allows."""
     pooling: Literal["auto", "mean", "cls", "max", "last"] = "auto"
-    """How a text's states become one vector; `auto`: as the directory says, else `mean` over its tokens."""
+    """How a text's states become one vector, normalised; `auto`: as the directory says in all things, else `mean` over
+    its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

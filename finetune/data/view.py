@@ -12,6 +12,7 @@ process none. A view itself takes 8 bytes a row, 28 where texts were cut.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -45,7 +46,8 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
     except OSError as error:
         raise UserError(f"{path}: the pool's rows cannot be kept there ({error.strerror or error})") from error
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _write(rows: Iterable[Row], path: Path, columns: Columns, domain_column: str) -> None:

@@ -18,6 +18,7 @@ _HOME = {
     "normalised": "pooling",
     "pool_features": "pooling",
     "read_layout": "sentence",
+    "transformer_folder": "sentence",
 }
 __all__ = sorted(_HOME)
 

@@ -79,10 +79,6 @@ class FeatureCache:
         """
         if not len(texts):
             raise SelectionError("there are no texts to embed")
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SelectionError(f"{self.directory}: no cache can be kept there ({error.strerror or error})") from error
         self._sweep()
         self.computed = self.reused = self.broken = 0
         files: list[Path] = []
@@ -113,7 +109,7 @@ class FeatureCache:
         """The width of the shard at `path`, or None where it is absent or not what it should be."""
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise SelectionError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -152,9 +148,10 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(handle.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise SelectionError(f"{path}: cannot be written ({error.strerror or error})") from error
+        raise SelectionError(f"{path.parent}: no cache can be kept there ({error.strerror or error})") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _shard_name(key: str, dtype: str, texts: Sequence[str]) -> str:

@@ -76,6 +76,14 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
     )
 
 
+def transformer_folder(directory: str | Path) -> Path:
+    """Where the transformer of `directory` lies: a folder that modules.json names, or the directory itself."""
+    root = Path(directory)
+    modules = _json(root / "modules.json", list) if (root / "modules.json").is_file() else []
+    named = (str(m.get("path", "")) for m in modules if str(m.get("type", "")).endswith(".Transformer"))
+    return root / next(named, "")
+
+
 def _pooling(path: Path) -> Pooling:
     config = _json(path, dict)
     if "pooling_mode" in config:

@@ -73,9 +73,9 @@ class StreamedRows:
         rows -= self._centre
         return rows.to(self.dtype)
 
-    def gather(self, index: np.ndarray) -> StreamedRows:
-        """The rows `index` (this process's, sorted, repeats allowed) of every process, with equal weights, read into
-        memory in their own type."""
+    def gather(self, index: np.ndarray, weights: np.ndarray | None = None) -> StreamedRows:
+        """The rows `index` (this process's, sorted, repeats allowed) of every process, read into memory in their own
+        type. weights: one for each, None for equal ones."""
         problem, team = self.problem, self.problem.team
         raw = team.rows(native(self.x[index]).numpy(), self.device)
         n = len(raw)
@@ -83,7 +83,7 @@ class StreamedRows:
         part = replace(
             problem,
             x=raw,
-            a=np.full(n, 1.0 / n),
+            a=np.full(n, 1.0 / n) if weights is None else team.rows(weights, self.device),
             x_squared=team.rows(problem.x_squared[index], self.device),
             scale=scale,
             team=type(team)(),

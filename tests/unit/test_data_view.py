@@ -1,4 +1,4 @@
-"""Rows on disk as a list: what was read comes back, whole, in part, and cut to pieces; and ids without their strings."""
+"""Rows on disk as a list: what was read comes back, whole, in part, cut to pieces; and ids without their strings."""
 
 import datetime
 import json

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,3 +229,34 @@ def test_bad_static_directories_are_one_sentence(tmp_path: Path):
     (broken / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(SelectionError, match="cannot be read"):
         StaticEmbedder(broken)
+
+
+def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
+    """Class token, no normalisation, prompt, lower case and length of a sentence-transformers directory, end to end."""
+    from experiments.config import Recipe, Select
+    from experiments.console import Console
+    from experiments.embedding import Vectors
+    from experiments.reading import Records
+    from finetune.backbone import resolve_backbone
+    from finetune.data import Row
+    from finetune.features import hidden_state_encoder
+    from selection.config import Encoder
+
+    root = layout(tmp_path / "s", "Transformer", "Pooling")
+    backbone = resolve_backbone("flatshift-5m")
+    (root / "0_Transformer").symlink_to(backbone)
+    write(root / "config_sentence_transformers.json", {"prompts": {"q": "find: "}, "default_prompt_name": "q"})
+    texts = ["Some Text to embed", "another, rather longer TEXT that is about something else", "x"]
+    target = Records([Row({"text": text}, str(i), "") for i, text in enumerate(texts)], [], 3)
+
+    def vectors(**more):
+        spec = Select(embedder=Encoder(path=str(root), **more), cache=str(tmp_path / "cache"))
+        pool: Any = None  # only the target's side is asked for
+        return Vectors(Recipe(select=spec), pool, target, None, tmp_path, Console(quiet=True)).target()
+
+    encode = hidden_state_encoder("flatshift-5m", max_length=5, device="cpu")
+    wanted = np.concatenate([encode([f"find: {text}"])[0][:, 0] for text in texts])
+    np.testing.assert_allclose(vectors(max_length=5), wanted, atol=1e-4)
+    mean = vectors(max_length=5, pooling="mean")
+    np.testing.assert_allclose(np.linalg.norm(mean, axis=1), 1, atol=1e-5)
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 2, "one shard for each pooling"
