@@ -85,7 +85,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
     kept, hygiene = clean_rows(recipe, pool.rows, target.rows, directory, console)
     pool = replace(pool, rows=chunked(recipe, kept, console))
-    _check_budget(spec, len(pool.rows))
+    pieces = len(pool.rows)
+    _check_budget(spec, pieces)
     for name, records in (("pool", pool), ("target", target)):
         if records.skipped:
             console.say(f"{name}: skipped {len(records.skipped)} bad records, first {records.skipped[0]}")
@@ -166,6 +167,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
     }
     if hygiene is not None:
         manifest["hygiene"] = hygiene
+    if spec.chunk is not None:
+        manifest["chunk"] = {"unit": spec.chunk.unit, "size": spec.chunk.size, "records": len(kept), "pieces": pieces}
     if relevance is not None:
         manifest["relevance"] = relevance
     if vectors.about:

@@ -39,7 +39,7 @@ class SelectFlags:
     negative: tuple[str, ...] = ()
     """Files with examples of what must not be learnt (gotd-contrast)."""
     embedder: str | None = None
-    """tfidf, backbone, or the directory or hub name of an encoder."""
+    """tfidf, backbone, static:PATH (word vectors), or the directory or hub name of an encoder."""
     pool_features: str | None = None
     """Your own features of the pool: .npy, row i for record i."""
     target_features: str | None = None

@@ -75,6 +75,7 @@ def test_pieces_map_back_to_their_record(files, tmp_path: Path, unit: str) -> No
     source = [json.loads(line)["text"] for line in (tmp_path / "p.jsonl").read_text(encoding="utf-8").splitlines()]
     ids = table(out)["id"]
     assert len(ids) == len(set(ids)) > 60
+    assert manifest(out)["chunk"] == {"unit": unit, "size": size, "records": 60, "pieces": len(ids)}
     if unit == "words":
         assert ids[:4] == ["0-0#0", "0-0#1", "0-1#0", "0-1#1"], "6 and 7 words"
         assert len(ids) == sum(-(-len(text.split()) // 5) for text in source)
