@@ -176,9 +176,10 @@ def test_two_nodes(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "flatshift"]
     nodes += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
-    mesh = {"mesh.replicate": 2, "mesh.dp": 2, "train.steps": 6}
+    short = {"train.steps": 6, "train.precision": "fp32"}
+    mesh = {"mesh.replicate": 2, "mesh.dp": 2, **short}
     both = [under_torchrun(nodes, tmp_path / "nodes", **mesh) for _ in range(2)]
-    alone = under_torchrun(["--nproc-per-node", "1"], tmp_path / "alone", **{"train.steps": 6})
+    alone = under_torchrun(["--nproc-per-node", "1"], tmp_path / "alone", **short)
     words = [process.communicate(timeout=500)[1] for process in (*both, alone)]
     assert [process.returncode for process in (*both, alone)] == [0, 0, 0], words
     found = [losses(tmp_path / name) for name in ("nodes", "alone")]
