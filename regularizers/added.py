@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regularizers.errors import RegularizerError
-from regularizers.layers import LoraSite, find_lora_sites
+from regularizers.layers import LoraSite, find_lora_sites, refuse_none
 from regularizers.mesh import Placement
 
 _log = logging.getLogger(__name__)
@@ -68,12 +68,7 @@ def linear_sites(model: nn.Module, placement: Placement, method: str) -> list[Lo
     Raises RegularizerError if there is none, in the name of `method`.
     """
     sites, others = find_lora_sites(model, placement)
-    if not sites:
-        found = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
-        raise RegularizerError(
-            f"the model has {found}, and {method} works on adapted linear layers; attach a LoRA adapter to linear "
-            "layers first (adapter.targets: all-linear)"
-        )
+    refuse_none(len(sites), others, f"{method} works on")
     if others:
         _log.warning(
             "%s leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",

@@ -50,12 +50,18 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_state(
-    state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], *, kind: str, seed: int, whole: bool
+    state: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    kind: str,
+    seed: int,
+    whole: bool,
+    seed_name: str | None = None,
 ) -> None:
     """Raises RegularizerError unless `state` has the names and shapes of `expected` and was drawn from `seed`.
 
     `whole`: this process has the whole model; a pipeline's stage finds the other stages' tensors too. The seed is the
-    entry `<kind>.seed`.
+    entry `seed_name`, by default `<kind>.seed`.
     """
     different = set(expected) ^ set(state) if whole else set(expected) - set(state)
     if different:
@@ -69,7 +75,7 @@ def check_state(
                 f"the saved state has {name} of shape {tuple(state[name].shape)} where this model has {tuple(shape)}; "
                 "resume with the backbone and adapter that the checkpoint was written with"
             )
-    found = int(state[f"{kind}.seed"])
+    found = int(state[seed_name or f"{kind}.seed"])
     if found != seed:
         raise RegularizerError(
             f"the saved state was drawn from seed {found}, this run from {seed}; resume with the same train.seed"

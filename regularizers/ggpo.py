@@ -11,7 +11,6 @@ the mean |G_i(W'+ε)|². Source: LoRA-GGPO, arXiv 2502.14538 v1 (v2 and later ar
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, get_args, get_type_hints
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from regularizers import checks
 from regularizers.bank import FIGURES, Bank
 from regularizers.branch import NoiseBranch
 from regularizers.claims import claim, release
@@ -42,8 +42,7 @@ def check_settings(config: GGPO) -> None:
     """Raises RegularizerError for a value without a meaning, naming the key."""
 
     def demand(holds: bool, key: str, wanted: str) -> None:
-        if not holds:
-            raise RegularizerError(f"regularizer.{key}: {getattr(config, key)} is not {wanted}")
+        checks.demand(holds, key, getattr(config, key), wanted)
 
     kinds = get_type_hints(GGPO)
     for key in ("mode", "normalize", "control", "scope", "schedule"):
@@ -51,11 +50,11 @@ def check_settings(config: GGPO) -> None:
         names = [f"`{name}`" for name in known]
         demand(getattr(config, key) in known, key, f"{', '.join(names[:-1])} or {names[-1]}")
 
-    demand(math.isfinite(config.sigma) and config.sigma >= 0, "sigma", "a number ≥ 0")
-    demand(math.isfinite(config.beta) and config.beta >= 0, "beta", "a number ≥ 0")
+    checks.demand_length("sigma", config.sigma)
+    checks.demand_length("beta", config.beta)
     demand(0 <= config.ema < 1, "ema", "a number in [0, 1)")
     demand(config.refresh >= 1, "refresh", "a number of steps ≥ 1")
-    demand(math.isfinite(config.tolerance) and config.tolerance >= 0, "tolerance", "a number ≥ 0")
+    checks.demand_length("tolerance", config.tolerance)
     demand(config.rank is None or 1 <= config.rank <= MAX_COLUMNS, "rank", f"null or a number from 1 to {MAX_COLUMNS}")
     fewest = 1 if config.beta > 0 else 0
     needed = " (β > 0 needs the gradient sketch)" if fewest else ""
@@ -97,8 +96,7 @@ class GGPORegularizer(Regularizer):
         self._batches = Batches()
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        if self._attached:
-            raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")
+        checks.refuse_second_attach(self._attached)
         if self.config.schedule != "constant" and total_steps < 1:
             raise RegularizerError(
                 f"regularizer.schedule: {self.config.schedule} ramps over the optimizer steps, but there are "
@@ -123,7 +121,7 @@ class GGPORegularizer(Regularizer):
         counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
         self._placement.sum_pipeline(counts)
         self._layers, self._rows, self._left_alone = counts.tolist()
-        refuse_none(self._layers, others)
+        refuse_none(self._layers, others, "GGPO perturbs")
         claim({site.name: site.layer for site in sites}, self)
         if others:
             _log.warning(
@@ -138,10 +136,7 @@ class GGPORegularizer(Regularizer):
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        if not self._attached:
-            raise RegularizerError("GGPO is not attached to a model; call attach(model, seed=..., total_steps=...)")
-        if self._inside:
-            raise RegularizerError(f"step({t}) begins inside another step; a step's context must be left first")
+        checks.refuse_reentry("GGPO", t, attached=self._attached, inside=self._inside)
         self._step, self._recomputed = t, 0
         sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
         if sigma == 0:  # not a branch of zeros: the very same operations as plain LoRA
@@ -255,24 +250,8 @@ class GGPORegularizer(Regularizer):
         expected: dict[str, tuple[int, ...]] = {"seed": (), "step": (), "refreshed": ()}
         for bank in self._banks:
             expected |= bank.shapes()
-        # A pipeline's stage finds the other stages' layers too.
-        different = set(expected) ^ set(state) if self._placement is ALONE else set(expected) - set(state)
-        if different:
-            raise RegularizerError(
-                f"the saved state does not belong to GGPO on this model ({min(different)!r} is in only one of the "
-                "two); resume with the regularizer, backbone and adapter that the checkpoint was written with"
-            )
-        for name, shape in expected.items():
-            if tuple(state[name].shape) != shape:
-                raise RegularizerError(
-                    f"the saved state has {name} of shape {tuple(state[name].shape)} where this model has "
-                    f"{shape}; resume with the backbone and adapter that the checkpoint was written with"
-                )
-        if int(state["seed"]) != self._seed:
-            raise RegularizerError(
-                f"the saved state was drawn from seed {int(state['seed'])}, this run from {self._seed}; resume with "
-                "the same train.seed"
-            )
+        whole = self._placement is ALONE
+        checks.check_state(state, expected, kind="GGPO", seed=self._seed, whole=whole, seed_name="seed")
         self._step, self._refreshed = int(state["step"]), int(state["refreshed"])
         for bank in self._banks:
             bank.load(state)

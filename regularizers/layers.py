@@ -245,11 +245,12 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
     return sites, others
 
 
-def refuse_none(layers: int, others: list[str]) -> None:
-    """Raises RegularizerError if there is no linear LoRA layer; `others`: names of LoRA layers of other kinds."""
+def refuse_none(layers: int, others: list[str], what: str) -> None:
+    """Raises RegularizerError if there is no linear LoRA layer; `others`: names of LoRA layers of other kinds; `what`:
+    who does what with "adapted linear layers"."""
     if layers == 0:
         found = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
         raise RegularizerError(
-            f"the model has {found}, and GGPO perturbs adapted linear layers; attach a LoRA adapter to linear "
+            f"the model has {found}, and {what} adapted linear layers; attach a LoRA adapter to linear "
             "layers first (adapter.targets: all-linear)"
         )
