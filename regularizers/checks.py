@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from regularizers.errors import RegularizerError
-from regularizers.layers import canonical_name
+from regularizers.layers import canonical_name, is_lora
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,11 +42,7 @@ def refuse_second_attach(attached: bool) -> None:
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every LoRA layer of `model` (embeddings included) by canonical name."""
-    return {
-        canonical_name(name): module
-        for name, module in model.named_modules()
-        if hasattr(module, "lora_A") and hasattr(module, "lora_B") and hasattr(module, "base_layer")
-    }
+    return {canonical_name(name): module for name, module in model.named_modules() if is_lora(module)}
 
 
 def check_state(

@@ -195,7 +195,8 @@ def _is_factor(part: Any, columns: int) -> bool:
     return (isinstance(part, nn.Linear) and part.weight.shape[1] == columns) or hasattr(part, "nblocks")
 
 
-def _is_lora(module: nn.Module) -> bool:
+def is_lora(module: nn.Module) -> bool:
+    """Whether PEFT adapts `module` by LoRA, whatever kind of layer it is."""
     return hasattr(module, "lora_A") and hasattr(module, "lora_B") and hasattr(module, "base_layer")
 
 
@@ -216,7 +217,7 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
     sites: list[LoraSite] = []
     others: list[str] = []
     for raw, module in model.named_modules():
-        if not _is_lora(module):
+        if not is_lora(module):
             continue
         layer: Any = module
         name = canonical_name(raw)
