@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import hashlib
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ from typing import Any
 
 from experiments.config import Recipe
 from experiments.console import Console
-from experiments.recipe import Resolved, from_override, load_recipe
+from experiments.recipe import Resolved, from_override, load_recipe, recipe_key
 from experiments.recipe.resolve import get_dotted
 from experiments.recipe.tree import Branch
 from finetune.atomic import replacing, sweep_leftovers, write_json
@@ -138,14 +137,8 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int) -> Cell:
     """
     from experiments.pipeline import recipe_inputs
 
-    tree = dataclasses.asdict(resolved.recipe)
-    tree.pop("sweep")
-    tree.pop("extends")
-    for name in ("device", "threads"):
-        tree["train"].pop(name)
     digests = [_digest(path) for path in recipe_inputs(resolved.recipe)]
-    text = json.dumps([tree, digests], sort_keys=True, default=str)
-    return Cell(hashlib.sha256(text.encode()).hexdigest()[:16], point, seed, resolved)
+    return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved)
 
 
 @functools.cache

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any, Literal
 from experiments.comparison.settings import Comparison
 from experiments.comparison.tuning import Setting, first_trials
 from experiments.config import Recipe
-from experiments.recipe import from_override, load_recipe
+from experiments.recipe import from_override, load_recipe, recipe_key
 from experiments.recipe.resolve import recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Tree, merge
 from finetune.config import Classify
@@ -149,13 +147,7 @@ class Plan:
         sharpness = study.sharpness_sigma if measured else None
         rows = (own.train, own.validation, own.test, own.test_split)
         judged = "validation" if kind == "trial" else "test"
-        tree = dataclasses.asdict(recipe)
-        for name in ("sweep", "extends", "comparison"):
-            tree.pop(name)
-        for name in ("device", "threads"):
-            tree["train"].pop(name)
-        text = json.dumps([tree, rows, judged, sharpness, self._digests[task]], sort_keys=True, default=str)
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        key = recipe_key(recipe, [rows, judged, sharpness, self._digests[task]])
         return StudyCell(key, kind, method, task, seed, setting, recipe, self.files[task], rows, sharpness)
 
     def _resolve(

@@ -1,6 +1,15 @@
 """Recipes: strict YAML 1.2 in, frozen dataclasses out, every value's origin kept."""
 
+from experiments.recipe.key import recipe_key
 from experiments.recipe.resolve import Resolved, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
 from experiments.recipe.tree import from_override
 
-__all__ = ["Resolved", "from_override", "load_recipe", "resume_recipe", "shipped_recipe", "shipped_recipes"]
+__all__ = [
+    "Resolved",
+    "from_override",
+    "load_recipe",
+    "recipe_key",
+    "resume_recipe",
+    "shipped_recipe",
+    "shipped_recipes",
+]

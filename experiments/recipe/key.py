@@ -1,0 +1,34 @@
+"""What names a run's result: the hash of all that the result depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.config import Recipe
+
+_PLANS = ("sweep", "comparison", "extends")  # what decides which runs there are, not what one of them gives
+_PLACES = ("device", "threads")
+
+
+def recipe_key(recipe: Recipe, inputs: Any) -> str:
+    """16 hex digits of the resolved recipe and `inputs` (digests of the files it reads, and what else matters).
+
+    Null and absent are the same, so a key that a later version adds, null by default, renames no finished run.
+    """
+    tree = dataclasses.asdict(recipe)
+    for name in _PLANS:
+        tree.pop(name)
+    for name in _PLACES:
+        tree["train"].pop(name)
+    text = json.dumps([_present(tree), inputs], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _present(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _present(value) for key, value in tree.items() if value is not None}
+    return tree
