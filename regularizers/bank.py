@@ -51,7 +51,7 @@ class Bank:
         self._unit = torch.tensor(
             [(s.whole_columns * b.rank) ** -0.5 for s, b in zip(sites, branches, strict=True)], **per_layer
         )
-        self._row_widths = torch.tensor([site.whole_columns for site in sites], device=device)[self.rows.owner]
+        self._layer_widths = torch.tensor([site.whole_columns for site in sites], device=device)
         self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **per_layer)
         self._rank = max(branch.rank for branch in branches)
 
@@ -225,7 +225,7 @@ class Bank:
         if self._shares is not None and self._entry is not None:
             (total, gradient), owner = self._shares, self.rows.owner
             sigma = self._entry * self._root_rank[owner]
-            row_power = sigma.square() * self._row_widths
+            row_power = sigma.square() * self._layer_widths[owner]
             gradient_power = row_power * gradient / total.clamp_min(torch.finfo(total.dtype).tiny)
             # Total variation between the guided sharing of a layer's (or the model's) power and that by weights alone.
             if self._model is None:

@@ -91,12 +91,13 @@ class Streams:
         self._streams = torch.tensor(streams, dtype=torch.int64, device=device)
         self._lengths = torch.tensor([len(each) for each in indices], device=device)
         self._total = sum(len(each) for each in indices)
-        self._counters = counters(torch.cat(list(indices)).to(device))
+        # int32 while nobody draws: these lie in memory all the time, one for every row and column of the model
+        self._indices = torch.cat(list(indices)).to(device=device, dtype=torch.int32)
 
     def words(self, step: int) -> Tensor:
         """At one `step_id` or `micro_id`, int64 (Σ lengths,)."""
         keys = torch.repeat_interleave(stream_keys(self._streams, step), self._lengths, output_size=self._total)
-        return sign_words(keys, self._counters)
+        return sign_words(keys, counters(self._indices.long()))
 
 
 @lru_cache(maxsize=16)
