@@ -6,9 +6,11 @@ flatshift select --pool pool.jsonl --target target.jsonl --budget 500 --out sele
 from __future__ import annotations
 
 import json
+import resource
+import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.checking import can_check, check_choice
 from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
 from experiments.console import Console
@@ -24,10 +27,11 @@ from experiments.methods import backbone_surprise, check_method, solver_device, 
 from experiments.reading import chunked, domains_of, read_pool, read_records, training_rows
 from experiments.recipe import Resolved
 from experiments.relevance import check_relevance, judge_domains
-from finetune.atomic import replacing_directory, write_json
+from experiments.unfinished import unfinished
+from finetune.atomic import write_json
 from finetune.data import Row, describe
 from finetune.errors import UserError
-from finetune.rundir import refuse_nonempty, write_provenance
+from finetune.rundir import write_provenance
 from finetune.seeds import derive
 from selection import Pool, build_selector
 from selection.config import Features, needs
@@ -40,19 +44,25 @@ _GROUP = 1 << 16
 def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, Any]:
     """Run a recipe's `select` block into the new directory `out` (whole or not at all) and return its manifest.
 
-    Raises UserError for a non-empty `out`, missing settings, bad rows, or a budget above the pool.
+    Called again after a kill, with the same recipe, it goes on with what `out`/state has: a long transport solve from
+    its last full pass, to the same bits.
+
+    Raises UserError for an `out` that holds anything else, missing settings, bad rows, or a budget above the pool.
     """
     recipe = resolved.recipe
     if recipe.select is None:
         raise UserError(
             f"recipe {resolved.name!r} has no `select` block: add one, or give --pool, --target and --budget"
         )
-    refuse_nonempty(out)
     console = Console(quiet=quiet)
-    with replacing_directory(out) as directory:
-        write_provenance(directory, recipe_yaml=resolved.to_yaml())
+    recipe_yaml = resolved.to_yaml()
+    with unfinished(out, recipe_yaml) as work:
+        directory = work.directory
+        write_provenance(directory, recipe_yaml=recipe_yaml)
         console.log = _appender(directory / "log.txt")
-        manifest = select_into(recipe, directory, console)
+        if work.continued:
+            console.say(f"going on with the unfinished selection in {out}")
+        manifest = select_into(recipe, directory, console, state=work.state)
         from experiments.report import build_report, write_plots
 
         write_plots(directory)
@@ -70,8 +80,11 @@ def _appender(path: Path) -> Callable[[str], None]:
     return append
 
 
-def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, Any]:
-    """Score the pool, choose, and write scores.parquet, selected.jsonl and manifest.json into `directory`."""
+def select_into(recipe: Recipe, directory: Path, console: Console, state: Path | None = None) -> dict[str, Any]:
+    """Score the pool, choose, and write scores.parquet, selected.jsonl and manifest.json into `directory`.
+
+    state: where a long transport solve leaves what it needs to go on after a kill; None: nowhere.
+    """
     spec = recipe.select
     assert spec is not None
     started = time.monotonic()
@@ -103,7 +116,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         if _vectors_needed(spec):
             x, y, z = vectors.pool(pool.rows), vectors.target(), vectors.negative()
     _say(caught, console)
-    embedded = time.monotonic()
+    embedded, peak = time.monotonic(), {"features": _peak_bytes()}
     ids, target_ids = pool.rows.ids, [row.id for row in target.rows]
     domains = domains_of(pool, spec)
     pool_set = Pool(ids=ids, texts=pool.rows.texts, features=x, domains=domains, weights=weights)
@@ -120,13 +133,35 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         budget=spec.budget,
         measure=backbone_surprise(recipe, spec.method),
         device=solver_device(recipe),
+        state=None if state is None else str(state),
     )
     with warnings.catch_warnings(record=True) as caught, watched(console) as progress:
         warnings.simplefilter("always", UserWarning)
         selector.fit(pool_set, target_set, progress=progress, **more)
     _say(caught, console)
+    if selector.diagnostics_.get("resumed"):
+        console.say(f"the transport solve went on after pass {selector.diagnostics_['resumed']}")
     order = np.asarray(selector.select(len(pool.rows)))
     solved = time.monotonic()
+    peak["scores"] = _peak_bytes()
+    checks = None
+    if x is not None and y is not None and can_check(spec):
+        with watched(console) as progress:
+            checks = check_choice(
+                spec,
+                selector,
+                pool,
+                target,
+                (x, y, z),
+                (domains, target_set.domains),
+                weights,
+                order,
+                seed=seed,
+                console=console,
+                progress=progress,
+            )
+    checked = time.monotonic()
+    peak["checks"] = _peak_bytes()
 
     scores = np.asarray(selector.scores_, dtype=np.float64)
     rank = np.empty(len(order), dtype=np.int64)
@@ -141,13 +176,13 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
         "domain": domains,
     }
     _write_scores(directory, table)
-    _write_selected(directory, [pool.rows[i] for i in order[: spec.budget]], scores[order])
+    _write_selected(directory, pool.rows.take(order[: spec.budget]), scores[order[: spec.budget]])
     if x is not None and y is not None:
         _write_map(directory, x, y, rank <= spec.budget, seed)
     if spec.pool.files == (_SHIPPED_POOL,):
         _write_judged_domains(directory, set(ids))
     solver = _plain(selector.diagnostics_)
-    manifest = {
+    manifest: dict[str, Any] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "inputs": describe(spec.pool.files)
         + describe(target_files.files)
@@ -162,9 +197,16 @@ def select_into(recipe: Recipe, directory: Path, console: Console) -> dict[str, 
             "target": len(target.rows),
             "skipped": {"pool": pool.skipped, "target": target.skipped},
             "helpful": solver.get("helpful", int((scores < 0).sum())),
-            "seconds": {"features": round(embedded - started, 3), "scores": round(solved - embedded, 3)},
+            "seconds": {
+                "features": round(embedded - started, 3),
+                "scores": round(solved - embedded, 3),
+                "checks": round(checked - solved, 3),
+            },
+            "peak_bytes": peak,
         },
     }
+    if checks is not None:
+        manifest["selection"]["checks"] = _plain(checks)
     if hygiene is not None:
         manifest["hygiene"] = hygiene
     if spec.chunk is not None:
@@ -188,6 +230,12 @@ def _say(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
     """What a selector warned of, in the run's own voice and log."""
     for message in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, UserWarning)):
         console.say(f"warning: {message}")
+
+
+def _peak_bytes() -> int:
+    """Most that this process has held resident so far, mapped files included."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def _check_budget(spec: Select, count: int) -> None:
@@ -233,10 +281,10 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
-def _write_selected(directory: Path, rows: Sequence[Row], scores: np.ndarray) -> None:
+def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray) -> None:
     """The chosen records whole, in rank order, plus id, score and rank; colliding input keys move under `source`."""
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
-        for rank, (row, score) in enumerate(zip(rows, scores, strict=False), start=1):
+        for rank, (row, score) in enumerate(zip(rows, scores, strict=True), start=1):
             added = {"id": row.id, "score": float(score), "rank": rank}
             record = dict(row.record)
             collides = {key for key in added if key in record and record[key] != added[key]}

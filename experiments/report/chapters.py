@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import json
 
-from experiments.report import findings, formats, sections_hygiene, sections_run, sections_sharpness, sections_study
+from experiments.report import (
+    findings,
+    formats,
+    sections_checks,
+    sections_hygiene,
+    sections_run,
+    sections_sharpness,
+    sections_study,
+    sections_sweep,
+)
 from experiments.report.blocks import (
     Bars,
     Chapter,
@@ -17,6 +26,7 @@ from experiments.report.blocks import (
 )
 from experiments.report.figure import Chart
 from experiments.report.load import Run
+from experiments.report.sweepanalysis import Analysis
 
 
 def chapter(run: Run) -> Chapter:
@@ -45,13 +55,15 @@ def chapter(run: Run) -> Chapter:
         parts.append(findings.selection_finding(run.selection))
         tiles += sections_run.selection_tiles(run.selection)
         sections += sections_run.selection_sections(run, run.selection)
+        sections += sections_checks.check_sections(run.selection)
         sections += sections_hygiene.hygiene_sections(run.selection)
     if run.sweep is not None:
         kinds.append("sweep")
         weight = max(weight, 1)
-        parts.append(findings.sweep_finding(run.sweep))
-        tiles += sections_study.sweep_tiles(run.sweep)
-        sections += sections_study.sweep_sections(run.sweep)
+        analysis = Analysis(run.sweep)
+        parts += [findings.sweep_finding(run.sweep, analysis), findings.sweep_details(analysis)]
+        tiles += sections_sweep.sweep_tiles(run.sweep)
+        sections += sections_sweep.sweep_sections(run.sweep, analysis)
     sections += _circumstances(run)
     parts = [p for p in parts if p]
     return Chapter(

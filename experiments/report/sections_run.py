@@ -142,10 +142,16 @@ def selection_tiles(selection: Selection) -> list[Tile]:
     about = selection.about
     tiles = []
     if selection.table is not None and selection.table.num_rows:
-        total, taken = selection.table.num_rows, sum(selection.table.column("selected").to_pylist())
+        total, taken = selection.table.num_rows, selection.taken
         tiles.append(
-            Tile("chosen", formats.number(int(taken)), "", f"of {total:,} records, {formats.percent(taken / total)}")
+            Tile("chosen", formats.number(taken), "", f"of {total:,} records, {formats.percent(taken / total)}")
         )
+    checks = about.get("checks")
+    if isinstance(checks, dict) and 0.1 in checks["shares"]:
+        place = checks["shares"].index(0.1)
+        share = checks["fitted"]["selection"][place]["realised"] / checks["distance"]
+        change = f"{100 * share:+.1f} %".replace("-", "−")
+        tiles.append(Tile("distance to the target", change, "", "with the selection as a tenth"))
     error = about.get("marginal_error")
     if isinstance(error, int | float):
         tiles.append(
@@ -167,9 +173,13 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     notes = _selection_notes(selection)
     if notes:
         blocks.append(Notes(notes))
-    about = {k: v for k, v in selection.about.items() if k not in ("seconds", "skipped")}
+    about = {k: v for k, v in selection.about.items() if k not in ("seconds", "skipped", "checks", "peak_bytes")}
     order = [k for k in _DIAGNOSTICS if k in about] + [k for k in about if k not in _DIAGNOSTICS]
     facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(about[k])) for k in order]
+    peaks = selection.about.get("peak_bytes")
+    if isinstance(peaks, dict):
+        told = ", ".join(f"{formats.size(value)} after {stage}" for stage, value in peaks.items())
+        facts.append(("peak memory, mapped files included", told))
     if facts:
         blocks.append(Pairs(facts))
     sections = [Section("Selection", blocks)] if blocks else []

@@ -180,14 +180,15 @@ def keyed_uniform(pool: Pool, seed: int, purpose: str) -> np.ndarray:
     bits = np.frombuffer(raw, dtype="<u8")
     if pool.ids is not None:
         # Only rows whose draw is not alone can share an id; names are kept for these alone.
-        order = np.argsort(bits, kind="stable")
-        twin = bits[order[1:]] == bits[order[:-1]]
-        repeated = np.sort(order[np.append(twin, False) | np.append(False, twin)])
-        seen: Counter[str] = Counter()
-        bits = bits.copy()
-        for row in repeated.tolist():
-            name = pool.ids[row]
-            if seen[name]:
-                bits[row] = int.from_bytes(draw(f"{name}\x1f{seen[name]}"), "little")
-            seen[name] += 1
+        ordered = np.sort(bits)
+        twins = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+        del ordered
+        if len(twins):
+            bits = bits.copy()
+            seen: Counter[str] = Counter()
+            for row in np.flatnonzero(np.isin(bits, twins)).tolist():
+                name = pool.ids[row]
+                if seen[name]:
+                    bits[row] = int.from_bytes(draw(f"{name}\x1f{seen[name]}"), "little")
+                seen[name] += 1
     return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53

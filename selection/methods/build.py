@@ -19,12 +19,14 @@ def build_selector(
     budget: int | None = None,
     measure: Measure | None = None,
     device: str = "cpu",
+    state: str | None = None,
 ) -> Selector:
     """The selector that `method` describes; `seed` for those that draw.
 
     budget: for those that shape their selection for one size (gotd in rounds, domains), and for the overlap that gotd
-    measures. measure: texts → mean −log p per token, for perplexity. device: of the transport solver. Raises
-    SelectionError for another type.
+    measures. measure: texts → mean −log p per token, for perplexity. device: of the transport solver. state: directory
+    in which a long solve of gotd, in one round, leaves what it needs to go on after a kill. Raises SelectionError for
+    another type.
     """
     if isinstance(method, GotD):
         from selection.methods.gotd import GotDSelector
@@ -42,6 +44,7 @@ def build_selector(
             cost=method.cost,
             memory_bytes=_bytes(method.memory_gib),
             device=device,
+            state=state if method.rounds == 1 else None,
         )
     if isinstance(method, GotDContrast):
         from selection.methods.contrast import GotDContrastSelector
@@ -96,7 +99,7 @@ def build_selector(
     if isinstance(method, Domains):
         from selection.methods.domains import DomainsSelector
 
-        inside = build_selector(method.inside, seed=seed, measure=measure, device=device)
+        inside = build_selector(method.inside, seed=seed, measure=measure, device=device, state=state)
         return DomainsSelector(budget=budget, shares=method.shares or None, inside=inside, seed=seed)
     raise SelectionError(f"no selector for {type(method).__name__}; use one of the methods of selection.config")
 

@@ -15,8 +15,8 @@ class GotDContrastSelector(Selector):
     s_i(negative) > 0 says that more mass on row i takes the pool away from the negatives; such rows get the smaller
     scores. The paper (arXiv 2405.02774 §3.1) only says that toxic text served "as the negative target"; the sign is
     inferred from what that is for. attract = 0 is that variant. Both gradients are in units of cost on the same
-    features, so weights of 1 compare like with like. `nearest_target_` is the target's; `away_` (N,) s(negative).
-    The other parameters are those of `GotDSelector`.
+    features, so weights of 1 compare like with like. `nearest_target_` and `potentials_` are the target's; `away_` (N,)
+    s(negative). The other parameters are those of `GotDSelector`.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class GotDContrastSelector(Selector):
             away = self._solve(pool, x, negative, negative.features, progress)
         except SelectionError as error:
             raise SelectionError(f"with the negative as target: {error}") from None
+        self.potentials_ = towards
         self.scores_ = self.attract * towards.scores - self.repel * away.scores
         self.away_ = away.scores
         self.nearest_target_ = towards.nearest

@@ -117,9 +117,10 @@ def sinkhorn_potentials(
 
     overlap: also go on until two successive answers share this part of the `budget` best rows (None: 5 % of the pool);
     with a large tolerance it decides alone. state: directory in which a solve that streams leaves what it needs to go
-    on after a kill (`selection.transport.state`); problems solved at once (N·M ≤ 1e7) leave none. device: "cpu" or
-    "cuda…", where tiles are computed. group: a torch.distributed group; then x and a are this process's shard of the
-    pool (shards follow one another by rank), y, b and all settings are the same everywhere, and rows are streamed.
+    on after a kill (`selection.transport.state`); unless method is "streamed", problems that fit into memory leave
+    none, nor do those with more targets than rows. device: "cpu" or "cuda…", where tiles are computed. group: a
+    torch.distributed group; then x and a are this process's shard of the pool (shards follow one another by rank), y, b
+    and all settings are the same everywhere, and rows are streamed.
 
     Raises SelectionError on shapes that do not match, empty or non-finite input, and settings out of range.
     """
@@ -217,19 +218,21 @@ def _solve(problem: Problem, settings: Settings, method: str | None, nearest: bo
     if method == "exact":
         return solve_exact(problem, settings, nearest)
     dtype = precision(problem, settings)
-    keep = alone and settings.state is None
-    # Passes of a resumable solve, and answers to compare, are about the pool's own rows.
+    # Where no method is forced, only a solve that streams the pool's own rows leaves a state: the others are short.
+    keep = alone and (settings.state is None or method is None)
+    stateless = replace(settings, state=None)
+    # Answers to compare are about the pool's own rows.
     if m > n and keep and settings.overlap is None:
         other = exchanged(problem)
         held = method == "cached" or (method is None and cached_fits(other, settings, dtype))
-        first = solve_large(other, settings, held, False)
+        first = solve_large(other, stateless, held, False)
         # The other side's row potential is g; with the pool's marginal exact again the error only becomes smaller.
         rows = StreamedRows(problem, first.dtype, settings.device)
         g = first.at.f
         at = Streamed(rows, settings.epsilon, chunk=settings.chunk).evaluate(g - rows.b @ g, nearest)
         return replace(first, at=at, passes=first.passes + 1, estimate=None)
     held = method == "cached" or (method is None and keep and cached_fits(problem, settings, dtype))
-    return solve_large(problem, settings, held, nearest)
+    return solve_large(problem, stateless if held else settings, held, nearest)
 
 
 def _potentials(problem: Problem, settings: Settings, solved: Solved) -> Potentials:

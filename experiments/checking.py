@@ -1,0 +1,176 @@
+"""Whether a selection holds what it promises, for manifest and report: `selection.checks` on a run's own data."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiments.config import Select
+from experiments.console import Console
+from experiments.reading import PoolRecords, Records
+from finetune.seeds import derive
+from selection import Pool, build_selector
+from selection.config import Domains, GotD, GotDContrast, Inner, Method, needs
+from selection.errors import ConvergenceWarning, SelectionError
+from selection.methods.base import Selector
+
+_SHOWN = 10
+"""Targets that the manifest names."""
+_CHARACTERS = 200
+"""Of a text."""
+_TOLERANCE = 1e-4
+"""Marginal error of the selectors that are fitted again on parts of the data."""
+
+
+def can_check(spec: Select) -> bool:
+    """Whether the method works on features between which a distance means something."""
+    wanted = needs(spec.method)
+    return spec.checks and "features" in wanted and "gradients" not in wanted
+
+
+def check_choice(
+    spec: Select,
+    selector: Selector,
+    pool: PoolRecords,
+    target: Records,
+    features: tuple[Any, np.ndarray, np.ndarray | None],
+    domains: tuple[Sequence[str | None] | None, Sequence[str | None] | None],
+    weights: np.ndarray | None,
+    order: np.ndarray,
+    *,
+    seed: int,
+    console: Console,
+    progress: Callable[[str, int, int], None],
+) -> dict[str, Any] | None:
+    """What manifest.json says under `selection.checks`; None where all features coincide. Says warnings.
+
+    features: of pool, target and negative examples. domains: of pool and target. order (N,): row numbers by rank.
+    """
+    from selection.checks import check_selection, target_coverage
+
+    started = time.monotonic()
+    x, y, _ = features
+    potentials = getattr(selector, "potentials_", getattr(getattr(selector, "inside", None), "potentials_", None))
+    inner = spec.method.inside if isinstance(spec.method, Domains) else spec.method
+    cost = getattr(inner, "cost", "sqeuclidean")
+    seed = derive(seed, "checks")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
+            found = check_selection(
+                x,
+                y,
+                order,
+                budget=spec.budget,
+                refit=_refit(spec, pool, features, domains, seed),
+                weights=weights,
+                epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None,
+                cost=cost,
+                in_rounds=isinstance(inner, GotD) and inner.rounds > 1,
+                seed=seed,
+                progress=progress,
+            )
+    except SelectionError as error:  # the method may ask for more than a part of the data has; the choice stands
+        console.say(f"note: the selection was not checked on parts of the data: {error}")
+        return None
+    if found is None:
+        return None
+    rows, g = found.targets, found.g
+    # In rounds the selector's own potentials are those of a part of the target.
+    if potentials is not None and len(potentials.g) == len(y):
+        rows, g = np.arange(len(y)), potentials.g
+    coverage = target_coverage(x, y[rows], g, cost=cost, seed=seed, progress=progress)
+    about = _coverage(coverage, rows, pool, target)
+    told = found.warnings()
+    for sentence in told:
+        console.say(f"warning: {sentence}")
+    if about["unserved"]:
+        worst = about["worst"][0]
+        console.say(
+            f"note: {about['unserved']:,} of {about['looked_at']:,} targets have no pool record as near as targets are "
+            f"to one another, the worst is {worst['id']!r}; report.html names more"
+        )
+    about["of"] = len(rows)
+    return {
+        **found.summary(),
+        "of_targets": len(y),
+        "warnings": told,
+        "coverage": about,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _refit(
+    spec: Select,
+    pool: PoolRecords,
+    features: tuple[Any, np.ndarray, np.ndarray | None],
+    domains: tuple[Sequence[str | None] | None, Sequence[str | None] | None],
+    seed: int,
+) -> Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]:
+    """The recipe's own method, to be fitted again on some rows of pool and target."""
+    x, y, negative = features
+    more: dict[str, Any] = {} if negative is None else {"negative": Pool(features=negative)}
+    given = spec.method
+    method: Method = replace(given, inside=_roughly(given.inside)) if isinstance(given, Domains) else _roughly(given)
+
+    def choose(rows: np.ndarray, targets: np.ndarray, mass: np.ndarray, budget: int) -> np.ndarray:
+        part = Pool(
+            ids=pool.rows.take(rows).ids[:],
+            features=np.asarray(x[rows]),
+            domains=_some(domains[0], rows),
+            weights=mass,
+        )
+        aims = Pool(features=y[targets], domains=_some(domains[1], targets))
+        chooser = build_selector(method, seed=seed, budget=budget)
+        chooser.fit(part, aims, **more)
+        return chooser.select(budget)
+
+    return choose
+
+
+def _some(names: Sequence[str | None] | None, rows: np.ndarray) -> list[str | None] | None:
+    return None if names is None else [names[row] for row in rows.tolist()]
+
+
+def _roughly(method: Inner) -> Inner:
+    """The method with a tolerance that is enough to choose by."""
+    if isinstance(method, GotD | GotDContrast):
+        return replace(method, tolerance=max(method.tolerance or 0.0, _TOLERANCE))
+    return method
+
+
+def _coverage(coverage: Any, rows: np.ndarray, pool: PoolRecords, target: Records) -> dict[str, Any]:
+    """Counts, and the worst served targets by name with their texts and their nearest records."""
+    unserved = coverage.unserved
+    first = np.lexsort((-coverage.g, ~unserved))[:_SHOWN]
+    nearest = [pool.rows[int(row)] for row in coverage.rows[first]]
+    worst = []
+    for place, record in zip(first.tolist(), nearest, strict=True):
+        row = target.rows[int(rows[coverage.targets[place]])]
+        worst.append(
+            {
+                "id": row.id,
+                "g": float(coverage.g[place]),
+                "unserved": bool(unserved[place]),
+                "cost": float(coverage.costs[place]),
+                "text": _clipped(row.values["text"]),
+                "nearest": record.id,
+                "nearest_text": _clipped(record.values["text"]),
+            }
+        )
+    return {
+        "looked_at": len(coverage.targets),
+        "limit": coverage.limit,
+        "unserved": int(unserved.sum()),
+        "worst": worst,
+    }
+
+
+def _clipped(text: str) -> str:
+    text = " ".join(text[: 4 * _CHARACTERS].split())
+    return text if len(text) <= _CHARACTERS else text[: _CHARACTERS - 1] + "…"

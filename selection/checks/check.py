@@ -1,0 +1,276 @@
+"""Realised against predicted: does mixing the selection into the pool lower the transport distance to the target?
+
+Entropic transport is convex in the pool's weights, so a step of length λ towards the selection U changes it by at least
+λ·mean_U s (s: calibrated gradients): the prediction is optimistic on the target that the scores were made with, and a
+target that they have not seen may tell another story. So both are measured, beside a random draw of the same size and
+GOT-D in rounds, at λ = 0.1, 0.25, 0.5 and 1, with
+
+    gap(λ) = λ·(mean_U f_λ − mean of the k smallest f_λ) ≥ OT_ε(mixture) − min over all selections of the same size,
+
+f_λ the potential at the mixture, a certificate that needs no other selection. (science.md §4.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from selection.checks.mixtures import At, Mixtures, mean_cost, self_transport
+from selection.checks.sampling import Sample, sample_pool
+from selection.methods.base import Pool, Progress
+from selection.methods.gotd import GotDSelector
+
+SHARES = (0.1, 0.25, 0.5, 1.0)
+"""λ: the share of the selection in the mixture."""
+_LEAST_TARGETS = 8
+
+Refit = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
+"""(pool rows (n,), target rows (m,), mass (n,), budget) → places in the first of what the same method chooses there."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """At one λ, in units of cost. realised, predicted: change of OT_ε; gap: how much more the best selection could
+    gain at most; debiased: change of the Sinkhorn divergence."""
+
+    share: float
+    realised: float
+    predicted: float
+    gap: float
+    debiased: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Realised ÷ predicted, at most 1 up to rounding; None where no gain is predicted."""
+        return self.realised / self.predicted if self.predicted < 0 else None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """sample: rows that stood for the pool; targets (m,): of the target. distance: OT_ε(pool, target) on these.
+
+    fitted: arm → a reading for each of SHARES, on the target that the selection saw. held_out: arm → (R, 4), change
+    of OT_ε to one half of the target, chosen with the other; held_distance (R,): OT_ε(pool, half) before. Both empty
+    where the target has too few rows. g (m,): the targets' potentials. error: largest L1 marginal error of a solve.
+    Arms: "selection", "random", and "rounds" (or "one step", where the selection itself was made in rounds).
+    """
+
+    sample: Sample
+    targets: np.ndarray
+    epsilon: float
+    distance: float
+    g: np.ndarray
+    fitted: dict[str, list[Reading]]
+    held_out: dict[str, np.ndarray]
+    held_distance: np.ndarray
+    error: float
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for a manifest."""
+        return {
+            "rows": len(self.sample.rows),
+            "of": round(float(self.sample.stands.sum())),
+            "budget_rows": self.sample.budget,
+            "targets": len(self.targets),
+            "epsilon": self.epsilon,
+            "distance": self.distance,
+            "marginal_error": self.error,
+            "shares": list(SHARES),
+            "fitted": {
+                arm: [
+                    {
+                        "realised": r.realised,
+                        "predicted": r.predicted,
+                        "ratio": r.ratio,
+                        "gap": r.gap,
+                        "debiased": r.debiased,
+                    }
+                    for r in readings
+                ]
+                for arm, readings in self.fitted.items()
+            },
+            "held_out": {arm: values.tolist() for arm, values in self.held_out.items()} or None,
+            "held_distance": self.held_distance.tolist(),
+        }
+
+    def warnings(self) -> list[str]:
+        """A sentence for every check that failed."""
+        found = []
+        own = {reading.share: reading for reading in self.fitted["selection"]}
+        first, half = own[SHARES[0]], own[0.5]
+        if first.predicted >= 0:
+            found.append(
+                "the mean score of the selection is not negative: to first order it moves the pool away from the target"
+            )
+        elif first.realised >= 0:
+            found.append(
+                f"even as {SHARES[0]:.0%} of the mixture the selection does not lower the transport distance to the "
+                "target, although its scores promise it"
+            )
+        elif half.ratio is not None and half.ratio < 0.5:
+            told = "raises the transport distance" if half.ratio < 0 else f"gains {half.ratio:.0%} of what is promised"
+            found.append(
+                f"as half of the mixture the selection {told}: its scores hold for a light warm-up only; "
+                "use rounds, a larger budget or a lighter warm-up"
+            )
+        if self.held_out:
+            gain = (self.held_out["random"] - self.held_out["selection"]).mean(0)
+            if gain[0] <= 0:
+                found.append(
+                    "on target rows that it has not seen, the selection brings the pool no nearer than a random draw"
+                )
+            if "rounds" in self.held_out:
+                at = SHARES.index(0.5)
+                once, rounds = self.held_out["selection"][:, at], self.held_out["rounds"][:, at]
+                if (rounds < once).all() and (once - rounds).mean() > 0.05 * self.held_distance.mean():
+                    change = [f"{values.mean() / self.held_distance.mean():+.0%}" for values in (rounds, once)]
+                    found.append(
+                        f"chosen in rounds, half of the mixture changes the distance to unseen target rows by "
+                        f"{change[0]} rather than {change[1]}: for more than a light warm-up set rounds to 5"
+                    )
+        return found
+
+
+def check_selection(
+    x: Any,
+    y: np.ndarray,
+    order: np.ndarray,
+    *,
+    budget: int,
+    refit: Refit,
+    weights: np.ndarray | None = None,
+    epsilon: float | None = None,
+    relative: float = 0.05,
+    cost: str = "sqeuclidean",
+    in_rounds: bool = False,
+    pool_rows: int = 2000,
+    target_rows: int = 300,
+    splits: int = 5,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Checked | None:
+    """Check the first `budget` rows of `order` (N,), row numbers by rank, against pool x (N, d) and target y (M, d).
+
+    weights (N,): the pool's distribution. epsilon: absolute, of the solve that made the scores; None: `relative` times
+    the mean cost. refit: the same method on less data. in_rounds: it works in rounds, so one step stands beside it.
+    Larger pools and targets are sampled down to pool_rows and target_rows; the cost is that of some hundred solves of
+    this size at most. None where all features coincide.
+    """
+    generator = np.random.Generator(np.random.PCG64([seed, 0xC4EC4]))
+    sample = sample_pool(order, budget, weights=weights, size=pool_rows, seed=seed)
+    targets = np.arange(len(y))
+    if len(targets) > target_rows:
+        targets = np.sort(generator.choice(targets, target_rows, replace=False))
+    rows = np.asarray(x[sample.rows], dtype=np.float64)
+    seen = np.asarray(y[targets], dtype=np.float64)
+    scale = mean_cost(rows, seen, sample.mass, cost)
+    if not scale > 1e-30 * (1.0 + float(np.abs(rows).max()) ** 2):
+        return None
+    epsilon = relative * scale if epsilon is None else epsilon
+    done, total = 0, 2 + splits
+
+    def told() -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress("checking the selection", min(done, total), total)
+
+    def third(part: np.ndarray) -> np.ndarray:
+        chooser = GotDSelector(
+            epsilon=epsilon / mean_cost(rows, y[part], sample.mass, cost),
+            rounds=1 if in_rounds else 5,
+            budget=sample.budget,
+            tolerance=1e-4,
+            cost=cost,
+            seed=seed,
+        )
+        pool = Pool(ids=list(map(str, sample.rows.tolist())), features=rows, weights=sample.mass)
+        target = Pool(ids=list(map(str, part.tolist())), features=y[part])
+        return chooser.fit(pool, target).select(sample.budget)
+
+    def drawn() -> np.ndarray:
+        chances = sample.stands / sample.stands.sum()
+        return generator.choice(len(rows), sample.budget, replace=False, p=chances)
+
+    other = "one step" if in_rounds else "rounds"
+    arms = {"selection": np.flatnonzero(sample.chosen), "random": drawn(), other: third(targets)}
+    told()
+    mixtures = Mixtures(rows, seen, epsilon=epsilon, cost=cost)
+    base = mixtures.at(sample.mass)
+    fitted, error = _fitted(mixtures, base, sample, arms, rows, epsilon, cost)
+    told()
+    held: dict[str, list[list[float]]] = {name: [] for name in arms}
+    held_distance = []
+    for _ in range(splits if len(targets) >= _LEAST_TARGETS else 0):
+        turn = targets[generator.permutation(len(targets))]
+        known, unseen = np.sort(turn[: len(turn) // 2]), np.sort(turn[len(turn) // 2 :])
+        chosen = {
+            "selection": np.asarray(refit(sample.rows, known, sample.mass, sample.budget)),
+            "random": drawn(),
+            other: third(known),
+        }
+        there = Mixtures(rows, np.asarray(y[unseen], dtype=np.float64), epsilon=epsilon, cost=cost)
+        before = there.at(sample.mass)
+        held_distance.append(before.value)
+        for name, picked in chosen.items():
+            values = [there.at(sample.mixture(picked, share), before.g) for share in SHARES]
+            held[name].append([found.value - before.value for found in values])
+            error = max(error, *(found.error for found in values))
+        told()
+    return Checked(
+        sample=sample,
+        targets=targets,
+        epsilon=epsilon,
+        distance=base.value,
+        g=base.g,
+        fitted=fitted,
+        held_out={name: np.array(values) for name, values in held.items() if values},
+        held_distance=np.array(held_distance),
+        error=error,
+    )
+
+
+def _fitted(
+    mixtures: Mixtures,
+    base: At,
+    sample: Sample,
+    arms: dict[str, np.ndarray],
+    rows: np.ndarray,
+    epsilon: float,
+    cost: str,
+) -> tuple[dict[str, list[Reading]], float]:
+    """Readings of every arm, and the largest marginal error."""
+    scores = base.f - sample.mass @ base.f
+    weights = [sample.mixture(picked, share) for picked in arms.values() for share in SHARES]
+    own = self_transport(rows, np.stack([sample.mass, *weights]), epsilon=epsilon, cost=cost)
+    found: dict[str, list[Reading]] = {}
+    error = base.error
+    for i, (name, picked) in enumerate(arms.items()):
+        readings = []
+        for j, share in enumerate(SHARES):
+            k = len(SHARES) * i + j
+            at = mixtures.at(weights[k], base.g)
+            error = max(error, at.error)
+            realised = at.value - base.value
+            readings.append(
+                Reading(
+                    share=share,
+                    realised=realised,
+                    predicted=share * float(scores[picked].mean()),
+                    gap=share * (float(at.f[picked].mean()) - _least(at.f, sample)),
+                    debiased=realised - 0.5 * float(own[k + 1] - own[0]),
+                )
+            )
+        found[name] = readings
+    return found, error
+
+
+def _least(f: np.ndarray, sample: Sample) -> float:
+    """Mean of the smallest f over as many records as the budget has, each row counted for those it stands for."""
+    wanted = float(sample.stands[sample.chosen].sum())
+    order = np.argsort(f, kind="stable")
+    filled = np.minimum(np.cumsum(sample.stands[order]), wanted)
+    return float(np.diff(filled, prepend=0.0) @ f[order]) / wanted

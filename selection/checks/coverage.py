@@ -1,0 +1,92 @@
+"""Which targets the pool cannot serve, by their potentials g_j and their nearest pool record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from selection.methods.base import UNITS, Progress, placed
+from selection.methods.neighbours import nearest_rows
+
+_FELLOWS = 2000
+_QUANTILE = 0.95
+_WORK = 2e10
+"""Multiplications that finding nearest records may cost, unless it is for the fewest targets looked at."""
+_FEWEST = 128
+_LEAST = 10
+"""Targets with distinct features that a typical distance among them asks for."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Of the targets with the largest g, worst served first. targets (k,), rows (k,) int64: the target and its nearest
+    pool row. g (k,), costs (k,): potential, and cost to that row. limit: what 95 % of the targets have their nearest
+    other target within; None where fewer than ten differ. A target beyond it is `unserved`: no record of the pool
+    comes as near as targets come to one another."""
+
+    targets: np.ndarray
+    g: np.ndarray
+    rows: np.ndarray
+    costs: np.ndarray
+    limit: float | None
+
+    @property
+    def unserved(self) -> np.ndarray:
+        """(k,) bool."""
+        return np.zeros(len(self.costs), bool) if self.limit is None else self.costs > self.limit
+
+
+def target_coverage(
+    x: Any,
+    y: np.ndarray,
+    g: np.ndarray,
+    *,
+    cost: str = "sqeuclidean",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Coverage:
+    """Look at all targets, or in large pools at those with the largest g; one pass over x (N, d), read in chunks.
+
+    y (M, d): target features, g (M,): their potentials, large where the pool serves a target badly.
+    """
+    affordable = int(_WORK / (x.shape[0] * x.shape[1]))
+    worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
+    pool = x if cost == "sqeuclidean" else _Placed(x, cost)
+    targets = placed(y, cost)
+    found = nearest_rows(pool, targets[worst], 1, progress=progress)
+    return Coverage(
+        targets=worst,
+        g=np.asarray(g)[worst],
+        rows=found.rows[:, 0],
+        costs=found.squared[:, 0] * UNITS[cost],
+        limit=_spacing(targets, UNITS[cost], seed),
+    )
+
+
+def _spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
+    """The 95 % quantile of each target's cost to its nearest other one; of a seeded sample where there are many."""
+    if len(y) > _FELLOWS:
+        generator = np.random.Generator(np.random.PCG64([seed, 0xC0FE]))
+        y = y[np.sort(generator.choice(len(y), _FELLOWS, replace=False))]
+    distinct = np.unique(y, axis=0)
+    if len(distinct) < _LEAST:
+        return None
+    centred = distinct - distinct.mean(0)
+    squared = np.einsum("ij,ij->i", centred, centred)
+    costs = np.maximum(squared[:, None] + squared - 2.0 * (centred @ centred.T), 0.0)
+    np.fill_diagonal(costs, np.inf)
+    return float(np.quantile(costs.min(1), _QUANTILE)) * unit
+
+
+class _Placed:
+    """Rows of a matrix of any size as `placed` has them, a slice at a time."""
+
+    def __init__(self, source: Any, cost: str):
+        self.source = source
+        self.cost = cost
+        self.shape = tuple(source.shape)
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        return placed(self.source[key], self.cost)

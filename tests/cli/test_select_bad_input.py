@@ -1,0 +1,275 @@
+"""Bad input through `flatshift select`: one clear sentence or a counted, reported skip; never a wrong selection."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flatshift.cli import run
+
+POOL = [{"text": f"word{i % 5} and word{i % 7} make {i}", "id": f"p{i}"} for i in range(30)]
+TARGET = [{"text": f"word{i} and word{i + 1}", "id": f"t{i}"} for i in range(4)]
+
+
+def lines(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def select(folder: Path, *more: str, budget: int = 5, out: str = "out") -> int:
+    pool = next(folder.glob("pool.*"))
+    words = ["select", "--pool", str(pool), "--target", str(folder / "target.jsonl"), "--budget", str(budget)]
+    words += [] if any(word.startswith("--pool-features") for word in more) else ["--select.embedder.dim", "4"]
+    return run([*words, "--out", str(folder / out), *more])
+
+
+def table(folder: Path, out: str = "out") -> dict:
+    return pq.read_table(folder / out / "scores.parquet").to_pydict()
+
+
+def about(folder: Path, out: str = "out") -> dict:
+    return json.loads((folder / out / "manifest.json").read_text(encoding="utf-8"))["selection"]
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    """A folder with a good pool and target."""
+    (tmp_path / "pool.jsonl").write_bytes(lines(POOL))
+    (tmp_path / "target.jsonl").write_bytes(lines(TARGET))
+    return tmp_path
+
+
+def features(folder: Path, x: np.ndarray, y: np.ndarray) -> tuple[str, ...]:
+    np.save(folder / "x.npy", x)
+    np.save(folder / "y.npy", y)
+    return ("--pool-features", str(folder / "x.npy"), "--target-features", str(folder / "y.npy"))
+
+
+def refused(folder: Path, capsys, *more: str, budget: int = 5) -> str:
+    """The one sentence of a refusal that leaves nothing behind."""
+    before = sorted(folder.rglob("*"))
+    capsys.readouterr()
+    code = select(folder, *more, budget=budget)
+    message = capsys.readouterr().err
+    assert code == 2, message
+    assert "Traceback" not in message and sorted(folder.rglob("*")) == before
+    (sentence,) = [line for line in message.splitlines() if line.startswith("flatshift: error: ")]
+    return sentence
+
+
+# ------------------------------------------------------------------------------------------ empty, too few
+
+
+@pytest.mark.parametrize("side", ["pool", "target"])
+@pytest.mark.parametrize("content", [b"", b"\n  \n"])
+def test_an_empty_side(given: Path, capsys, side: str, content: bytes) -> None:
+    (given / f"{side}.jsonl").write_bytes(content)
+    assert f"no {side} rows" in refused(given, capsys) and "is empty" in refused(given, capsys)
+
+
+def test_every_row_skipped_is_an_empty_side(given: Path, capsys) -> None:
+    (given / "pool.jsonl").write_bytes(b"{}\nnull\n")
+    told = refused(given, capsys, "--bad-rows", "skip")
+    assert "no pool rows: all 2 of" in told and "pool.jsonl:1" in told
+
+
+@pytest.mark.parametrize("budget", [31, 0, -3])
+def test_a_budget_that_cannot_be(given: Path, capsys, budget: int) -> None:
+    told = refused(given, capsys, budget=budget)
+    assert ("above the pool's 30 records" in told) if budget > 0 else ("budget" in told)
+
+
+def test_a_budget_of_all_and_of_one(given: Path) -> None:
+    assert select(given, budget=30) == 0 and select(given, budget=1, out="one") == 0
+    assert all(table(given)["selected"]) and sum(table(given, "one")["selected"]) == 1
+    assert table(given)["score"] == table(given, "one")["score"]
+
+
+# ------------------------------------------------------------------------------------------ features
+
+
+@pytest.mark.parametrize("method", ["gotd", "knn", "tsds"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", ["pool", "target"])
+def test_features_that_are_not_finite_name_their_row(given: Path, capsys, method: str, value: float, side: str) -> None:
+    x, y = np.random.default_rng(0).standard_normal((30, 3)), np.random.default_rng(1).standard_normal((4, 3))
+    (x if side == "pool" else y)[2, 1] = value
+    told = refused(given, capsys, *features(given, x, y), "--method", method)
+    assert f"{side} features: row 2 holds a NaN or an infinity" in told
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "told"),
+    [
+        (np.ones((30, 3)), np.ones((4, 2)), "3 columns and target features 2"),
+        (np.ones((29, 3)), np.ones((4, 3)), "29 rows for 30 records"),
+        (np.ones((30, 3)), np.ones((5, 3)), "5 rows for 4 records"),
+        (np.ones(30), np.ones((4, 1)), "must hold a matrix"),
+        (np.ones((30, 3), dtype=complex), np.ones((4, 3)), "must hold a matrix of numbers"),
+        (np.full((30, 3), 1e200), np.full((4, 3), -1e200), "overflow"),
+        (np.array([["a"] * 3] * 30), np.ones((4, 3)), "must hold a matrix of numbers"),
+    ],
+    ids=["width", "pool rows", "target rows", "vector", "complex", "overflow", "strings"],
+)
+def test_features_that_do_not_fit(given: Path, capsys, x: np.ndarray, y: np.ndarray, told: str) -> None:
+    assert told in refused(given, capsys, *features(given, x, y))
+
+
+def test_a_features_file_that_is_none(given: Path, capsys) -> None:
+    more = features(given, np.ones((30, 3)), np.ones((4, 3)))
+    (given / "x.npy").write_bytes((given / "x.npy").read_bytes()[:200])
+    assert "x.npy is not a readable .npy file" in refused(given, capsys, *more)
+    (given / "x.npy").write_bytes(b"not numpy")
+    assert "x.npy is not a readable .npy file" in refused(given, capsys, *more)
+
+
+def test_rows_without_direction_have_no_cosine(given: Path, capsys) -> None:
+    x = np.ones((30, 3))
+    x[4] = 0.0
+    more = (*features(given, x, np.ones((4, 3))), "--select.method.cost", "cosine")
+    assert "pool features: row 4 is zero, so it has no cosine" in refused(given, capsys, *more)
+
+
+def test_all_rows_alike_are_ranked_by_file_order(given: Path) -> None:
+    assert select(given, *features(given, np.ones((30, 3)), np.ones((4, 3)))) == 0
+    assert table(given)["rank"] == list(range(1, 31)) and "checks" not in about(given)
+
+
+# ------------------------------------------------------------------------------------------ weights, targets
+
+
+def test_domains_of_weight_zero_are_scored_and_not_transported(given: Path) -> None:
+    """A far domain whose weight underflows counts for nothing, and its rows come out with a score."""
+    rows = [row | {"domain": "near" if i < 20 else "far"} for i, row in enumerate(POOL)]
+    (given / "pool.jsonl").write_bytes(lines(rows))
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((30, 2)), rng.standard_normal((4, 2))
+    x[20:] += 1e3
+    more = [*features(given, x, y), "--select.relevance.use", "weight", "--select.relevance.temperature", "0.001"]
+    assert select(given, *more) == 0
+    scores = np.array(table(given)["score"])
+    assert np.isfinite(scores).all() and scores[:20].max() < scores[20:].min()
+    (given / "pool.jsonl").write_bytes(lines(rows[:20]))
+    (given / "near").mkdir()
+    for name in ("pool.jsonl", "target.jsonl"):
+        (given / "near" / name).write_bytes((given / name).read_bytes())
+    assert select(given / "near", *features(given / "near", x[:20], y)) == 0
+    alone = np.array(table(given / "near")["score"])
+    # ε is a multiple of the mean cost, which rows of weight 0 do not enter.
+    np.testing.assert_allclose(scores[:20], alone, atol=1e-8)
+
+
+def test_repeated_target_rows_weigh_as_often_as_they_stand_there(given: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((30, 3)), rng.standard_normal((4, 3))
+    assert select(given, *features(given, x, y), out="once") == 0
+    (given / "target.jsonl").write_bytes(lines([{"text": row["text"]} for row in TARGET for _ in range(3)]))
+    assert select(given, *features(given, x, np.repeat(y, 3, axis=0)), out="thrice") == 0
+    np.testing.assert_allclose(table(given, "thrice")["score"], table(given, "once")["score"], atol=1e-7)
+    (given / "target.jsonl").write_bytes(lines([TARGET[0], TARGET[0]]))
+    assert select(given, out="texts", budget=3) == 2, "ids are given twice"
+
+
+@pytest.mark.parametrize("method", ["gotd", "knn", "tsds", "dsir"])
+def test_a_target_of_one_row(given: Path, method: str) -> None:
+    (given / "target.jsonl").write_bytes(lines(TARGET[:1]))
+    assert select(given, "--method", method) == 0
+    scores = np.array(table(given)["score"])
+    assert np.isfinite(scores).all() and len(set(scores)) > 3
+    if method == "gotd":
+        assert about(given)["checks"]["held_out"] is None and about(given)["checks"]["coverage"]["limit"] is None
+
+
+# ------------------------------------------------------------------------------------------ texts and files
+
+
+@pytest.mark.parametrize("method", ["gotd", "dsir", "length", "knn"])
+def test_empty_and_very_long_texts_are_scored(given: Path, method: str) -> None:
+    rows = [*POOL[:28], {"text": "", "id": "empty"}, {"text": "word1 and word2 " * 650_000, "id": "long"}]
+    (given / "pool.jsonl").write_bytes(lines(rows))
+    assert select(given, "--method", method) == 0
+    columns = table(given)
+    assert columns["id"] == [row["id"] for row in rows] and np.isfinite(columns["score"]).all()
+    assert (given / "out" / "report.html").stat().st_size < 2 << 20, "a page shows the beginning of a text"
+
+
+def test_only_empty_texts_on_a_side(given: Path, capsys) -> None:
+    (given / "target.jsonl").write_bytes(lines([{"text": ""}, {"text": "  "}]))
+    code = select(given)
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert code in (0, 2)
+    if code == 0:
+        assert np.isfinite(table(given)["score"]).all()
+
+
+BROKEN = b'{"text": "word1 \xff\xfe", "id": "b"}\n'
+
+
+def test_broken_utf8_is_refused_or_skipped_and_counted(given: Path, capsys) -> None:
+    content = lines(POOL).split(b"\n")
+    content[4] = BROKEN.strip()
+    (given / "pool.jsonl").write_bytes(b"\n".join(content))
+    assert "pool.jsonl:5: not valid UTF-8" in refused(given, capsys)
+    assert select(given, "--bad-rows", "skip") == 0
+    assert "skipped 1 bad records" in capsys.readouterr().err
+    assert len(table(given)["id"]) == 29 and "p4" not in table(given)["id"]
+    (skipped,) = about(given)["skipped"]["pool"]
+    assert "pool.jsonl:5: not valid UTF-8" in skipped
+    assert "1 bad record of the pool left out" in (given / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_utf16_is_told_apart(given: Path, capsys) -> None:
+    (given / "pool.jsonl").write_bytes("\n".join(map(json.dumps, POOL)).encode("utf-16"))
+    assert "is UTF-16; save it as UTF-8" in refused(given, capsys, "--bad-rows", "skip")
+
+
+@pytest.mark.parametrize("rows", ["refuse", "skip"])
+def test_a_truncated_archive_is_never_half_a_pool(given: Path, capsys, rows: str) -> None:
+    (given / "pool.jsonl").unlink()
+    whole = gzip.compress(lines([{"text": f"{i} {np.random.default_rng(i).bytes(8).hex()}"} for i in range(3000)]))
+    (given / "pool.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    told = refused(given, capsys, "--bad-rows", rows)
+    assert "pool.jsonl.gz: corrupt or truncated file" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "side"), [("jsonl", "pool"), ("jsonl", "target"), ("csv", "pool"), ("parquet", "pool")]
+)
+def test_a_missing_column_names_the_nearest(given: Path, capsys, kind: str, side: str) -> None:
+    if kind == "jsonl":
+        (given / f"{side}.jsonl").write_bytes(lines([{"txt": "a"}] * 6))
+    else:
+        (given / "pool.jsonl").unlink()
+        if kind == "csv":
+            (given / "pool.csv").write_bytes(b"txt,n\na,1\nb,2\n")
+        else:
+            pq.write_table(pa.table({"txt": ["a", "b"], "n": [1, 2]}), given / "pool.parquet")
+    told = refused(given, capsys, budget=1)
+    assert "no column 'text'; did you mean 'txt'? (set select.columns.text)" in told
+
+
+def test_a_named_column_that_is_missing(given: Path, capsys) -> None:
+    assert "no column 'boddy'" in refused(given, capsys, "--text-column", "boddy")
+    told = refused(given, capsys, "--method", "domains", "--domain-column", "kind")
+    assert "domains" in told
+
+
+def test_ids_given_twice_name_both_places(given: Path, capsys) -> None:
+    (given / "pool.jsonl").write_bytes(lines([*POOL, {"text": "more", "id": "p3"}]))
+    told = refused(given, capsys)
+    assert "pool.jsonl:31: id 'p3' was already given" in told and "pool.jsonl:4" in told
+
+
+def test_a_file_named_twice_and_a_pattern_without_a_match(given: Path, capsys) -> None:
+    target = str(given / "target.jsonl")
+    base = ["select", "--target", target, "--budget", "2", "--out", str(given / "out")]
+    pool = str(given / "pool.jsonl")
+    for files, told in (((pool, pool), "is named twice"), ((str(given / "*.csv"),), "no file matches")):
+        assert run([*base, "--pool", *files]) == 2
+        assert told in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""A `flatshift select` that is killed between passes goes on with the same command, to the same bits."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatshift.cli import run
+from selection.transport.state import Standing, Store
+
+ROWS, TARGETS = 34_000, 300
+"""10.2 million pairs: just too many to be solved at once."""
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    """A pool that is streamed under a small memory cap."""
+    folder = tmp_path_factory.mktemp("inputs")
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((40, 6)) * 2
+    np.save(folder / "x.npy", (centres[rng.integers(0, 40, ROWS)] + rng.standard_normal((ROWS, 6))).astype(np.float32))
+    np.save(folder / "y.npy", (centres[rng.integers(0, 6, TARGETS)] + rng.standard_normal((TARGETS, 6))).astype("f4"))
+    for name, count in (("pool", ROWS), ("target", TARGETS)):
+        (folder / f"{name}.jsonl").write_text("".join(f'{{"text": "t {i}"}}\n' for i in range(count)), encoding="utf-8")
+    made = ["select", "--pool", str(folder / "pool.jsonl"), "--target", str(folder / "target.jsonl")]
+    made += ["--pool-features", str(folder / "x.npy"), "--target-features", str(folder / "y.npy"), "--budget", "500"]
+    made += ["--memory", "0.03", "--select.checks", "false"]
+    return [*made, "--epsilon", "0.02", "--select.method.tolerance", "1e-6"]
+
+
+def killed(words: list[str], out: Path, passes: int) -> None:
+    """Run the command in a process that kills itself with SIGKILL once `passes` are on disk."""
+    code = f"""
+        import os, signal
+        from selection.transport.state import Store
+        saved = Store.save
+        def save(self, standing):
+            saved(self, standing)
+            if standing.passes == {passes}:
+                os.kill(os.getpid(), signal.SIGKILL)
+        Store.save = save
+        from flatshift.cli import run
+        run({[*words, "--out", str(out)]!r})
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+def manifest(out: Path) -> dict:
+    return json.loads((out / "manifest.json").read_text(encoding="utf-8"))["selection"]
+
+
+def test_a_killed_select_goes_on_to_the_same_bits(words, tmp_path: Path, capsys) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # as in the process that is killed: bits hold for one number of threads
+    assert run([*words, "--out", str(tmp_path / "whole")]) == 0
+    whole = manifest(tmp_path / "whole")
+    assert whole["solver"] == "streamed" and whole["passes"] >= 3 and whole["resumed"] == 0
+    out = tmp_path / "out"
+    killed(words, out, 2)
+    assert [path.name for path in out.iterdir()] == ["state"]
+    assert len(list((out / "state" / "kept").glob("pass-0002-*"))) == 1
+
+    # Another command is refused, and leaves what is there.
+    capsys.readouterr()
+    other = [word if word != "500" else "400" for word in words]
+    assert run([*other, "--out", str(out)]) == 2
+    message = capsys.readouterr().err
+    assert "unfinished work of another command (select.budget 500, not 400)" in message and message.count("\n") == 1
+    # So is a second process at work on it.
+    with (out / "state" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run([*words, "--out", str(out)]) == 2
+    assert "another process is at work" in capsys.readouterr().err
+    assert len(list((out / "state" / "kept").glob("pass-0002-*"))) == 1
+
+    assert run([*words, "--out", str(out)]) == 0
+    told = capsys.readouterr().err
+    assert "going on with the unfinished selection" in told and "went on after pass 2" in told
+    assert manifest(out)["resumed"] == 2 and manifest(out)["passes"] == whole["passes"]
+    for name in ("scores.parquet", "selected.jsonl"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (out / "state").exists() and "<title>out" in (out / "report.html").read_text(encoding="utf-8")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert run([*words, "--out", str(out)]) == 2, "a finished directory is never written over"
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_the_state_and_changed_input_is_told(words, tmp_path: Path, capsys, monkeypatch) -> None:
+    place = words.index("--pool-features") + 1
+    np.save(tmp_path / "x.npy", np.load(words[place]))
+    mine = [*words[:place], str(tmp_path / "x.npy"), *words[place + 1 :]]
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        saved = Store.save
+
+        def save(self: Store, standing: Standing) -> None:
+            saved(self, standing)
+            raise KeyboardInterrupt
+
+        patch.setattr(Store, "save", save)
+        assert run([*mine, "--out", str(out)]) == 3
+    assert "the same command goes on from there" in capsys.readouterr().err
+    moved = np.load(tmp_path / "x.npy")
+    moved[5] += 1.0
+    np.save(tmp_path / "x.npy", moved)
+    assert run([*mine, "--out", str(out)]) == 2
+    assert "belongs to another problem (other features or weights)" in capsys.readouterr().err
+    assert len(list((out / "state" / "kept").glob("pass-*"))) == 1
+
+
+def test_a_kill_before_the_first_pass_is_no_obstacle(words, tmp_path: Path) -> None:
+    """Wherever the first moments were cut, the command begins anew; anything else in the directory is refused."""
+    pool, target = tmp_path / "p.jsonl", tmp_path / "t.jsonl"
+    pool.write_text('{"text": "a b"}\n{"text": "c d"}\n', encoding="utf-8")
+    target.write_text('{"text": "a b"}\n', encoding="utf-8")
+    short = ["select", "--pool", str(pool), "--target", str(target), "--budget", "1", "--method", "length"]
+    for number, left in enumerate((None, "lock", ".recipe.resolved.yaml.0a1b2c3d.tmp")):
+        out = tmp_path / f"out{number}"
+        (out / "state").mkdir(parents=True)
+        if left:
+            (out / "state" / left).touch()
+        assert run([*short, "--out", str(out)]) == 0
+        assert (out / "scores.parquet").is_file() and not (out / "state").exists()
+    foreign = tmp_path / "foreign"
+    (foreign / "state" / "step-1").mkdir(parents=True)
+    assert run([*short, "--out", str(foreign)]) == 2
+    assert (foreign / "state" / "step-1").is_dir()
