@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from experiments.config import Recipe
 from finetune.config import Classify, Columns, Completion, Files, LanguageModel, Seq2Seq, Task
@@ -12,12 +12,16 @@ from finetune.data import (
     Encoded,
     Example,
     Row,
+    answer_columns,
     encode,
+    foreign_answers,
+    label_index,
     limit_rows,
     noisy_rows,
     read_rows,
     require_rows,
     required_columns,
+    shuffled_examples,
     sort_labels,
 )
 from finetune.errors import UserError
@@ -25,6 +29,8 @@ from finetune.seeds import derive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,9 @@ class Prepared:
     truncated: int
     skipped: list[str]
     flipped: list[str]
-    """ids of the training rows whose label was replaced by noise"""
+    """ids of the training rows whose label was made wrong by noise"""
+    true_labels: dict[str, int] = field(default_factory=dict)
+    """the class that each of them had, by id; for classification"""
 
 
 def read_splits(recipe: Recipe, task: Task | None = None) -> Rows:
@@ -127,16 +135,18 @@ def prepare(recipe: Recipe) -> Prepared:
 
     rows = read_splits(recipe)
     labels = rows.label_names
-    train, flipped = rows.train, []
-    if recipe.data.label_noise:
-        if labels is None:
-            raise UserError("data.label_noise needs a task with labels: classify, or completion over labelled rows")
-        train, flipped = noisy_rows(
-            train, rate=recipe.data.label_noise, label_names=labels, seed=derive(recipe.train.seed, "label-noise")
-        )
+    train, flipped = _wrong_answers(recipe, rows)
     tokenizer = load_tokenizer(recipe.backbone)
     parts = [_encoded(recipe, tokenizer, split, recipe.task, labels) for split in (train, rows.dev, rows.test)]
     train_set, dev_set, test_set = (part.examples if part else [] for part in parts)
+    if recipe.data.label_noise and isinstance(recipe.task, LanguageModel):
+        train_set, flipped = shuffled_examples(
+            train_set, rate=recipe.data.label_noise, fixed=set(tokenizer.all_special_ids), seed=_noise_seed(recipe)
+        )
+    true = {}
+    if flipped and labels is not None and isinstance(recipe.task, Classify):
+        wrong = set(flipped)
+        true = {row.id: label_index(row, labels) for row in rows.train if row.id in wrong}
     return Prepared(
         train_set,
         dev_set,
@@ -145,6 +155,47 @@ def prepare(recipe: Recipe) -> Prepared:
         truncated=sum(part.truncated for part in parts if part),
         skipped=rows.skipped,
         flipped=flipped,
+        true_labels=true,
+    )
+
+
+def _noise_seed(recipe: Recipe) -> int:
+    return derive(recipe.train.seed, "label-noise")
+
+
+def _wrong_answers(recipe: Recipe, rows: Rows) -> tuple[list[Row], list[str]]:
+    """The training rows with `data.label_noise`, where it is made before encoding, and the ids of the wrong ones."""
+    rate, task = recipe.data.label_noise, recipe.task
+    if not rate or isinstance(task, LanguageModel):
+        return rows.train, []
+    if rows.label_names is not None:
+        return noisy_rows(rows.train, rate=rate, label_names=rows.label_names, seed=_noise_seed(recipe))
+    assert not isinstance(task, Classify)  # it has label names
+    return foreign_answers(rows.train, columns=answer_columns(task), rate=rate, seed=_noise_seed(recipe))
+
+
+def noise_record(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
+    """What `label_noise.json` holds: the share asked for, the ids of the training rows with a wrong label, and their
+    own classes, where rows have classes."""
+    names = prepared.label_names
+    own = {name: names[index] for name, index in prepared.true_labels.items()} if names is not None else {}
+    return {"rate": recipe.data.label_noise, "rows": len(prepared.train), "ids": prepared.flipped, "true": own}
+
+
+def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
+    """The rows that `record` asks for; None without that block."""
+    if recipe.record is None:
+        return None
+    from finetune.recording import Recording
+
+    return Recording.choose(
+        recipe.record,
+        train=prepared.train,
+        dev=prepared.dev,
+        test=prepared.test,
+        seed=recipe.train.seed,
+        flipped=prepared.flipped if recipe.data.label_noise else None,
+        true_labels=prepared.true_labels,
     )
 
 

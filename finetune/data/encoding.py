@@ -85,11 +85,29 @@ def required_columns(task: Task) -> tuple[str, ...]:
         return ("text",)
     if isinstance(task, Classify):
         return ("text", "label")
+    return tuple(dict.fromkeys([*Template(task.prompt, "task.prompt").columns, *_answer(task).columns]))
+
+
+def _answer(task: Completion | Seq2Seq) -> Template:
     if isinstance(task, Seq2Seq):
-        answer = Template(task.target, "task.target")
-    else:
-        answer = Template(task.completion, "task.completion")
-    return tuple(dict.fromkeys([*Template(task.prompt, "task.prompt").columns, *answer.columns]))
+        return Template(task.target, "task.target")
+    return Template(task.completion, "task.completion")
+
+
+def answer_columns(task: Completion | Seq2Seq) -> tuple[str, ...]:
+    """The columns that only the answer shows.
+
+    Raises:
+        UserError: a malformed template, or an answer without a column of its own.
+    """
+    shown = Template(task.prompt, "task.prompt").columns
+    own = tuple(name for name in _answer(task).columns if name not in shown)
+    if not own:
+        raise UserError(
+            f"data.label_noise: the answer of task.kind: {task.kind} has no column that task.prompt does not show, so "
+            "no other row's can be put in its place"
+        )
+    return own
 
 
 def sort_labels(labels: Iterable[str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import csv
 import gzip
+import itertools
 import json
 import lzma
 import sys
@@ -272,7 +273,15 @@ def _datasets(path: Path) -> Iterator[Record]:
         rows = datasets.load_from_disk(name)
     if isinstance(rows, dict):
         raise UserError(f"{name} has several splits; name one: {', '.join(_split_names(name, rows))}")
-    for ordinal, values in enumerate(rows):
+    stream = iter(rows)
+    for ordinal in itertools.count():
+        try:
+            values = next(stream)
+        except StopIteration:
+            return
+        except Exception as error:  # a stream may break off at any record, for reasons of the network
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{name}: the data set breaks off at record {ordinal + 1} ({first})") from error
         yield Record(ordinal, ordinal + 1, dict(values))
 
 

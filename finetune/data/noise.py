@@ -1,16 +1,31 @@
-"""Label noise: a known share of wrong labels, to see what a model does with them."""
+"""Label noise: a known share of wrong labels, to see what a model does with them.
+
+- rows with a class: another class (`noisy_rows`)
+- rows with an answer in words: the answer of a row that has another one (`foreign_answers`)
+- plain texts, whose every token is a label: the row's tokens in random order (`shuffled_examples`)
+
+In all of them exactly ⌊rate·n + ½⌋ of n rows are wrong, and those at a larger rate include those at a smaller one, with
+the same wrong labels.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from ..errors import UserError
 from ..seeds import numpy_generator
+from .encoding import IGNORE, Example
 from .rows import Row
+
+
+def _flips(rate: float, rows: int) -> int:
+    if not 0.0 <= rate <= 1.0:
+        raise UserError(f"data.label_noise: {rate} is not a share; give a number from 0 to 1")
+    return math.floor(rate * rows + 0.5)
 
 
 def label_noise(labels: Sequence[int], *, rate: float, num_labels: int, seed: int) -> tuple[list[int], list[int]]:
@@ -25,9 +40,7 @@ def label_noise(labels: Sequence[int], *, rate: float, num_labels: int, seed: in
     Raises:
         UserError: a rate outside [0, 1], or fewer than two classes to choose from.
     """
-    if not 0.0 <= rate <= 1.0:
-        raise UserError(f"data.label_noise: {rate} is not a share; give a number from 0 to 1")
-    flips = math.floor(rate * len(labels) + 0.5)
+    flips = _flips(rate, len(labels))
     if flips and num_labels < 2:
         raise UserError(f"data.label_noise: {rate} needs another class to replace a label by, and there is only one")
     rng = numpy_generator(seed, "label-noise")
@@ -58,3 +71,88 @@ def noisy_rows(
     for i in flipped:
         new[i] = dataclasses.replace(rows[i], values={**rows[i].values, "label": label_names[noisy[i]]})
     return new, [rows[i].id for i in flipped]
+
+
+def foreign_answers(
+    rows: Sequence[Row], *, columns: Sequence[str], rate: float, seed: int
+) -> tuple[list[Row], list[str]]:
+    """The rows with, in a share of them, the answer of another row that answers differently, drawn uniformly of those.
+
+    Arguments:
+        columns: where the answer is; all of them are taken from the same other row.
+    Returns:
+        The new rows, and the ids of those whose answer was replaced.
+    Raises:
+        UserError: a rate outside [0, 1], or no two different answers.
+    """
+    flips = _flips(rate, len(rows))
+    if not flips:
+        return list(rows), []
+    answers = [tuple(str(row.values.get(name)) for name in columns) for row in rows]
+    known = {answer: code for code, answer in enumerate(dict.fromkeys(answers))}
+    if len(known) < 2:
+        raise UserError(
+            f"data.label_noise: {rate} needs rows with different answers to exchange, and all have the same"
+        )
+    group = np.array([known[answer] for answer in answers])
+    sizes = np.bincount(group)
+    by_group = np.argsort(group, kind="stable")
+    after = np.cumsum(sizes)[group]  # where in `by_group` the rows with another answer begin, going round
+    rng = numpy_generator(seed, "label-noise")
+    flipped = sorted(rng.permutation(len(rows))[:flips].tolist())
+    donor = by_group[(after + rng.integers(0, len(rows) - sizes[group])) % len(rows)]
+    new = list(rows)
+    for i in flipped:
+        answer = {name: rows[donor[i]].values.get(name) for name in columns}
+        new[i] = dataclasses.replace(rows[i], values={**rows[i].values, **answer})
+    return new, [rows[i].id for i in flipped]
+
+
+def shuffled_examples(
+    examples: Sequence[Example], *, rate: float, fixed: Collection[int], seed: int
+) -> tuple[list[Example], list[str]]:
+    """Encoded texts with, in a share of them, the supervised tokens in another order: the same words, nothing to learn
+    but the row itself.
+
+    Arguments:
+        fixed: tokens that keep their place (the special ones).
+    Returns:
+        The new examples, and the ids of those that were shuffled.
+    Raises:
+        UserError: a rate outside [0, 1], or too few rows with two different tokens.
+    """
+    flips = _flips(rate, len(examples))
+    places = [_movable(example, fixed) for example in examples]
+    order = numpy_generator(seed, "label-noise").permutation(len(examples))
+    able = [i for i in order.tolist() if len({examples[i].input_ids[place] for place in places[i]}) > 1]
+    if flips > len(able):
+        raise UserError(
+            f"data.label_noise: {rate} of {len(examples)} rows is {flips}, and only {len(able)} have two different "
+            f"tokens to put in another order; give at most {len(able) / len(examples):.2g}"
+        )
+    new = list(examples)
+    flipped = sorted(able[:flips])
+    for i in flipped:
+        new[i] = _shuffled(examples[i], places[i], numpy_generator(seed, "label-noise", i))
+    return new, [examples[i].id for i in flipped]
+
+
+def _movable(example: Example, fixed: Collection[int]) -> list[int]:
+    assert isinstance(example.labels, list)
+    return [
+        place
+        for place, (token, label) in enumerate(zip(example.input_ids, example.labels, strict=True))
+        if label != IGNORE and token not in fixed
+    ]
+
+
+def _shuffled(example: Example, places: Sequence[int], rng: np.random.Generator) -> Example:
+    assert isinstance(example.labels, list)
+    before = [example.input_ids[place] for place in places]
+    tokens = before
+    while tokens == before:
+        tokens = [before[k] for k in rng.permutation(len(before))]
+    ids, labels = list(example.input_ids), list(example.labels)
+    for place, token in zip(places, tokens, strict=True):
+        ids[place] = labels[place] = token
+    return dataclasses.replace(example, input_ids=ids, labels=labels)

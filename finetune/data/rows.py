@@ -112,6 +112,7 @@ def read_rows(
     required: Sequence[str] = ("text",),
     bad_rows: Literal["refuse", "skip"] = "refuse",
     skipped: list[str] | None = None,
+    setting: str = "data.columns",
 ) -> Iterator[Row]:
     """Stream the rows of `files` in flag order.
 
@@ -123,11 +124,12 @@ def read_rows(
         required: canonical or own column names that every row must have.
         bad_rows: refuse the first bad row, or skip them all.
         skipped: receives `file:line: reason` of every skipped row.
+        setting: where the user named the columns, for messages.
 
     Raises:
         UserError: a bad row (unless skipped), a file that cannot be read, an id given twice.
     """
-    reader = _Reader(columns or Columns(), tuple(required))
+    reader = _Reader(columns or Columns(), tuple(required), setting)
     seen = Seen()
     paths = expand(files)
     index = -1
@@ -156,7 +158,8 @@ def read_rows(
 class _Reader:
     """Maps the columns of a record to the canonical ones and checks them."""
 
-    def __init__(self, columns: Columns, required: tuple[str, ...]) -> None:
+    def __init__(self, columns: Columns, required: tuple[str, ...], setting: str = "data.columns") -> None:
+        self.setting = setting
         self.names = {name: getattr(columns, name) for name in ("text", "text2", "label", "id")}
         self.required = required
 
@@ -205,15 +208,15 @@ class _Reader:
     def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
         if own in record:
             return f"column {own!r} is null"
-        return missing_column(own, record, role=name if name in self.names else None)
+        return missing_column(own, record, role=name if name in self.names else None, setting=self.setting)
 
 
-def missing_column(own: str, record: Iterable[str], *, role: str | None = None) -> str:
+def missing_column(own: str, record: Iterable[str], *, role: str | None = None, setting: str = "data.columns") -> str:
     """The sentence for a column that a record does not have: the nearest one, or all that are there."""
     names = [str(name) for name in record]
     nearest = difflib.get_close_matches(own, names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(map(repr, names[:12])) or 'none'}"
-    flag = f" (set data.columns.{role})" if role else ""
+    flag = f" (set {setting}.{role})" if role else ""
     return f"no column {own!r}; {hint}{flag}"
 
 

@@ -113,6 +113,12 @@ class _Store:
         """The column's values at `rows` (any order), as Python objects."""
         import pyarrow as pa
 
+        if len(rows) > 1 and (np.diff(rows) < 0).any():  # in file order each batch is opened once
+            turn = np.argsort(rows, kind="stable")
+            found: list[Any] = [None] * len(rows)
+            for place, value in zip(turn.tolist(), self.values(column, rows[turn]), strict=True):
+                found[place] = value
+            return found
         out: list[Any] = []
         batch_of = np.searchsorted(self._starts, rows, side="right") - 1
         borders = np.flatnonzero(np.diff(batch_of)) + 1

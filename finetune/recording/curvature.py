@@ -1,0 +1,133 @@
+"""How curved the training loss is where the adapter lies, as plain gradient descent and as Adam see it.
+
+Adam with a frozen preconditioner P oscillates where λ_max(P^-½ H P^-½)·lr is above `stability_threshold`. Curvature
+comes from differences of gradients (`regularizers.sharpness`), in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.adapters import Adapters
+from regularizers.sharpness import AdapterSpace, Hessian, Objective, Sharpness, Space, lanczos, measure
+from regularizers.sharpness.objective import Loss
+from regularizers.sharpness.spaces import Purpose
+from regularizers.stored import is_quantised
+
+PRODUCTS = 12
+"""Most Hessian products for an eigenvalue."""
+PROBES = 3
+"""Random vectors for the trace."""
+
+
+def curvature_figures(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    preconditioner: Mapping[str, Tensor],
+    seed: int,
+) -> dict[str, float | None]:
+    """`sharpness.lambda_max` and `.trace` of the Hessian in the LoRA factors, and `.preconditioned`: λ_max of
+    P^-½ H P^-½ in everything that trains, a new head too.
+
+    Args:
+        loss: the loss over fixed rows (`regularizers.sharpness.objective.Loss`).
+        preconditioner: P by the names of `parameters`; what it leaves out has had no update and is held fixed. Empty
+            before the first update: then there is no preconditioned λ_max.
+        seed: of the random directions.
+
+    Raises:
+        RegularizerError: the loss is not finite, or not the same when it is computed again.
+    """
+    settings = Sharpness(
+        spaces=("adapter",), lanczos=PRODUCTS, probes=PROBES, sigmas=(), rhos=(), lines=0, plane_points=0
+    )
+    with in_float32(model):
+        found = measure(model, loss, settings, seed=seed).measures["adapter"]
+        figures: dict[str, float | None] = {
+            "sharpness.lambda_max": found["lambda_max"].value,
+            "sharpness.trace": found["trace"].value,
+            "sharpness.preconditioned": None,
+        }
+        if preconditioner:
+            of = {id(parameters[name]): value for name, value in preconditioner.items()}
+            space = Preconditioned.of(model, lambda parameter: of.get(id(parameter)))
+            start = space.signs(seed, "start", 0)
+            product = Hessian.calibrated(space, Objective(model, loss), start)
+            top = lanczos(product, start, steps=PRODUCTS, tolerance=settings.tolerance).largest
+            figures["sharpness.preconditioned"] = top.value
+    return figures
+
+
+class Preconditioned(Space):
+    """The coordinates u = P^½ θ of another space's θ: the Hessian in them is P^-½ H P^-½."""
+
+    name = "preconditioned"
+
+    def __init__(self, inner: Space, shrink: Tensor, weights: Tensor) -> None:
+        """
+        Args:
+            shrink: P^-½ (N,); zero where θ is held fixed.
+            weights: θ (N,).
+        """
+        self.inner, self.shrink = inner, shrink
+        self.size, self.dtype, self.device = inner.size, inner.dtype, inner.device
+        self.resolution = inner.resolution
+        moving = shrink > 0
+        self.weight_norm = float((weights[moving] / shrink[moving]).double().norm())
+
+    @classmethod
+    def of(cls, model: nn.Module, preconditioner: Callable[[nn.Parameter], Tensor | None]) -> Preconditioned:
+        """Everything that `model` trains; None for a parameter that is held fixed."""
+        trained = Adapters(model, heads=True)
+        inner = AdapterSpace(model, trained)
+        shrink, weights = [], []
+        for parameter in trained.parameters.values():
+            found = preconditioner(parameter)
+            shrink.append(torch.zeros_like(parameter) if found is None else found.rsqrt())
+            weights.append(parameter.detach())
+
+        def flat(parts: Sequence[Tensor]) -> Tensor:
+            return torch.cat([part.reshape(-1).to(inner.device, inner.dtype) for part in parts])
+
+        return cls(inner, flat(shrink), flat(weights))
+
+    def gradient(self, objective: Objective, at: Tensor | None = None) -> tuple[float, Tensor]:
+        value, gradient = self.inner.gradient(objective, None if at is None else at * self.shrink)
+        return value, gradient * self.shrink
+
+    def value(self, objective: Objective, at: Tensor) -> float:
+        return self.inner.value(objective, at * self.shrink)
+
+    def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> Any:
+        return self.inner.draw(seed, purpose, index, exact=exact)
+
+    def value_along(self, objective: Objective, parts: Sequence[tuple[float, Any]]) -> float:
+        return self.inner.value_along(objective, parts)
+
+
+@contextlib.contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Weights in half precision are float32 inside, value for value, and the very same tensors as before afterwards.
+
+    Quantised layers stay as they are.
+    """
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and is_quantised(module):
+                continue
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.dtype in (torch.bfloat16, torch.float16):
+                    kept.append((tensor, tensor.data))
+                    tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, before in kept:
+            tensor.data = before
