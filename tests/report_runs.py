@@ -303,6 +303,70 @@ def sweep(folder: Path, *, seeds: int = 3, limits: tuple[int, ...] = (), seed: i
     (folder / "sweep.json").write_text(json.dumps({"recipe": "double-descent", "grid": grid, "seeds": seeds}))
 
 
+def laboratory(
+    folder: Path,
+    *,
+    ranks: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64),
+    rates: tuple[float, ...] = (0.0005, 0.002),
+    kinds: tuple[str, ...] = ("plain", "ggpo"),
+    seeds: int = 5,
+    bump: float = 0.12,
+    seed: int = 0,
+) -> None:
+    """A sweep of format 2 over rank, learning rate and regularizer, with traces: cells.parquet and curves.parquet.
+
+    The mean test error has a bump of height `bump` where the train error vanishes, at every learning rate.
+    """
+    import itertools
+
+    command = "flatshift sweep noisy --grid adapter.rank=1,2,4,8,16,32,64 optimizer.lr=5e-4,2e-3 --seeds 5"
+    provenance(folder, command, "backbone: flatshift-5m\noptimizer:\n  betas: [0.9, 0.999]\n")
+    rng = np.random.default_rng(seed)
+    steps = (0, 1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 100)
+    cells, curves = [], []
+    for rank, rate, kind, s in itertools.product(ranks, rates, kinds, range(seeds)):
+        name = f"{rank:03d}{rate:g}{kind[0]}{s}"
+        point = {"adapter.rank": rank, "optimizer.lr": rate, "regularizer.kind": kind, "seed": s}
+        size = (1 + 0.5 * rank**0.7) * rng.normal(1, 0.03)
+        line: dict[str, Any] = {}
+        shared = rng.normal(0, 0.01)
+        for step in steps:
+            fit = math.log2(1 + rank) * (step / 100) ** 0.6
+            train = min(max(0.55 * math.exp(-0.5 * fit) - 0.03 + rng.normal(0, 0.008), 0.0), 1.0)
+            rise = bump * math.exp(-(((math.log2(rank) - 3) / 0.9) ** 2)) * (step / 100)
+            test = 0.30 + 0.3 * math.exp(-0.6 * fit) + rise + shared + rng.normal(0, 0.01)
+            spike = 4.0 if rate > 0.001 and step == 16 else 1.0
+            line = {
+                "train.loss": 2.1 * train + 0.02 * spike,
+                "train.error": train,
+                "test.loss": 2.4 * test,
+                "test.error": test,
+                "train.error_clean": 0.8 * train,
+                "train.error_noisy": min(2.2 * train, 1.0),
+                "train.memorised": 1 - min(2.2 * train, 1.0),
+                "train.recovered": 0.3 * train,
+                "grad.a": None if step == 0 else spike * 0.4 * rng.lognormal(0, 0.1),
+                "grad.b": None if step == 0 else spike * 0.7 * rng.lognormal(0, 0.1),
+                "update.ratio": 0.01 * size * step / 100,
+                "update.relative": None if step == 0 else 0.01 * rng.lognormal(0, 0.1),
+                "balance": 3.0 - size * step / 100,
+                "stable_rank": 1 + 0.3 * size * step / 100,
+                "participation": 1 + 0.6 * size * step / 100,
+                "effective_params": 2048 * (1 + 0.6 * size * step / 100),
+                "sharpness.preconditioned": 22.0 / rate * rng.lognormal(0, 0.1) if step in (16, 64) else None,
+            }
+            progress = {"stage": "fine-tune", "attempt": 1, "step": step, "tokens": 64 * step, "lr": rate}
+            curves.append({"cell": name, **point, **progress, "time_s": 0.1 * step, **line})
+        about = {"status": "done", "reason": None, "seconds": 11.5, "flatshift": "0.3.0", "code": "abc123"}
+        cells.append({"cell": name, **point, **about, **line})
+    for file, rows in (("cells.parquet", cells), ("curves.parquet", curves)):
+        names = list(dict.fromkeys(k for row in rows for k in row))
+        pq.write_table(pa.table({k: [row.get(k) for row in rows] for k in names}), folder / file)
+    grid = {"adapter.rank": [*map(str, ranks)], "optimizer.lr": [*map(str, rates)], "regularizer.kind": [*kinds]}
+    plan = {"format": 2, "recipe": "noisy", "grid": grid, "design": "grid", "seeds": seeds, "flatshift": "0.3.0"}
+    (folder / "sweep.json").write_text(json.dumps(plan))
+
+
 def demo(folder: Path) -> None:
     """What `flatshift demo` leaves: a run, a study, a sweep."""
     training(folder / "warmup")
@@ -315,6 +379,7 @@ if __name__ == "__main__":
     out = Path(sys.argv[1])
     demo(out / "demo")
     sweep(out / "two-axes", limits=(250, 1000))
+    laboratory(out / "laboratory")
     provenance(
         out / "select", "flatshift select --pool pool.jsonl --target target.jsonl --budget 400 --out select", RECIPE
     )

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from experiments.report.page import build_report, write_plots
     from experiments.report.projection import project
+    from experiments.report.sweepdata import read_sweep
 
-__all__ = ["build_report", "project", "write_plots"]
+__all__ = ["build_report", "project", "read_sweep", "write_plots"]
 
-_HOMES = {"build_report": "page", "write_plots": "page", "project": "projection"}
+_HOMES = {"build_report": "page", "write_plots": "page", "project": "projection", "read_sweep": "sweepdata"}
 
 
 def __getattr__(name: str) -> Any:

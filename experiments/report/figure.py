@@ -31,8 +31,20 @@ PALETTE: dict[str, tuple[str, str]] = {
     "green": ("#08795a", "#45c79c"),
     "purple": ("#a34f86", "#e09bc8"),
     "amber": ("#946306", "#ecb63f"),
+    # An ordered ramp, purple to olive like viridis: luminance grows from step to step, whatever the colour vision.
+    "ramp0": ("#2e0f5b", "#9a86e3"),
+    "ramp1": ("#3d2f86", "#8a97ec"),
+    "ramp2": ("#31509a", "#74abee"),
+    "ramp3": ("#1f6592", "#5fbde4"),
+    "ramp4": ("#117076", "#5fcbc6"),
+    "ramp5": ("#287856", "#7dd6a0"),
+    "ramp6": ("#527b2c", "#a9dd74"),
+    "ramp7": ("#847410", "#dfe05c"),
 }
 """Light and dark value of each colour; every light value is used for one token only."""
+
+RAMP = tuple(token for token in PALETTE if token.startswith("ramp"))
+"""Tokens for values in an order (ranks, learning rates), smallest first."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -45,15 +57,26 @@ def colour(token: str) -> str:
     return PALETTE[token][0]
 
 
+def ramp(count: int) -> list[str]:
+    """`count` tokens of `RAMP`, spread over the whole of it; at most as many as it has."""
+    last = len(RAMP) - 1
+    return [RAMP[round(i * last / (count - 1)) if count > 1 else last // 2] for i in range(count)]
+
+
 @dataclass(frozen=True)
 class Chart:
-    """A drawn figure. `name` is its file name in plots/; `title` and `caption` are plain text."""
+    """A drawn figure. `name` is its file name in plots/; all else but `raw` is plain text.
+
+    verdict, evidence: what a test says about the curve, and why, a sentence each; the page puts them over the figure.
+    """
 
     name: str
     title: str
     caption: str
     width: int
     raw: str
+    verdict: str = ""
+    evidence: tuple[str, ...] = ()
 
     @property
     def wide(self) -> bool:
@@ -63,7 +86,9 @@ class Chart:
     @cached_property
     def standalone(self) -> str:
         """A file of its own, in the light colours on a white ground."""
-        root = _clean(self.raw, prefix="", title=self.title, description=self.caption)
+        said = " ".join(text for text in (self.verdict and f"Verdict: {self.verdict}.", *self.evidence) if text)
+        description = f"{self.caption} {said}".strip()
+        root = _clean(self.raw, prefix="", title=self.title, description=description)
         ground = ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")})
         root.insert(2, ground)
         root.set("font-family", FONT)
@@ -219,13 +244,13 @@ class Canvas:
             x / self.width, y / self.height, text, color=PALETTE[colour][0], ha=ha, va="center", fontsize=size, **kw
         )
 
-    def chart(self, name: str, *, title: str, caption: str) -> Chart:
+    def chart(self, name: str, *, title: str, caption: str, verdict: str = "", evidence: Sequence[str] = ()) -> Chart:
         """Write the figure out."""
         buffer = io.StringIO()
         self.figure.savefig(
             buffer, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None}
         )
-        return Chart(name, title, caption, self.width, buffer.getvalue())
+        return Chart(name, title, caption, self.width, buffer.getvalue(), verdict, tuple(evidence))
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:

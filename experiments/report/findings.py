@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from experiments.report import formats
 from experiments.report.load import Run, Selection, Study
-from experiments.report.plots_study import arm_name, sweep_axes
+from experiments.report.plots_study import arm_name
+from experiments.report.sweepanalysis import Analysis, Direction, main_axis
 from experiments.report.sweepdata import SweepData
 from experiments.stats import Interval, paired_difference
 
@@ -108,7 +110,7 @@ def selection_finding(selection: Selection) -> str:
     """How many were chosen, and which domain gained most."""
     if selection.table is None:
         return ""
-    total, taken = selection.table.num_rows, sum(selection.table.column("selected").to_pylist())
+    total, taken = selection.table.num_rows, selection.taken
     if not total or not taken:
         return f"Nothing was chosen from {total:,} records."
     method = method_name(selection)
@@ -134,30 +136,33 @@ def method_name(selection: Selection) -> str:
     return {**names, "length": "Length", "domains": "Shares of domains"}.get(str(kind), "The selector")
 
 
-def sweep_finding(data: SweepData) -> str:
-    """Where the mean test error is lowest, and whether an interior point stands above both sides."""
-    axis = sweep_axes(data)[0]
+def sweep_finding(data: SweepData, analysis: Analysis) -> str:
+    """Where the mean test error is lowest, and the verdict along the first axis that was judged."""
+    axis = main_axis(data)
     test, _ = data.error_columns()
     lowest = data.best(test)
     if axis is None or lowest is None:
-        return f"{len(data.done)} of {len(data.rows)} cells are finished; there is no curve to draw yet."
+        return f"{data.done:,} of {len(data):,} cells are finished; there is no curve to draw yet."
     where, best = lowest
-    split, _, metric = test.partition(".")
-    at = ", ".join(f"{k} = {v}" for k, v in where.items())
     mean = with_interval(best.value, best.low, best.high)
-    sentence = f"Mean {split} {formats.metric_name(metric)} is lowest at {at}: {mean}"
-    curve = data.curve(test, axis, {})
-    if len(data.axes) == 1 and len(curve) > 2:
-        found = [v for i, (v, p) in enumerate(curve) if _above(p, curve[:i]) and _above(p, curve[i + 1 :])]
-        if found:
-            sentence += (
-                f"; the interval at {axis} = {found[0]} lies above one on either side: a candidate, not a tested peak"
-            )
-        else:
-            sentence += "; no interior point stands above both its sides with intervals apart"
-        sentence += ". There is no formal peak test in this version"
-    return sentence + "."
+    sentence = f"Mean {formats.figure_name(test)} is lowest at {formats.setting(where)}: {mean}"
+    judged = [d for d in analysis.directions if d.judged]
+    if judged:
+        return f"{sentence}; along {formats.axis_name(judged[0].axis)}: {_kinds(judged[0])}."
+    refused = any(d.refused for d in analysis.directions)
+    return sentence + ("; too few seeds or values for a verdict." if refused else ".")
 
 
-def _above(point: Interval, others: list[tuple[Any, Interval]]) -> bool:
-    return point.low is not None and any(o.high is not None and point.low > o.high for _, o in others)
+def sweep_details(analysis: Analysis) -> str:
+    """The verdicts along the other axes."""
+    judged = [d for d in analysis.directions if d.judged][1:]
+    said = "; ".join(f"along {formats.axis_name(d.axis)}: {_kinds(d)}" for d in judged)
+    return f"{said[:1].upper()}{said[1:]}." if said else ""
+
+
+def _kinds(direction: Direction) -> str:
+    """`double descent` for one curve, `2 × double descent, 1 × undecided` for several."""
+    kinds = Counter(j.verdict.kind for j in direction.judged)
+    if len(direction.judged) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))

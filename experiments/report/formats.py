@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -124,16 +124,39 @@ METRICS = {
     "matthews": ("Matthews", "correlation, −1 to 1"),
     "exact_match": ("exact match", "share of answers"),
     "error": ("error", "share wrong"),
+    "exact_error": ("exact-match error", "share of examples with anything wrong"),
+    "error_clean": ("error on clean labels", "share wrong"),
+    "error_noisy": ("error on noisy labels", "share wrong"),
+    "memorised": ("noisy labels memorised", "share"),
+    "recovered": ("noisy labels recovered", "share"),
 }
 """Metric: (name for a reader, unit in words)."""
 
+AXES = {
+    "adapter.rank": "rank r",
+    "adapter.alpha": "LoRA alpha",
+    "train.steps": "optimizer updates of the run",
+    "step": "optimizer updates",
+    "data.train.limit": "training examples n",
+    "data.label_noise": "label noise (share of labels)",
+    "optimizer.lr": "learning rate",
+    "regularizer.sigma": "noise σ, over row norm",
+    "regularizer.rho": "radius ρ",
+    "regularizer.kind": "regularizer",
+    "train.batch_size": "batch size (examples)",
+}
+"""Axis of a sweep: its name with its unit, for a reader."""
+
 LOWER_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "error"})
 SHARES = ("accuracy", "f1_macro", "exact_match", "matthews", "error")
+_RECORDED_SHARES = frozenset({"exact_error", "error_clean", "error_noisy", "memorised", "recovered"})
 
 
 def bounds(metric: str) -> tuple[float, float] | None:
     """What a metric can be at all; None where only its sign is known."""
-    return (-1.0, 1.0) if metric == "matthews" else (0.0, 1.0) if metric in SHARES else None
+    return (
+        (-1.0, 1.0) if metric == "matthews" else (0.0, 1.0) if metric in SHARES or metric in _RECORDED_SHARES else None
+    )
 
 
 def metric_name(metric: str) -> str:
@@ -144,3 +167,32 @@ def metric_name(metric: str) -> str:
 def metric_unit(metric: str) -> str:
     """Unit of a metric in words, empty if unknown."""
     return METRICS.get(metric, ("", ""))[1]
+
+
+def figure_name(column: str) -> str:
+    """`test.error` → `test error`; `train.f1_macro` → `train macro F1`."""
+    split, dot, metric = column.partition(".")
+    return f"{split} {metric_name(metric)}" if dot else metric_name(column)
+
+
+def axis_name(axis: str) -> str:
+    """`data.train.limit` → `training examples n`; a key without a name of its own stays as it is."""
+    return AXES.get(axis, axis)
+
+
+def axis_value(value: Any) -> str:
+    """A value of an axis: plain digits, `none` for null."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        short = float(f"{value:.6g}")
+        plain = value == 0 or 1e-5 <= abs(value) < 1e6
+        return (f"{short:.12f}".rstrip("0").rstrip(".") if plain else f"{short:g}").replace("-", "−")
+    return f"{value:,}".replace("-", "−") if isinstance(value, int) else str(value)
+
+
+def setting(where: Mapping[str, Any]) -> str:
+    """`{"adapter.rank": 4, "optimizer.lr": 0.001}` → `rank = 4, lr = 0.001`."""
+    return ", ".join(f"{axis.rpartition('.')[2]} = {axis_value(value)}" for axis, value in where.items())

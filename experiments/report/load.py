@@ -63,21 +63,31 @@ class Selection:
         return score[finite], chosen[finite]
 
     @cached_property
+    def taken(self) -> int:
+        """How many records were chosen."""
+        import pyarrow.compute as pc
+
+        return int(pc.sum(self.table.column("selected")).as_py() or 0)
+
+    @cached_property
     def domains(self) -> dict[str, tuple[int, int]]:
         """Domain: (records in the pool, records chosen), from the `domain` column, else from the judging tags."""
-        chosen = self.table.column("selected").to_pylist()
+        import pyarrow as pa
+
+        selected = self.table.column("selected")
         if "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows:
-            names = self.table.column("domain").to_pylist()
+            names = self.table.column("domain")
         elif self.judged:
-            names = [self.judged.get(id_) for id_ in self.table.column("id").to_pylist()]
+            names = pa.array([self.judged.get(id_) for id_ in self.table.column("id").to_pylist()], pa.string())
         else:
             return {}
-        counts: dict[str, list[int]] = {}
-        for name, taken in zip(names, chosen, strict=True):
-            count = counts.setdefault("(none)" if name is None else str(name), [0, 0])
-            count[0] += 1
-            count[1] += bool(taken)
-        return {name: (pool, taken) for name, (pool, taken) in counts.items()}
+        pairs = pa.table({"name": names, "taken": selected.cast(pa.int64())})
+        # A domain once, in the order of its first record; no string of a row becomes an object here.
+        found = pairs.group_by("name", use_threads=False).aggregate([("taken", "count"), ("taken", "sum")]).to_pydict()
+        return {
+            "(none)" if name is None else str(name): (pool, taken)
+            for name, pool, taken in zip(found["name"], found["taken_count"], found["taken_sum"], strict=True)
+        }
 
     @property
     def judged_only(self) -> bool:

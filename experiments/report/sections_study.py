@@ -1,11 +1,10 @@
-"""Sections and key figures of a study and of a sweep."""
+"""Sections and key figures of a study."""
 
 from __future__ import annotations
 
 from experiments.report import findings, formats, plots_study
 from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
 from experiments.report.load import Study
-from experiments.report.sweepdata import INTERPOLATION, SweepData
 from experiments.stats import t_interval, t_quantile
 
 
@@ -122,79 +121,3 @@ def _study_notes(study: Study, differences: list[list[str]]) -> list[str]:
                 f"No run rises above the majority {metric} of {formats.number(floor)}: the task is uninformative here."
             )
     return notes
-
-
-def sweep_tiles(data: SweepData) -> list[Tile]:
-    axis, _, _ = plots_study.sweep_axes(data)
-    test, _ = data.error_columns()
-    tiles = []
-    lowest = data.best(test)
-    if axis is not None and lowest is not None:
-        where, best = lowest
-        at = ", ".join(f"{k} = {v}" for k, v in where.items())
-        split, _, metric = test.partition(".")
-        shown, interval = formats.estimate(best.value, best.low, best.high)
-        tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
-        first = data.threshold(axis, {}) if len(data.axes) == 1 else None
-        if data.has("train.error") and len(data.axes) == 1:
-            shown = str(first) if first is not None else "not reached"
-            tiles.append(
-                Tile("interpolation threshold", shown, "", f"first {axis} with train error ≤ {INTERPOLATION:g}")
-            )
-    note = f"{data.seeds} seeds each" + (f", {len(data.failed)} failed" if data.failed else "")
-    tiles.append(Tile("cells finished", f"{len(data.done)} / {len(data.rows)}", "", note))
-    return tiles
-
-
-def _threshold_notes(data: SweepData) -> list[str]:
-    """Whether the axis can show an interpolation peak at all: it must begin above the threshold and end below."""
-    axis, _, _ = plots_study.sweep_axes(data)
-    if axis is None or len(data.axes) != 1 or not data.has("train.error"):
-        return []
-    curve = data.curve("train.error", axis, {})
-    first = data.threshold(axis, {})
-    if first is None:
-        return [f"Train error stays above {INTERPOLATION:g}: nothing interpolates, so this axis shows no peak there."]
-    if curve and first == curve[0][0]:
-        return [
-            f"Train error is at most {INTERPOLATION:g} from the smallest {axis} on: every value interpolates, so this "
-            "axis cannot show an interpolation peak; take more rows, more label noise or fewer steps."
-        ]
-    return []
-
-
-def sweep_sections(data: SweepData) -> list[Section]:
-    blocks: list[Block] = []
-    charts = plots_study.sweep_curves(data)
-    heat = plots_study.heat_map(data)
-    if charts or heat:
-        blocks.append(Figures([*([heat] if heat else []), *charts]))
-    columns = [c for c in dict.fromkeys([*data.error_columns(), "test.loss", "train.loss"]) if data.has(c)]
-    if data.axes and columns:
-        axes = [*data.axes]
-        rows = []
-        for where in data.settings():
-            points = [data.at(c, where) for c in columns]
-            cells = [findings.with_interval(p.value, p.low, p.high) if p else "–" for p in points]
-            rows.append([*map(str, where.values()), *cells, str(max((p.n for p in points if p), default=0))])
-        names = [*axes, *(c.replace(".", " ").replace("_", " ") for c in columns), "runs"]
-        blocks.append(
-            Table(names, rows, "Mean over seeds with its 95 % t-interval.", frozenset(range(len(axes), len(names))))
-        )
-    notes = []
-    if data.fixed:
-        notes.append("The same in every cell: " + ", ".join(f"{k} = {v}" for k, v in data.fixed.items()) + ".")
-    notes += _threshold_notes(data)
-    if len(charts) == 12:
-        notes.append("Only the first 12 settings of the other axes are drawn; the table has all.")
-    notes += [f"Cell {row.get('cell')} failed: {row.get('reason')}" for row in data.failed[:5]]
-    if len(data.failed) > 5:
-        notes.append(f"{len(data.failed) - 5} more cells failed; cells.parquet has their reasons.")
-    if charts:
-        notes.append(
-            "Bands are pointwise: with many points some will look like a bump by chance. "
-            "There is no formal peak test in this version."
-        )
-    if notes:
-        blocks.append(Notes(notes))
-    return [Section("Sweep", blocks)] if blocks else []

@@ -1,20 +1,36 @@
-"""A sweep's cells as a table: which columns are axes, and means with intervals over seeds."""
+"""A sweep directory as tables: its cells, what they recorded along the steps, and how far it has come."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from experiments.report.formats import bounds
-from experiments.stats import Interval, t_interval
+from experiments.report.sweepplan import (
+    AGAIN,
+    beta1,
+    declared_axes,
+    is_planned,
+    planned_cells,
+    read_plan,
+    read_searched,
+)
+from experiments.report.sweeptable import SweepTable, Where
 from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 INTERPOLATION = 0.1
 """ε of the effective model complexity: training data counts as fitted at a mean train error of at most this."""
+
+STEP = "step"
+"""The axis of a trace: optimizer updates done."""
 
 _SPLITS = ("train", "dev", "test")
 _METRICS = frozenset(
@@ -28,130 +44,265 @@ _METRICS = frozenset(
         "matthews",
         "exact_match",
         "majority_floor",
+        "exact_error",
+        "error_clean",
+        "error_noisy",
+        "memorised",
+        "recovered",
     }
 )
+_RECORDED = ("grad.", "update.", "sharpness.")
 _OWN = frozenset({"cell", "seed", "status"})
 
 
 @dataclass(frozen=True)
-class SweepData:
-    """Rows of cells.parquet; `axes` are the grid keys that vary, `fixed` those with one value."""
+class Failure:
+    """A cell that has no figures, and why."""
 
-    rows: list[dict[str, Any]]
-    axes: tuple[str, ...]
-    fixed: dict[str, Any]
+    cell: str
+    setting: dict[str, Any]
+    seed: Any
+    reason: str
+
+
+class SweepData(SweepTable):
+    """The cells of a sweep, one row each; `axes` are the grid keys that vary.
+
+    fixed: grid keys with one value. trace: what cells recorded along the steps, with the further axis `step`; None if
+    they recorded nothing. design: `grid`, `paired` (all axes move together) or `random`. planned: cells of the plan,
+    None if sweep.json does not say. files: names of the tables in the directory. stability: lr·λ_max of the
+    preconditioned Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, what a bisection
+    over the rows of training data found.
+    """
+
+    def __init__(
+        self,
+        table: pa.Table,
+        axes: Sequence[str],
+        *,
+        fixed: dict[str, Any] | None = None,
+        trace: SweepTable | None = None,
+        design: str = "grid",
+        planned: int | None = None,
+        files: Sequence[str] = (),
+        stability: float = 38.0,
+        searched: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        super().__init__(table, axes)
+        self.fixed = fixed or {}
+        self.trace = trace
+        self.design = design
+        self.planned = planned
+        self.files = tuple(files)
+        self.stability = stability
+        self.searched = tuple(searched)
 
     @property
-    def done(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if row.get("status", "done") == "done"]
+    def done(self) -> int:
+        """Cells that finished."""
+        return int(self.finished.sum())
+
+    @cached_property
+    def failed(self) -> list[Failure]:
+        """Cells that failed, in file order; a cell that merely waits is not among them."""
+        names = [n for n in ("cell", "status", "reason") if n in self.table.column_names]
+        texts = self.table.select(names).to_pydict()
+        statuses = texts.get("status", [])
+        return [
+            Failure(
+                str(texts["cell"][i]) if "cell" in texts else "?",
+                {a: self._levels[a][self._codes[a][i]] for a in self.axes},
+                self._levels["seed"][self._codes["seed"][i]],
+                str((texts.get("reason") or [None] * len(self))[i] or "no reason was recorded"),
+            )
+            for i, status in enumerate(statuses)
+            if status == "failed"
+        ]
 
     @property
-    def failed(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if row.get("status", "done") != "done"]
+    def unfinished(self) -> int:
+        """Cells of the plan that have no result yet."""
+        return max((self.planned if self.planned is not None else len(self)) - self.done - len(self.failed), 0)
 
-    @property
-    def seeds(self) -> int:
-        return len({row.get("seed") for row in self.rows})
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Wall seconds of every finished cell that recorded them."""
+        values = self.column("seconds")
+        return [v for v in values.tolist() if math.isfinite(v)]
 
-    def values(self, axis: str) -> list[Any]:
-        """Distinct values of an axis: numbers in order, else in order of appearance."""
-        found = list(dict.fromkeys(row[axis] for row in self.rows if row.get(axis) is not None))
-        return sorted(found) if all(isinstance(v, int | float) for v in found) else found
-
-    def has(self, column: str) -> bool:
-        return any(_number(row.get(column)) is not None for row in self.done)
+    @cached_property
+    def versions(self) -> list[tuple[str, int]]:
+        """(version and digest of the code, cells that it made), most cells first."""
+        names = [n for n in ("flatshift", "code") if n in self.table.column_names]
+        found = zip(*(self.table.column(n).to_pylist() for n in names), strict=True)
+        counted = Counter(" ".join(str(part) for part in made if part is not None) for made in found)
+        return sorted(((made, n) for made, n in counted.items() if made), key=lambda item: (-item[1], item[0]))
 
     def error_columns(self) -> tuple[str, str]:
         """(test column, train column): error where the task has one, else loss."""
         name = "error" if self.has("test.error") or self.has("train.error") else "loss"
-        judged = "test" if self.has(f"test.{name}") or not self.has(f"dev.{name}") else "dev"
-        return f"{judged}.{name}", f"train.{name}"
+        return f"{self.judged(name)}.{name}", f"train.{name}"
 
-    def at(self, column: str, where: dict[str, Any]) -> Interval | None:
-        """t-interval over seeds of the finished cells that match `where` (axis: value)."""
-        rows = [row for row in self.done if all(row.get(k) == v for k, v in where.items())]
-        values = [v for row in rows if (v := _number(row.get(column))) is not None]
-        return t_interval(values, bounds=bounds(column.partition(".")[2])) if values else None
+    def judged(self, name: str) -> str:
+        """The held-out split that has the metric `name`: test, else dev."""
+        return "test" if self.has(f"test.{name}") or not self.has(f"dev.{name}") else "dev"
 
-    def curve(self, column: str, axis: str, where: dict[str, Any]) -> list[tuple[Any, Interval]]:
-        """(axis value, interval) along `axis` with the other axes held at `where`."""
-        points = [(v, self.at(column, {**where, axis: v})) for v in self.values(axis)]
-        return [(v, p) for v, p in points if p is not None]
+    def threshold(self, axis: str, where: Where) -> Any | None:
+        """Where the mean train error along `axis` crosses `INTERPOLATION`; None if it stays above or is not measured.
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Every combination of axis values that was run, numbers ascending."""
-        seen = dict.fromkeys(tuple(row.get(a) for a in self.axes) for row in self.rows)
-
-        def key(setting: tuple) -> list[tuple]:
-            return [(v is not None, isinstance(v, str), v if v is not None else 0) for v in setting]
-
-        return [dict(zip(self.axes, setting, strict=True)) for setting in sorted(seen, key=key)]
-
-    def best(self, column: str) -> tuple[dict[str, Any], Interval] | None:
-        """The setting with the lowest mean of `column`, and that mean; None if nothing was measured."""
-        means = [(where, p) for where in self.settings() if (p := self.at(column, where)) is not None]
-        return min(means, key=lambda item: item[1].value) if means else None
-
-    def threshold(self, axis: str, where: dict[str, Any]) -> Any | None:
-        """First value of `axis` whose mean train error is at most `INTERPOLATION`; None if never or not measured."""
-        points = self.curve("train.error", axis, where) if self.has("train.error") else []
-        return next((v for v, p in points if p.value <= INTERPOLATION), None)
+        The first value that interpolates or, where the curve begins interpolating and ends above (more rows, more
+        noise), the last one that still does.
+        """
+        return threshold(self, axis, where)
 
 
-def _number(value: Any) -> float | None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None
+def threshold(table: SweepTable, axis: str, where: Where) -> Any | None:
+    """`SweepData.threshold`, for a trace as well."""
+    points = table.curve("train.error", axis, where) if table.has("train.error") else []
+    fitted = [p.value <= INTERPOLATION for _, p in points]
+    if not any(fitted):
+        return None
+    if fitted[0] and not fitted[-1]:
+        return points[fitted.index(False) - 1][0]
+    return points[fitted.index(True)][0]
 
 
 def read_sweep(folder: Path) -> SweepData | None:
-    """cells.parquet, or the finished cells/<hash>/result.json when it has not been written yet; None without either.
+    """The tables of a sweep directory; None where there is none.
 
-    Axes are the keys of `grid` in sweep.json or, without it, every dotted column that is not `<split>.<metric>`
-    (`train.steps` is an axis, `train.loss` is not).
+    cells.parquet and curves.parquet, and for cells that finished after these were written (or without them)
+    cells/<hash>/result.json and trace.jsonl. Axes are the keys of `grid` in sweep.json or, without it, every dotted
+    column that is not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
     """
-    path = folder / "cells.parquet"
-    declared: Sequence[str] | None = None
-    plan = folder / "sweep.json"
-    if plan.is_file():
-        try:
-            declared = list(json.loads(plan.read_text(encoding="utf-8"))["grid"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{plan}: has no `grid`; run the sweep again, it keeps its cells") from error
-    if path.is_file():
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+    from experiments.report.sweepderived import derive
+    from finetune.recording import stability_threshold
 
-        try:
-            table = pq.read_table(path)
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: not a readable Parquet file; run the sweep again, it keeps its cells") from error
-        rows = table.to_pylist()
-    elif (folder / "cells").is_dir():
-        rows = [_flat_result(file) for file in sorted((folder / "cells").glob("*/result.json"))]
-    else:
+    if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
         return None
-    rows = [_tidy(row) for row in rows]
-    columns = dict.fromkeys(key for row in rows for key in row)
-    if declared is None:
-        declared = [c for c in columns if c not in _OWN and "." in c and not _is_metric(c)]
-    distinct = {c: list(dict.fromkeys(repr(r.get(c)) for r in rows)) for c in declared}
-    fixed = {c: rows[0].get(c) for c in declared if len(distinct[c]) == 1}
-    return SweepData(rows, tuple(c for c in declared if len(distinct[c]) > 1), fixed)
+    plan = read_plan(folder / "sweep.json")
+    planned = planned_cells(plan)
+    names = [n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file()]
+    cells = _parquet(folder / "cells.parquet")
+    known = set(cells.column("cell").to_pylist()) if cells is not None and "cell" in cells.column_names else set()
+    late: list[Path] = []
+    if cells is None or (planned is not None and cells.num_rows < planned):
+        late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
+    rows = [row for row in map(_flat_result, late) if is_planned(row, plan)]
+    cells = _with_errors(_joined(cells, rows))
+    axes, fixed = _axes(cells, declared_axes(plan))
+    if plan.get("design") == "paired":
+        axes = _leading(cells, axes)
+    late = [folder / "cells" / str(row["cell"]) for row in rows]
+    curves = _joined(_parquet(folder / "curves.parquet"), list(_late_traces(late, cells, axes)))
+    trace = SweepTable(_one_stage(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
+    design = str(plan.get("design") or "grid")
+    data = SweepData(
+        cells,
+        axes,
+        fixed=fixed,
+        trace=trace,
+        design=design,
+        planned=planned,
+        files=names,
+        stability=stability_threshold(beta1(folder / "recipe.resolved.yaml")),
+        searched=read_searched(folder / "emc.json"),
+    )
+    derive(data)
+    return data
 
 
-def _tidy(row: dict[str, Any]) -> dict[str, Any]:
-    """Lists become text (they must compare and group); error is 1 − accuracy where only accuracy was measured."""
-    row = {k: ", ".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in row.items()}
+def _parquet(path: Path) -> pa.Table | None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        return None
+    try:
+        return pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file; {AGAIN}") from error
+
+
+def _joined(table: pa.Table | None, rows: list[dict[str, Any]]) -> pa.Table:
+    """`table` followed by `rows`, absent values null."""
+    import pyarrow as pa
+
+    if table is not None and not rows:
+        return table
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    late = pa.table({name: _array([row.get(name) for row in rows]) for name in names})
+    if table is None:
+        return late
+    try:
+        return pa.concat_tables([table, late], promote_options="permissive")
+    except pa.ArrowException:  # a column is text in one and a number in the other
+        both = table.to_pylist() + rows
+        return pa.table({n: _array([r.get(n) for r in both]) for n in dict.fromkeys([*table.column_names, *names])})
+
+
+def _array(values: list[Any]) -> pa.Array:
+    """Values as a column; as text where their types do not go together."""
+    import pyarrow as pa
+
+    values = [", ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in values]
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, TypeError):
+        return pa.array([None if v is None else str(v) for v in values])
+
+
+def _with_errors(table: pa.Table) -> pa.Table:
+    """error is 1 − accuracy where only accuracy was measured."""
+    import numpy as np
+    import pyarrow as pa
+
+    from experiments.report.sweeptable import _floats
+
     for split in _SPLITS:
-        accuracy = _number(row.get(f"{split}.accuracy"))
-        if accuracy is not None and _number(row.get(f"{split}.error")) is None:
-            row[f"{split}.error"] = 1 - accuracy
-    return row
+        name = f"{split}.error"
+        if f"{split}.accuracy" not in table.column_names:
+            continue
+        error = _floats(table, name)
+        error = np.where(np.isfinite(error), error, 1 - _floats(table, f"{split}.accuracy"))
+        at = table.schema.get_field_index(name)
+        table = table.append_column(name, pa.array(error)) if at < 0 else table.set_column(at, name, pa.array(error))
+    return table
 
 
-def _is_metric(column: str) -> bool:
+def _axes(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
+    """(columns that vary, {column: value} of those that do not)."""
+    from experiments.report.sweeptable import _encode
+
+    if declared is None:
+        declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_figure(c)]
+    levels = {c: _encode(table, c)[0] for c in declared} if table.num_rows else {}
+    return [c for c, v in levels.items() if len(v) > 1], {c: v[0] for c, v in levels.items() if len(v) == 1}
+
+
+def _is_figure(column: str) -> bool:
     head, _, tail = column.partition(".")
-    return head in _SPLITS and (tail in _METRICS or tail.split(".")[0] in _METRICS)
+    return column.startswith(_RECORDED) or (head in _SPLITS and tail.split(".")[0] in _METRICS)
+
+
+def _one_stage(table: pa.Table) -> pa.Table:
+    """The rows of the last stage: steps count from 0 in each, and only the last one trains on the task's labels."""
+    import pyarrow.compute as pc
+
+    if "stage" not in table.column_names:
+        return table
+    stages = list(dict.fromkeys(table.column("stage").to_pylist()))
+    return table.filter(pc.equal(table.column("stage"), stages[-1])) if len(stages) > 1 else table
+
+
+def _leading(table: pa.Table, axes: list[str]) -> list[str]:
+    """The axes of a paired design without those that merely move with the first one: the rank, else a numeric one."""
+    found = SweepTable(table, axes)
+    first = min(axes, key=lambda a: (not a.endswith("rank"), not found.numeric(a), axes.index(a)), default=None)
+    if first is None:
+        return axes
+    count = len(found.levels(first))
+    together = [a for a in axes if a != first and len(found.settings([first, a])) == count]
+    return [a for a in axes if a not in together]
 
 
 def _flat_result(file: Path) -> dict[str, Any]:
@@ -159,9 +310,21 @@ def _flat_result(file: Path) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": tree["status"]}
-        row["reason"], row["seconds"] = tree.get("reason"), tree.get("seconds")
+        row |= {key: tree.get(key) for key in ("reason", "seconds", "flatshift")}
         for split, metrics in tree["metrics"].items():
             row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
     return row
+
+
+def _late_traces(folders: Sequence[Path], cells: pa.Table, axes: Sequence[str]) -> Iterable[dict[str, Any]]:
+    """Rows of curves.parquet for cells that are not in it yet; of two lines of a step the later one counts."""
+    from finetune.recording import read_trace
+
+    if not folders:
+        return
+    names = [n for n in ("cell", "seed", *axes) if n in cells.column_names]
+    about = {row["cell"]: row for row in cells.select(names).to_pylist()}
+    for folder in folders:
+        yield from ({**about[folder.name], **line} for line in read_trace(folder))

@@ -1,112 +1,18 @@
-"""What the charts are computed from: sweeps, studies, the map, formats and the figure helper."""
+"""What the charts are computed from: studies, the map, formats and the figure helper."""
 
 import json
 import math
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from experiments.report import formats
-from experiments.report.figure import PALETTE, Canvas, colour, spread
-from experiments.report.findings import study_finding, sweep_finding
+from experiments.report.figure import PALETTE, RAMP, Canvas, colour, ramp, spread
+from experiments.report.findings import study_finding
 from experiments.report.load import read_run
-from experiments.report.plots_study import contrasts, sweep_axes, sweep_curves
+from experiments.report.plots_study import contrasts
 from experiments.report.projection import project
 from tests import report_runs
-
-
-def cells(folder, rows, grid):
-    folder.mkdir(parents=True)
-    names = list(dict.fromkeys(k for row in rows for k in row))
-    pq.write_table(pa.table({k: [row.get(k) for row in rows] for k in names}), folder / "cells.parquet")
-    if grid is not None:
-        (folder / "sweep.json").write_text(json.dumps({"recipe": "r", "grid": grid}))
-    return read_run(folder).sweep
-
-
-def rows(curve, seeds=4, axis="adapter.rank", spread=0.001, split="test"):
-    return [
-        {"cell": f"{x}-{s}", axis: x, "seed": s, "status": "done", f"{split}.error": y + spread * (s - 1.5)}
-        for x, y in curve.items()
-        for s in range(seeds)
-    ]
-
-
-def test_sweep_means_threshold_and_failures(tmp_path):
-    table = rows({1: 0.5, 4: 0.3, 16: 0.4})
-    for row in table:
-        row["train.error"] = {1: 0.3, 4: 0.1, 16: 0.0}[row["adapter.rank"]]
-        row["train.steps"] = 60
-    table.append({"cell": "x", "adapter.rank": 4, "seed": 9, "status": "failed", "test.error": None, "train.steps": 60})
-    data = cells(tmp_path / "s", table, {"adapter.rank": [1, 4, 16], "train.steps": [60]})
-    assert data.axes == ("adapter.rank",) and data.fixed == {"train.steps": 60}
-    assert data.at("test.error", {"adapter.rank": 4}).n == 4
-    assert data.threshold("adapter.rank", {}) == 4
-    assert len(data.failed) == 1 and data.error_columns() == ("test.error", "train.error")
-    where, best = data.best("test.error")
-    assert where == {"adapter.rank": 4} and best.value == pytest.approx(0.3)
-
-
-def test_axes_without_a_plan_are_the_columns_that_are_no_metrics(tmp_path):
-    table = [
-        {**row, "train.steps": 10 * row["adapter.rank"], "train.loss": 1.0 * row["seed"]}
-        for row in rows({1: 0.5, 2: 0.4})
-    ]
-    data = cells(tmp_path / "s", table, None)
-    assert data.axes == ("adapter.rank", "train.steps")
-
-
-def test_results_stand_in_for_a_table_that_is_not_there_yet(tmp_path):
-    for i, rank in enumerate((1, 2)):
-        folder = tmp_path / "s" / "cells" / f"c{i}"
-        folder.mkdir(parents=True)
-        result = {
-            "cell": f"c{i}",
-            "point": {"adapter.rank": rank},
-            "seed": 0,
-            "status": "done",
-            "reason": None,
-            "seconds": 1.0,
-            "metrics": {"test": {"accuracy": {"value": 0.75, "low": 0.7, "high": 0.8, "n": 4}}},
-        }
-        (folder / "result.json").write_text(json.dumps(result))
-    data = read_run(tmp_path / "s").sweep
-    assert data.axes == ("adapter.rank",)
-    assert data.at("test.error", {"adapter.rank": 2}).value == 0.25  # 1 − accuracy
-
-
-@pytest.mark.parametrize(
-    ("curve", "said"),
-    [
-        ({1: 0.5, 2: 0.4, 4: 0.3}, "no interior point"),
-        ({1: 0.3, 2: 0.5, 4: 0.2}, "adapter.rank = 2 lies above one on either side"),
-        ({1: 0.5, 2: 0.3, 4: 0.5}, "lowest at adapter.rank = 2"),
-        ({1: 0.3, 2: 0.3005, 4: 0.3}, "no interior point"),
-    ],
-)
-def test_sweep_finding_claims_no_more_than_its_intervals(tmp_path, curve, said):
-    sentence = sweep_finding(cells(tmp_path / "s", rows(curve), {"adapter.rank": list(curve)}))
-    assert said in sentence and "no formal peak test" in sentence
-
-
-def test_axis_of_the_curve_is_the_rank_where_it_varies(tmp_path):
-    table = [
-        {**row, "data.train.limit": lim, "regularizer.kind": kind}
-        for row in rows({1: 0.5, 2: 0.4})
-        for lim in (5, 6, 7)
-        for kind in ("plain", "ggpo")
-    ]
-    data = cells(tmp_path / "s", table, {"regularizer.kind": [], "data.train.limit": [], "adapter.rank": []})
-    assert sweep_axes(data) == ("adapter.rank", "data.train.limit", ("regularizer.kind",))
-    assert len(sweep_curves(data)) == 6
-
-
-def test_words_as_axis_and_one_seed(tmp_path):
-    table = rows({"plain": 0.5, "ggpo": 0.4}, seeds=1, axis="regularizer.kind")
-    (chart,) = sweep_curves(cells(tmp_path / "s", table, {"regularizer.kind": ["plain", "ggpo"]}))
-    assert "One seed" in chart.caption and ">plain<" in chart.raw
 
 
 def test_contrasts_pair_by_seed_and_leave_out_the_same_run(tmp_path):
@@ -205,11 +111,18 @@ def luminance(text):
 
 
 @pytest.mark.parametrize("theme", [0, 1])
-@pytest.mark.parametrize("token", ["ink", "muted", "blue", "orange", "green", "purple", "amber"])
+@pytest.mark.parametrize("token", ["ink", "muted", "blue", "orange", "green", "purple", "amber", *RAMP])
 def test_text_colours_have_contrast(theme, token):
     pair = sorted((luminance(PALETTE[token][theme]), luminance(PALETTE["surface"][theme])))
     ratio = (pair[1] + 0.05) / (pair[0] + 0.05)
     assert ratio >= 4.5, ratio  # WCAG AA for text
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_the_ramp_is_ordered_by_luminance_alone(theme):
+    values = [luminance(PALETTE[token][theme]) for token in RAMP]
+    assert values == sorted(values) and len(set(values)) == len(RAMP)
+    assert ramp(1)[0] in RAMP and ramp(2) == [RAMP[0], RAMP[-1]] and ramp(len(RAMP)) == list(RAMP)
 
 
 def test_texts_that_look_like_colours_or_mathematics_stay_texts():

@@ -1,0 +1,131 @@
+"""The peak test and the verdict on curves whose answer is known: false alarms, power, names.
+
+    python -m benchmarks.double_descent_power
+
+2,000 draws of each null and each bump, nine points, five and eight seeds; 200 of the verdicts where a draw is a whole
+training run or a series of least-squares fits. The peer is the test that is often used: resample the seeds, and call a
+peak what exceeds the lowest mean on either side in 95 % of the resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from benchmarks._harness import Benchmark
+from experiments.descent import Curve, judge_curve, peak_test, rejections
+from experiments.descent.dynamics import gradient_flow_curve, noise_curve, unstable_curve
+from experiments.descent.known import NULLS, bumps
+from experiments.descent.random_features import random_features_curve
+from finetune.seeds import numpy_generator
+
+DRAWS = 2000
+RUNS = 200
+POINTS = 9
+SEEDS = (5, 8)
+BAR = 0.06
+PEER = "bootstrap of the maximum"
+
+
+def bootstrap_of_the_maximum(curves: np.ndarray, generator: np.random.Generator, resamples: int = 400) -> np.ndarray:
+    """[N] booleans: in 95 % of resamples of the seeds, the largest inner mean exceeds the lowest on its left and right.
+
+    curves: [N, S, J]. Not a valid test: it is here to be compared with.
+    """
+    seeds = curves.shape[1]
+    weights = generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=resamples) / seeds
+    found = np.empty(len(curves), dtype=bool)
+    for n, curve in enumerate(curves):
+        means = weights @ curve  # [resamples, J]
+        top = 1 + means[:, 1:-1].argmax(1)
+        rows = np.arange(resamples)
+        left = np.minimum.accumulate(means, 1)[rows, top - 1]
+        right = np.minimum.accumulate(means[:, ::-1], 1)[:, ::-1][rows, top + 1]
+        heights = means[rows, top] - np.maximum(left, right)
+        found[n] = np.quantile(heights, 0.05) > 0
+    return found
+
+
+def draws_of(name: str, make: Callable[..., np.ndarray], seeds: int) -> np.ndarray:
+    """[DRAWS, S, J]."""
+    return make(numpy_generator(0, "benchmark", name, seeds), DRAWS, seeds, POINTS)
+
+
+def rate(curves: np.ndarray) -> float:
+    """Share of curves in which the test finds a peak; seeds without values are left out as `peak_test` does."""
+    broken = np.isnan(curves).any((1, 2))
+    found = rejections(curves[~broken]).sum() if (~broken).any() else 0
+    return float(found + sum(peak_test(curve).rejected for curve in curves[broken])) / len(curves)
+
+
+def peer_rate(curves: np.ndarray, name: str) -> float:
+    """The same by the bootstrap of the maximum, which drops seeds without values."""
+    generator = numpy_generator(0, "benchmark", "bootstrap", name)
+    if np.isnan(curves).any():
+        return float(np.mean([bootstrap_of_the_maximum(c[None, np.isfinite(c).all(1)], generator)[0] for c in curves]))
+    return float(bootstrap_of_the_maximum(curves, generator).mean())
+
+
+def named(make: Callable[..., Curve], right: tuple[str, ...], runs: int, **settings: object) -> float:
+    """Share of curves whose verdict is one of `right`."""
+    return float(np.mean([judge_curve(make(seed=seed, **settings)).kind in right for seed in range(runs)]))
+
+
+def main() -> None:
+    """Measure all and write benchmarks/results/double_descent_power.json."""
+    bench = Benchmark("double_descent_power", packages=("numpy", "scipy"))
+    for seeds in SEEDS:
+        for name, make in NULLS.items():
+            curves = draws_of(name, make, seeds)
+            ours = rate(curves)
+            bench.row(f"false alarms, {seeds} seeds: {name}", ours=ours, unit="share", bar_op="<=", bar_value=BAR)
+            bench.row(
+                f"false alarms beside the peer, {seeds} seeds: {name}",
+                ours=ours,
+                peer=peer_rate(curves, name),
+                peer_name=PEER,
+                unit="share",
+            )
+        for height in (2, 3, 4):
+            power = rate(draws_of(f"bump {height}", bumps(height), seeds))
+            least = {(5, 3): 0.9, (8, 2): 0.8}.get((seeds, height))
+            bench.row(
+                f"power, {seeds} seeds: peak of {height} sd",
+                ours=power,
+                unit="share",
+                bar_op=None if least is None else ">=",
+                bar_value=least,
+            )
+            broad = rate(draws_of(f"broad bump {height}", bumps(height, broad=True), seeds))
+            bench.row(
+                f"power, {seeds} seeds: broad peak of {height} sd, one low point on its left", ours=broad, unit="share"
+            )
+        calm = ("monotone", "undecided")
+        for what, share in (
+            (
+                "double descent: random features, vanishing ridge",
+                named(random_features_curve, ("double descent",), RUNS, seeds=seeds),
+            ),
+            (
+                "no peak: random features, tuned ridge",
+                named(random_features_curve, calm, RUNS, seeds=seeds, ridge="tuned"),
+            ),
+            ("instability: descent past 2/λ", named(unstable_curve, ("instability",), RUNS, seeds=seeds, momentum=0.0)),
+            ("instability: momentum past 38/λ", named(unstable_curve, ("instability",), RUNS, seeds=seeds)),
+            (
+                "overfitting: gradient flow on noisy rows",
+                named(gradient_flow_curve, ("overfitting",), RUNS, seeds=seeds),
+            ),
+            (
+                "monotone or undecided: gradient flow without noise",
+                named(gradient_flow_curve, calm, RUNS, seeds=seeds, noise=0.0),
+            ),
+            ("undecided: noise only", named(noise_curve, ("undecided",), DRAWS, seeds=seeds)),
+        ):
+            bench.row(f"verdict, {seeds} seeds: {what}", ours=share, unit="share named so", bar_op=">=", bar_value=0.9)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

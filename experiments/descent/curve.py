@@ -1,0 +1,74 @@
+"""One curve of a sweep: what was measured along one axis under several seeds, the other axes held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from experiments.descent.emc import EPSILON
+from experiments.descent.peak import MOST_POINTS, thin
+from finetune.errors import UserError
+
+_TABLES = ("test", "train_error", "train_loss", "gradient_norm", "sharpness")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Curve:
+    """Measurements [S, J]: row s is one seed at all J points; NaN or infinity where a run diverged or was not measured.
+
+    Raises UserError when a table does not fit the axis, or the axis does not ascend.
+    """
+
+    axis: str
+    """Name of the axis, such as `rank`, `steps` or `rows`."""
+    values: Sequence[float]
+    """[J]: ascending positions on the axis."""
+    test: np.ndarray
+    """[S, J]: what is judged, smaller is better, on rows that are not trained on."""
+    train_error: np.ndarray | None = None
+    """[S, J]: share of wrong training examples or tokens; places the interpolation threshold."""
+    train_loss: np.ndarray | None = None
+    """[S, J]: loss on the training rows; a peak of its own means that training is unstable."""
+    gradient_norm: np.ndarray | None = None
+    """[S, J]: norm of the gradient at the point."""
+    sharpness: np.ndarray | None = None
+    """[S, J]: (preconditioned) sharpness × learning rate ÷ its stability threshold (2 for gradient descent, 38 for Adam
+    with β₁ = 0.9); above 1 a quadratic diverges."""
+    metric: str = "test error"
+    """Name of what `test` holds, for sentences."""
+    unit: str = ""
+    """Unit of `test`, for sentences."""
+    epsilon: float = EPSILON
+    """Mean training error up to which training data count as fitted."""
+
+    def __post_init__(self) -> None:
+        x = np.asarray(self.values, dtype=np.float64)
+        if x.ndim != 1 or not np.isfinite(x).all() or (np.diff(x) <= 0).any():
+            raise UserError(f"curve over {self.axis}: the positions must be numbers that ascend")
+        for name in _TABLES:
+            table = getattr(self, name)
+            if table is None:
+                continue
+            table = np.asarray(table, dtype=np.float64)
+            if table.ndim != 2 or table.shape[1] != len(x):
+                raise UserError(
+                    f"curve over {self.axis}: {name} must be a table [seeds, {len(x)}], got shape {list(table.shape)}"
+                )
+            object.__setattr__(self, name, table)
+
+    def thinned(self, at_most: int = MOST_POINTS) -> Curve:
+        """The curve at no more than `at_most` points, evenly spread on a log axis and chosen without its values."""
+        chosen = list(thin(self.values, at_most))
+        tables = {name: getattr(self, name) for name in _TABLES}
+        kept = {name: None if table is None else table[:, chosen] for name, table in tables.items()}
+        return replace(self, values=[self.values[j] for j in chosen], **kept)
+
+    def at(self, point: int) -> str:
+        """`rank 16`, for sentences."""
+        return f"{self.axis} {self.values[point]:g}"
+
+    def amount(self, value: float) -> str:
+        """A figure of `test` with its unit, for sentences."""
+        return f"{value:.3g} {self.unit}".rstrip()

@@ -1,0 +1,136 @@
+"""A sweep's table as the curves that the peak test and the verdict are about.
+
+data = read_sweep(Path("sweeps/rank"))
+for judged in judge_sweep(data, "adapter.rank"):
+    print(judged.where, judged.verdict.kind, *judged.evidence)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.descent.curve import Curve
+from experiments.descent.peak import FEWEST_POINTS, FEWEST_SEEDS, thin
+from experiments.descent.verdict import Verdict, judge_curve
+from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from experiments.report.sweepdata import SweepData
+    from experiments.report.sweeptable import SweepTable
+
+_SHORT = {"data.train.limit": "training rows", "train.steps": "steps"}
+_CAPACITY = ("rank", "steps", "step", "limit", "epochs", "alpha")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A curve of a sweep with its verdict."""
+
+    axis: str
+    """The axis it runs along."""
+    where: Mapping[str, Any]
+    """The values that the other axes are held at."""
+    curve: Curve
+    verdict: Verdict
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """Why the verdict is what it is, a sentence each; the last one says what the data could have shown."""
+        peak, found = self.verdict.peak, tuple(self.verdict.evidence)
+        if peak is None or any("80 %" in sentence for sentence in found):
+            return found
+        power = (
+            f"With {peak.seeds} seeds and {len(peak.points)} points a peak of {peak.detectable.height:.2g} is found "
+            "with a power of 80 %."
+        )
+        return (*found, power)
+
+    @property
+    def location(self) -> tuple[Any, ...]:
+        """Axis values among which the peak lies at the test's level; empty if there is none."""
+        peak = self.verdict.peak
+        return tuple(self.curve.values[i] for i in peak.location) if peak is not None else ()
+
+
+def is_judged(axis: str) -> bool:
+    """Whether a verdict about an axis means anything: those along which the fit of the training data grows or shrinks.
+
+    A peak over a learning rate or a share of noise is no double descent, whatever its shape.
+    """
+    return axis.rpartition(".")[2] in _CAPACITY
+
+
+def curve_of(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float) -> Curve:
+    """The curve of the column `test` along a numeric axis, other axes held at `where`.
+
+    Seeds count that have a cell at every value, finished or failed (a failed one is NaN: the seed diverged there);
+    values without any figure are left out, and of a trace those of step 0, before any update. Longer curves are thinned
+    by `thin`, which does not look at them.
+
+    Raises UserError, saying what is missing, where there are too few seeds or values for the peak test.
+    """
+    import numpy as np
+
+    from experiments.report.sweepderived import GRADIENT, SHARPNESS
+
+    if not table.numeric(axis):
+        raise UserError(f"{axis} has no order; a peak needs numbers")
+    found = table.matrix(test, axis, where)
+    measured = np.isfinite(found.y).any(axis=0)
+    keep = [j for j, v in enumerate(found.values) if measured[j] and not (axis == "step" and v == 0)]
+    if len(keep) < FEWEST_POINTS:
+        raise UserError(f"{len(keep)} values of {axis} have figures; the peak test needs {FEWEST_POINTS}")
+    numbers = [float(found.values[j]) for j in keep]
+    keep = [keep[i] for i in (thin(numbers) if numbers[0] >= 0 else range(len(numbers)))]
+    whole = np.flatnonzero(found.present[:, keep].all(axis=1))
+    if len(whole) < FEWEST_SEEDS:
+        raise UserError(f"{len(whole)} seeds have a cell at every value; the peak test needs {FEWEST_SEEDS}")
+
+    held = np.ix_(whole, np.array(keep))
+
+    def column(name: str) -> np.ndarray | None:
+        if not table.has(name):
+            return None
+        y = table.matrix(name, axis, where).y[held]
+        return y if np.isfinite(y).any() else None
+
+    split, _, metric = test.partition(".")
+    return Curve(
+        axis=_SHORT.get(axis, axis.rpartition(".")[2]),
+        values=[float(found.values[j]) for j in keep],
+        test=found.y[held],
+        train_error=column("train.error"),
+        train_loss=column("train.loss"),
+        gradient_norm=column(GRADIENT),
+        sharpness=column(SHARPNESS),
+        metric=f"{split} {metric.replace('_', ' ')}",
+        unit="nats" if metric == "loss" else "",
+        epsilon=epsilon,
+    )
+
+
+def judge(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float = 0.1) -> Judged:
+    """The verdict of one curve. Raises UserError as `curve_of` and the peak test do."""
+    curve = curve_of(table, axis, where, test=test, epsilon=epsilon)
+    return Judged(axis, dict(where), curve, judge_curve(curve))
+
+
+def judge_sweep(data: SweepData, axis: str, *, epsilon: float = 0.1) -> list[Judged]:
+    """The verdict of every curve along `axis` that can be tested: `step` from the trace, other axes from the cells.
+
+    Every curve is judged alone, nothing is corrected for their number.
+    """
+    table: SweepTable | None = data.trace if axis == "step" else data
+    if table is None or not is_judged(axis):
+        return []
+    found = []
+    for where in table.settings([a for a in table.axes if a != axis]):
+        try:
+            found.append(judge(table, axis, where, test=data.error_columns()[0], epsilon=epsilon))
+        except UserError:
+            continue
+    return found

@@ -1,0 +1,118 @@
+"""Does the training loss itself peak, and does the gradient or the sharpness say that training was unstable there?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from experiments.descent.curve import Curve
+from experiments.descent.peak import PeakTest, peak_test
+from experiments.stats import t_interval
+from finetune.errors import UserError
+
+SPIKE = 2.0
+"""A gradient norm counts as a spike from this multiple of its value at the left flank of the training peak."""
+
+
+@dataclass(frozen=True)
+class Instability:
+    """What the training side of a curve shows."""
+
+    peak: PeakTest | None
+    """Of the training loss; None if it was not measured, or with too few seeds or points."""
+    spike: bool = False
+    """A training peak with a gradient spike, or sharpness above its threshold."""
+    evidence: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> bool:
+        """The training loss has a peak."""
+        return self.peak is not None and self.peak.rejected
+
+
+def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> Instability:
+    """Test the training loss for a peak and, where it has one, look at gradient and sharpness between its flanks.
+
+    Each looks at every point between the flanks (sharpness at the flanks too), so its limit is at level ÷ points. A
+    gradient spike: at least twice the norm at the left flank, and the limit of the seed-paired ratio above 1.
+    """
+    if curve.train_loss is None:
+        return Instability(None, evidence=["Training loss was not measured, so instability cannot be ruled out."])
+    try:
+        peak = peak_test(curve.train_loss, level=level, draws=draws, seed=seed)
+    except UserError as error:
+        return Instability(None, evidence=[f"Training loss cannot be judged: {error}."])
+    if peak.triple is None:
+        return Instability(
+            peak,
+            evidence=[
+                f"Training loss has no peak by the same test (p = {peak.p_value:.2g}); one of "
+                f"{peak.detectable.height:.3g} would be found in 80 % of cases."
+            ],
+        )
+    i, j, l = peak.triple
+    mean = np.nanmean(np.where(np.isfinite(curve.train_loss), curve.train_loss, np.nan), axis=0)
+    evidence = [
+        f"Training loss has a peak too: {mean[i]:.3g} at {curve.at(i)}, {mean[j]:.3g} at {curve.at(j)}, {mean[l]:.3g} "
+        f"at {curve.at(l)} (p = {peak.p_value:.2g})."
+    ]
+    gradient, sharp = _gradient(curve, peak.triple, level), _sharpness(curve, peak.triple, level)
+    if gradient is None and sharp is None:
+        evidence.append(
+            "Neither gradient norms nor sharpness were recorded there: record one to tell instability apart."
+        )
+    for finding in (gradient, sharp):
+        if finding is not None:
+            evidence.append(finding[1])
+    return Instability(peak, any(finding is not None and finding[0] for finding in (gradient, sharp)), evidence)
+
+
+def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
+    """(spike, sentence); None if not recorded at the left flank and between."""
+    if curve.gradient_norm is None:
+        return None
+    flank, between = triple[0], range(triple[0] + 1, triple[2])
+    best: tuple[float, float, float, int] | None = None
+    for j in between:
+        pair = curve.gradient_norm[:, [flank, j]]
+        pair = pair[np.isfinite(pair).all(1) & (pair > 0).all(1)]
+        if len(pair) < 2:
+            continue
+        ratios = np.log(pair[:, 1] / pair[:, 0])
+        found = t_interval(ratios.tolist(), confidence=1 - 2 * level / len(between))
+        assert found.low is not None and found.high is not None
+        if best is None or found.value > best[0]:
+            best = (found.value, found.low, found.high, j)
+    if best is None:
+        return None
+    ratio, low, high = (math.exp(min(value, 700.0)) for value in best[:3])
+    spike = ratio >= SPIKE and low > 1
+    return spike, (
+        f"The gradient norm at {curve.at(best[3])} is {ratio:.3g} × that at {curve.at(flank)} ({low:.3g} to "
+        f"{high:.3g}): {'a spike' if spike else 'no spike'}."
+    )
+
+
+def _sharpness(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
+    """(above its threshold, sentence); None if not recorded between the flanks."""
+    if curve.sharpness is None:
+        return None
+    around = range(triple[0], triple[2] + 1)
+    best: tuple[float, float, int] | None = None
+    for j in around:
+        values = curve.sharpness[np.isfinite(curve.sharpness[:, j]), j]
+        if len(values) < 2:
+            continue
+        found = t_interval(values.tolist(), confidence=1 - 2 * level / len(around))
+        assert found.low is not None
+        if best is None or found.low > best[1]:
+            best = (found.value, found.low, j)
+    if best is None:
+        return None
+    value, low, j = best
+    return low > 1, (
+        f"Sharpness × learning rate at {curve.at(j)} is {value:.3g} of its stability threshold (at least {low:.3g}): "
+        f"{'above it' if low > 1 else 'not shown to exceed it'}."
+    )

@@ -1,0 +1,247 @@
+"""What a curve shows: double descent, instability, overfitting, mixed, monotone or undecided, and why.
+
+Each kind must be earned by tests; what no test earns is `undecided`, with the sentence that says what would decide it.
+Every test has its own level; the verdict `double descent` needs four findings at once, so it is wrong less often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from experiments.descent.curve import Curve
+from experiments.descent.emc import Crossing, crossing
+from experiments.descent.holdout import FEWEST_SEEDS, Holdout, holdout_test
+from experiments.descent.instability import Instability, find_instability
+from experiments.descent.peak import PeakTest, check_points, peak_test, seeds_needed
+from experiments.descent.shape import Shape, shape_of
+from finetune.errors import UserError
+
+Kind = Literal["double descent", "instability", "overfitting", "mixed", "monotone", "undecided"]
+TOLERANCE = 0.2
+"""Monotone allows a peak of at most this share of the whole fall, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A name for a curve and the evidence for it."""
+
+    kind: Kind
+    evidence: tuple[str, ...]
+    """Sentences with the figures that led to `kind`, what was missing, and what would decide."""
+    peak: PeakTest | None = None
+    """Of the test error; None with too few seeds or points."""
+    train_peak: PeakTest | None = None
+    """Of the training loss; None if not measured, or with too few seeds or points."""
+    threshold: float | None = None
+    """Where the mean training error crosses ε on the axis; None: not on it, or not measured."""
+    crossing: Crossing | None = None
+    """The same with its interval."""
+    holdout: Holdout | None = None
+    """Confirmation on other seeds; only from eight seeds on, where the peak test rejects."""
+    seeds_needed: int | None = None
+    """Seeds that find a peak as high as the largest hump with a power of 80 %; None beyond 100, or where not asked."""
+
+
+def judge_curve(
+    curve: Curve, *, level: float = 0.05, delta: float | None = None, draws: int = 20_000, seed: int = 0
+) -> Verdict:
+    """Judge one curve.
+
+    - double descent: the test error has a peak, a significant fall to the left of it, no peak of the training loss, and
+      the interpolation threshold lies inside the peak's location set or between it and the next point.
+    - instability: the training loss has a peak, where the gradient norm at least doubles or the sharpness exceeds its
+      stability threshold.
+    - overfitting: the test error rises significantly from its lowest point to the end and does not come back.
+    - mixed: the first and one of the next two together.
+    - monotone: the test error falls significantly from the first to the last point, never rises significantly, and
+      every peak above `delta` is excluded.
+
+    Args:
+        level: of each test.
+        delta: height of a peak that would matter, in units of the test error; None: a fifth of the whole fall.
+        draws, seed: as for `peak_test`.
+
+    Raises:
+        UserError: more than 10 points (`Curve.thinned` chooses them), or level, delta or ε out of bounds. Too few seeds
+            or points are no error: the verdict is undecided and says so.
+    """
+    check_points(len(curve.values))
+    if delta is not None and not delta > 0:
+        raise UserError(f"judge_curve: delta must be positive, got {delta}")
+    try:
+        peak = peak_test(curve.test, level=level, draws=draws, seed=seed)
+    except UserError as error:
+        return Verdict("undecided", (_capital(str(error)) + ".",))
+    bump = find_instability(curve, level=level, draws=draws, seed=seed)
+    threshold = _threshold(curve)
+    judged = _Judged(curve, peak, shape_of(curve, peak), bump, threshold, level)
+    kind, evidence = judged.with_peak() if peak.rejected else judged.without_peak(delta)
+    holdout = None
+    if peak.rejected and peak.seeds >= FEWEST_SEEDS:
+        holdout = holdout_test(curve.test, level=level)
+        found = "confirm it" if holdout.confirmed else "do not confirm it"
+        evidence.append(
+            f"Chosen on 3 seeds and tested on the other {holdout.seeds}, two paired t-tests {found} "
+            f"(p = {holdout.p_value:.2g})."
+        )
+    if peak.diverged:
+        evidence.append(
+            f"{len(peak.diverged)} of {len(curve.test)} seeds diverged and are left out; the verdict is about the "
+            "others."
+        )
+    return Verdict(
+        kind,
+        tuple(evidence),
+        peak,
+        bump.peak,
+        None if threshold is None else threshold.value,
+        threshold,
+        holdout,
+        judged.seeds_needed,
+    )
+
+
+def _threshold(curve: Curve) -> Crossing | None:
+    if curve.train_error is None or not np.isfinite(curve.train_error).all(1).any():
+        return None
+    return crossing(curve.values, curve.train_error, curve.epsilon)
+
+
+@dataclass
+class _Judged:
+    """The findings of one curve, and the names that they earn."""
+
+    curve: Curve
+    peak: PeakTest
+    shape: Shape
+    bump: Instability
+    threshold: Crossing | None
+    level: float
+    seeds_needed: int | None = None
+
+    def with_peak(self) -> tuple[Kind, list[str]]:
+        """The name of a curve whose test error has a peak."""
+        evidence = [self._peak_sentence()]
+        assert self.peak.triple is not None
+        descent = self.shape.fall_before(self.peak.triple[1])
+        evidence.append(
+            descent.sentence("first falls")
+            if descent
+            else f"No significant fall to the left of the peak: a first descent needs smaller values of "
+            f"{self.curve.axis}, or more seeds."
+        )
+        inside, where = self._threshold_sentence()
+        evidence.append(where)
+        evidence.extend(self.bump.evidence)
+        classic = descent is not None and inside
+        rise = self.shape.rise_after(self.peak.triple[2])
+        if classic and self.bump.found:
+            return "mixed", [*evidence, "The peak is where interpolation predicts it, but the training loss peaks too."]
+        if classic and rise is not None:
+            return "mixed", [*evidence, rise.sentence("after its second descent rises again")]
+        if classic and self.bump.peak is not None:
+            return "double descent", evidence
+        if self.bump.spike:
+            return "instability", evidence
+        return "undecided", [*evidence, "A peak, but not every finding that a name for it needs."]
+
+    def without_peak(self, delta: float | None) -> tuple[Kind, list[str]]:
+        """The name of a curve whose test error has no peak that these seeds can show."""
+        evidence = list(self.bump.evidence) if self.bump.found else []
+        overfit = self.shape.overfitting(self.level)
+        if overfit:
+            evidence.insert(0, overfit)
+        if self.bump.spike:
+            return ("mixed" if overfit else "instability"), evidence
+        if self.bump.found:
+            return "undecided", [*evidence, *self._nothing_sentences()]
+        if overfit:
+            return "overfitting", evidence
+        fall = self.shape.fall_to_the_end()
+        if fall is not None and self.shape.largest_rise() is None:
+            allowed = TOLERANCE * fall.size if delta is None else delta
+            if self.peak.no_peak_above(allowed):
+                return "monotone", [
+                    fall.sentence("falls"),
+                    f"No peak that matters: any above {self.curve.amount(self.peak.ceiling)} is excluded (one-sided "
+                    f"{1 - self.level:.0%} limit), and only {self.curve.amount(allowed)} or more would matter.",
+                    *self._axis_sentences(),
+                ]
+            evidence += [
+                fall.sentence("falls"),
+                f"A peak of up to {self.curve.amount(self.peak.ceiling)} is not excluded; called monotone below "
+                f"{self.curve.amount(allowed)}.",
+            ]
+        return "undecided", [*evidence, *self._nothing_sentences()]
+
+    def _peak_sentence(self) -> str:
+        curve, peak = self.curve, self.peak
+        assert peak.triple is not None
+        i, j, l = peak.triple
+        mean = self.shape.mean
+        where = " to ".join(
+            dict.fromkeys([f"{curve.values[peak.location[0]]:g}", f"{curve.values[peak.location[-1]]:g}"])
+        )
+        return (
+            f"{_capital(curve.metric)} has a peak at {curve.at(j)}: {curve.amount(mean[i])} at {curve.at(i)}, "
+            f"{curve.amount(mean[j])} at {curve.at(j)}, {curve.amount(mean[l])} at {curve.at(l)}; height "
+            f"{curve.amount(peak.height.estimate)} ({peak.height.low:.3g} to {peak.height.high:.3g}), located at "
+            f"{curve.axis} {where} (T = {peak.statistic:.3g}, critical {peak.critical:.3g}, p = {peak.p_value:.2g}, "
+            f"{peak.seeds} seeds)."
+        )
+
+    def _threshold_sentence(self) -> tuple[bool, str]:
+        """Whether the interpolation threshold is where the peak is, in words."""
+        curve, found = self.curve, self.threshold
+        if found is None:
+            return False, "Training error was not measured, so the interpolation threshold is unknown."
+        if found.value is None:
+            return False, self._axis_sentences()[0]
+        first, last = self.peak.location[0], self.peak.location[-1]
+        low, high = curve.values[max(first - 1, 0)], curve.values[min(last + 1, len(curve.values) - 1)]
+        inside = low <= found.value <= high
+        span = "" if found.low is None or found.high is None else f" ({found.low:.3g} to {found.high:.3g})"
+        return inside, (
+            f"Mean training error crosses {curve.epsilon:g} at {curve.axis} {found.value:.3g}{span}, "
+            f"{'inside' if inside else 'outside'} the peak's location with its neighbours ({low:g} to {high:g})."
+        )
+
+    def _axis_sentences(self) -> list[str]:
+        """That the axis cannot show an interpolation peak, where it cannot."""
+        curve, found = self.curve, self.threshold
+        if found is None or found.value is not None:
+            return []
+        cannot = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis}"
+        if found.fitted == "all":
+            return [
+                f"Every point has a mean training error of at most {curve.epsilon:g}, the smallest value included, "
+                f"{cannot} at which training data are not fitted."
+            ]
+        return [f"No point has a mean training error of at most {curve.epsilon:g}, {cannot} at which it is reached."]
+
+    def _nothing_sentences(self) -> list[str]:
+        """What was not found, what could have been, and what would decide."""
+        curve, peak = self.curve, self.peak
+        sentences = [
+            f"No peak of {curve.metric} at the {peak.level:.0%} level (T = {peak.statistic:.3g}, critical "
+            f"{peak.critical:.3g}, p = {peak.p_value:.2g}). {peak.seeds} seeds and {len(peak.points)} points find a "
+            f"peak of {curve.amount(peak.detectable.height)} ({peak.detectable.sd:.2g} standard deviations of one run) "
+            "in 80 % of cases."
+        ]
+        if peak.sd > 0 and peak.height.estimate > 0:
+            self.seeds_needed = seeds_needed(peak.height.estimate / peak.sd, len(peak.points), level=peak.level)
+            hump = f"The largest hump measures {curve.amount(peak.height.estimate)} (0 to {peak.height.high:.3g})"
+            if self.seeds_needed is None:
+                sentences.append(f"{hump}; if that is its true height, more than 100 seeds would be needed to show it.")
+            elif self.seeds_needed > peak.seeds:
+                sentences.append(f"{hump}; if that is its true height, {self.seeds_needed} seeds would show it.")
+            else:
+                sentences.append(f"{hump}.")
+        return [*sentences, *self._axis_sentences()]
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

@@ -1,0 +1,311 @@
+"""Sections and key figures of a sweep."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from experiments.report import findings, formats, plots_dynamics, plots_maps, plots_params, plots_sweep
+from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
+from experiments.report.figure import Chart
+from experiments.report.plots_facets import Line, Panel, facets
+from experiments.report.sections_verdicts import emc_table, searched_table, verdict_notes, verdict_table
+from experiments.report.sweepanalysis import Analysis, Direction, main_axis
+from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData
+
+_ROWS = 200
+"""Settings that a table of the page lists; points.csv has every cell."""
+_MAPS = 4
+"""Settings and pairs of axes for which maps are drawn."""
+_FAILURES = 50
+
+
+def sweep_tiles(data: SweepData) -> list[Tile]:
+    """Lowest held-out figure, threshold and how far the sweep is."""
+    axis = main_axis(data)
+    test = data.error_columns()[0]
+    tiles = []
+    lowest = data.best(test)
+    if axis is not None and lowest is not None:
+        where, best = lowest
+        at = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in where.items())
+        split, _, metric = test.partition(".")
+        shown, interval = formats.estimate(best.value, best.low, best.high)
+        tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
+        if data.has("train.error") and len(data.axes) == 1:
+            first = data.threshold(axis, {})
+            shown = formats.axis_value(first) if first is not None else "not reached"
+            tiles.append(
+                Tile("interpolation threshold", shown, "", f"{axis} at which train error crosses {INTERPOLATION:g}")
+            )
+    note = f"{data.seeds} seeds each" + (f", {len(data.failed)} failed" if data.failed else "")
+    total = data.planned if data.planned is not None else len(data)
+    tiles.append(Tile("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
+    return tiles
+
+
+def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
+    """Everything a sweep has to show, the verdicts first."""
+    sections = [_overview(data, analysis)]
+    sections += [s for d in analysis.directions if (s := _along(data, d)) is not None]
+    sections += _random(data)
+    sections += _maps(data)
+    axis = main_axis(data)
+    if axis is not None and data.design != "random":
+        folds = plots_params.capacity_charts(data, axis)
+        if folds:
+            lead = (
+                "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
+                f"back on itself, {axis} is more than one axis of capacity, and a peak along it may be no more than "
+                "the turn."
+            )
+            sections.append(Section("Effective parameters", [Figures(folds)], lead))
+        sections += _memorised(data, analysis)
+    dynamics = plots_dynamics.dynamics(data)
+    if dynamics:
+        sections.append(Section("Training dynamics", [Figures(dynamics)]))
+    return [s for s in [*sections, *_tables(data)] if s.blocks]
+
+
+def _overview(data: SweepData, analysis: Analysis) -> Section:
+    blocks: list[Block] = []
+    table = verdict_table(analysis)
+    if table is not None:
+        blocks.append(table)
+    searched = searched_table(data)
+    if searched is not None:
+        blocks.append(searched)
+    notes = _progress(data)
+    if data.fixed:
+        fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
+        notes.append(f"The same in every cell: {fixed}.")
+    notes += _threshold_notes(data)
+    notes += verdict_notes(analysis)
+    notes += [f"Cell {f.cell} failed: {f.reason}" for f in data.failed[:3]]
+    if len(data.failed) > 3:
+        notes.append(f"{len(data.failed) - 3:,} more cells failed; their reasons are listed at the end.")
+    if len(data.versions) > 1:
+        notes.append(
+            "Cells were made by different code: " + ", ".join(f"{v} ({n:,} cells)" for v, n in data.versions) + "."
+        )
+    if notes:
+        blocks.append(Notes(notes))
+    return Section("Sweep", blocks)
+
+
+def _progress(data: SweepData) -> list[str]:
+    """What an unfinished sweep still lacks."""
+    if not data.unfinished:
+        return []
+    said = f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
+    if data.seconds:
+        mean = statistics.fmean(data.seconds)
+        said += f". At {formats.seconds(mean)} a cell they take {formats.seconds(mean * data.unfinished)} one by one"
+    return [said + ". `flatshift sweep` with the same arguments goes on."]
+
+
+def _threshold_notes(data: SweepData) -> list[str]:
+    """Whether an axis can show an interpolation peak at all: it must begin above the threshold and end below."""
+    axis = main_axis(data)
+    if axis is None or len(data.axes) != 1 or not data.has("train.error"):
+        return []
+    curve = data.curve("train.error", axis, {})
+    fitted = [p.value <= INTERPOLATION for _, p in curve]
+    if curve and not any(fitted):
+        return [f"Train error stays above {INTERPOLATION:g}: nothing interpolates, so this axis shows no peak there."]
+    if curve and all(fitted):
+        return [
+            f"Train error is at most {INTERPOLATION:g} from the smallest {axis} on: every value interpolates, so this "
+            "axis cannot show an interpolation peak; take more rows, more label noise or fewer steps."
+        ]
+    return []
+
+
+def _along(data: SweepData, direction: Direction) -> Section | None:
+    """Error with verdicts, and loss, along one axis."""
+    axis, table = direction.axis, direction.table
+    named = formats.axis_name(axis)
+    kinds = [kind for kind in ("error", "loss") if plots_sweep.train_and_test(table, kind)]
+    charts: list[Chart] = []
+    for kind in kinds:
+        lines = plots_sweep.train_and_test(table, kind)
+        words = f"{' and '.join(line.name for line in lines).capitalize()} {kind} along {named}"
+        if kind != kinds[0] and len(direction.settings) > 1:
+            made = _faceted(direction, lines, kind, words)
+            charts += [made] if made is not None else []
+            continue
+        limits = _limits(direction, lines, kind)
+        for number, where in enumerate(direction.settings):
+            chart = plots_sweep.curve_chart(
+                table,
+                axis,
+                where,
+                lines,
+                name=f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}-{number}",
+                title=words + (f", {formats.setting(where)}" if where else ""),
+                unit=plots_sweep.unit_of(kind),
+                limits=limits,
+                judged=direction.judged_at(where) if kind == kinds[0] else None,
+                wide=len(direction.settings) == 1 and len(kinds) == 1,
+            )
+            charts += [chart] if chart is not None else []
+    if not charts:
+        return None
+    blocks: list[Block] = [Figures(charts)]
+    if axis.endswith("limit"):
+        found = emc_table(direction)
+        blocks += [found] if found is not None else []
+    notes = []
+    if direction.total > len(direction.settings):
+        notes.append(
+            f"{len(direction.settings)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "
+            "the tables have all."
+        )
+    notes += [f"Not judged: {reason}." for reason in direction.refused[:3]]
+    if notes:
+        blocks.append(Notes(notes))
+    return Section(f"{direction.kind}: along {named}", blocks)
+
+
+def _limits(direction: Direction, lines: Sequence[plots_sweep.Series], kind: str) -> tuple[float, float] | None:
+    """One y range for all settings, so that their charts compare."""
+    curves = [direction.table.curve(line.column, direction.axis, w) for line in lines for w in direction.settings]
+    curves = [[(v, p) for v, p in c if not (direction.axis == STEP and v == 0)] for c in curves]
+    return plots_sweep.span([c for c in curves if c], zero=kind == "error") if any(curves) else None
+
+
+def _faceted(direction: Direction, lines: Sequence[plots_sweep.Series], kind: str, words: str) -> Chart | None:
+    panels = [
+        Panel(
+            formats.setting(where),
+            [Line(line.name, line.token, direction.table.curve(line.column, direction.axis, where)) for line in lines],
+        )
+        for where in direction.settings
+    ]
+    return facets(
+        panels,
+        direction.axis,
+        columns=4 if len(panels) > 3 else 2,
+        y=plots_sweep.unit_of(kind),
+        name=f"sweep-{direction.axis.rpartition('.')[2].replace('_', '-')}-{kind}",
+        title=words,
+        caption="Means over seeds; bands: 95 % t-intervals.",
+        linear=True,
+    )
+
+
+def _random(data: SweepData) -> list[Section]:
+    if data.design != "random":
+        return []
+    kind = data.error_columns()[0].partition(".")[2]
+    lines = plots_sweep.train_and_test(data, kind)
+    charts = [
+        plots_sweep.scatter_chart(data, axis, lines, name=f"sweep-cells-{number}", unit=plots_sweep.unit_of(kind))
+        for number, axis in enumerate(a for a in data.axes if data.numeric(a))
+    ]
+    drawn = [c for c in charts if c is not None]
+    return [Section("Cells", [Figures(drawn)])] if drawn else []
+
+
+def _maps(data: SweepData) -> list[Section]:
+    """Rank × steps from the trace, then every pair of numeric axes, and a word axis where it is one of just two."""
+    if data.design == "random":
+        return []
+    charts: list[Chart] = []
+    axis = main_axis(data)
+    test, train = data.error_columns()
+    if data.trace is not None and axis is not None and len(data.levels(axis)) > 1:
+        rest = [a for a in data.axes if a != axis]
+        for number, where in enumerate(data.trace.settings(rest)[:_MAPS]):
+            charts += plots_maps.heat_maps(
+                data.trace, STEP, axis, where, (test, train), name=f"sweep-map-steps-{number}"
+            )
+    pairs = [(x, y) for i, x in enumerate(data.axes) for y in data.axes[i + 1 :]]
+    pairs = [(x, y) for x, y in pairs if len(data.axes) == 2 or (data.numeric(x) and data.numeric(y))]
+    for x, y in pairs[:_MAPS]:
+        if y == axis or not data.numeric(x):
+            x, y = y, x
+        rest = [a for a in data.axes if a not in (x, y)]
+        for number, where in enumerate(data.settings(rest)[: 1 if len(pairs) > 1 else _MAPS]):
+            names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
+            charts += plots_maps.heat_maps(data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}")
+    if not charts:
+        return []
+    lead = f"The line is the interpolation threshold, a mean train error of {INTERPOLATION:g}."
+    return [Section("Maps", [Figures(charts)], lead)]
+
+
+def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
+    """Train error on clean and on noisy labels: what is learnt and what is learnt by heart."""
+    split = [
+        plots_sweep.Series("train.error_clean", "blue", "clean"),
+        plots_sweep.Series("train.error_noisy", "orange", "noisy"),
+        plots_sweep.Series("train.memorised", "purple", "memorised"),
+        plots_sweep.Series("train.recovered", "green", "recovered"),
+    ]
+    charts = []
+    for direction in analysis.directions:
+        lines = [line for line in split if direction.table.has(line.column)]
+        for number, where in enumerate(direction.settings[:2] if lines else []):
+            chart = plots_sweep.curve_chart(
+                direction.table,
+                direction.axis,
+                where,
+                lines,
+                name=f"sweep-memorised-{direction.axis.rpartition('.')[2]}-{number}",
+                title=f"Clean and noisy labels along {formats.axis_name(direction.axis)}"
+                + (f", {formats.setting(where)}" if where else ""),
+                unit="share of the clean or of the noisy rows",
+            )
+            charts += [chart] if chart is not None else []
+    if not charts:
+        return []
+    lead = (
+        "Errors against the label that was trained on, on rows with clean and with noisy labels. Memorised: noisy rows "
+        "predicted as their wrong label; recovered: predicted as their true one."
+    )
+    return [Section("Memorised labels", [Figures(charts)], lead)]
+
+
+def _tables(data: SweepData) -> list[Section]:
+    """All settings, failed cells, and what made them."""
+    sections = []
+    columns = dict.fromkeys([*data.error_columns(), f"{data.judged('loss')}.loss", "train.loss"])
+    shown = [c for c in columns if data.has(c)]
+    if data.axes and shown:
+        means = {c: {tuple(w.values()): p for w, p in data.means(c)} for c in shown}
+        settings = data.settings()
+        rows = []
+        for where in settings[:_ROWS]:
+            points = [means[c].get(tuple(where.values())) for c in shown]
+            cells = [findings.with_interval(p.value, p.low, p.high) if p else "–" for p in points]
+            runs = str(max((p.n for p in points if p), default=0))
+            rows.append([*map(formats.axis_value, where.values()), *cells, runs])
+        names = [*data.axes, *(formats.figure_name(c) for c in shown), "runs"]
+        caption = "Mean over seeds with its 95 % t-interval."
+        if len(settings) > _ROWS:
+            caption += f" The first {_ROWS} of {len(settings):,} settings; cells.parquet has all cells."
+        numeric = frozenset(range(len(data.axes), len(names)))
+        sections.append(Section("All settings", [Table(names, rows, caption, numeric)], folded=len(rows) > 24))
+    if data.failed:
+        lines = [[f.cell, formats.setting(f.setting), str(f.seed), f.reason] for f in data.failed[:_FAILURES]]
+        caption = f"{len(data.failed):,} cells failed" + (
+            f"; the first {_FAILURES} are listed, cells.parquet has all." if len(data.failed) > _FAILURES else "."
+        )
+        sections.append(
+            Section("Failed cells", [Table(["cell", "setting", "seed", "reason"], lines, caption)], folded=True)
+        )
+    about = [["flatshift " + version, f"{count:,}"] for version, count in data.versions]
+    contents = {
+        "cells.parquet": "one row per cell",
+        "points.csv": "the same, for spreadsheets",
+        "curves.parquet": "one row per cell and recorded step",
+    }
+    blocks: list[Block] = []
+    if about:
+        blocks.append(Table(["made by", "cells"], about, numeric=frozenset({1})))
+    if data.files:
+        blocks.append(Notes([f"{name} beside this page: {contents[name]}." for name in data.files]))
+    if blocks:
+        sections.append(Section("Code and tables", blocks, folded=True))
+    return sections

@@ -1,0 +1,130 @@
+"""The verdicts of a sweep as a table, what to keep in mind about them, and the effective model complexity."""
+
+from __future__ import annotations
+
+import math
+
+from experiments.descent.curves import Judged
+from experiments.descent.emc import emc_from_curve
+from experiments.descent.peak import PeakTest
+from experiments.report import formats
+from experiments.report.blocks import Table
+from experiments.report.sweepanalysis import Analysis, Direction
+from experiments.report.sweepdata import INTERPOLATION, SweepData
+from finetune.errors import UserError
+
+
+def verdict_table(analysis: Analysis) -> Table | None:
+    """One row per judged curve; None if none could be."""
+    judged = analysis.judged
+    if not judged:
+        return None
+    rows = [_row(j) for j in judged]
+    return Table(
+        ["along", "setting", "verdict", "peak test p", "peak at", "height", "found with 80 % power", "threshold"],
+        rows,
+        "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
+        "evenly spread on a log axis. Height: above the higher flank, with its 95 % interval, in the units of the "
+        "curve; no peak was found where none is given. Threshold: where the mean train error crosses "
+        f"{INTERPOLATION:g}, between points.",
+        frozenset({3, 5, 6, 7}),
+    )
+
+
+def _row(judged: Judged) -> list[str]:
+    peak = judged.verdict.peak
+    threshold = judged.verdict.threshold
+    row = [judged.axis.rpartition(".")[2], formats.setting(judged.where) or "–", judged.verdict.kind]
+    row += _peak(peak, judged) if peak is not None else ["–"] * 4
+    return [*row, "–" if threshold is None else formats.number(float(threshold))]
+
+
+def _peak(peak: PeakTest, judged: Judged) -> list[str]:
+    p = f"{peak.p_value:.2g}" if peak.p_value >= 1e-4 else "< 0.0001"
+    if not peak.rejected:
+        return [p, "–", "–", formats.number(peak.detectable.height, 2)]
+    low, high = peak.height.low, peak.height.high
+    shown, interval = formats.estimate(peak.height.estimate, low, high if math.isfinite(high) else None)
+    at = ", ".join(_number(v) for v in judged.location)
+    return [p, at, f"{shown} ({interval})" if interval else shown, formats.number(peak.detectable.height, 2)]
+
+
+def _number(value: float) -> str:
+    return formats.axis_value(int(value) if float(value).is_integer() else float(value))
+
+
+def verdict_notes(analysis: Analysis) -> list[str]:
+    """How many questions were asked, and what a negative answer is worth."""
+    judged = analysis.judged
+    if not judged:
+        reasons = list(dict.fromkeys(r for d in analysis.directions for r in d.refused))
+        return [f"No verdict: {reasons[0]}."] if reasons else []
+    tested = [j.verdict.peak for j in judged if j.verdict.peak is not None]
+    notes = []
+    if len(tested) > 1:
+        level = tested[0].level
+        notes.append(
+            f"{len(judged)} verdicts were asked, {len(tested)} with a peak test at {level:.0%}: if no curve had a "
+            f"peak, about {level * len(tested):.1g} would show one by chance. Nothing is corrected for their number."
+        )
+    cut = sum(d.total - len(d.settings) for d in analysis.directions if d.judged)
+    if cut:
+        notes.append(f"{cut:,} more curves were not judged; only those drawn are.")
+    return notes
+
+
+def emc_table(direction: Direction) -> Table | None:
+    """Effective model complexity of every setting, from its curve over the rows of training data; None without one."""
+    if not direction.table.has("train.error"):
+        return None
+    rows = []
+    for where in direction.settings:
+        found = direction.table.matrix("train.error", direction.axis, where)
+        try:
+            emc = emc_from_curve(found.values, found.y, INTERPOLATION)
+        except UserError:  # too few sizes, or no seed that finished at all of them
+            continue
+        said = _complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
+        rows.append([formats.setting(where) or "all cells", said, str(len(found.seeds))])
+    if not rows:
+        return None
+    return Table(
+        ["setting", "effective model complexity (training examples)", "seeds"],
+        rows,
+        "Effective model complexity: the most training examples that are still fitted to a mean train error of "
+        f"{INTERPOLATION:g}, with its 95 % interval over seeds, from the sample-wise curve.",
+        frozenset({2}),
+    )
+
+
+def searched_table(data: SweepData) -> Table | None:
+    """Effective model complexity that a bisection found, per point; None where none was made."""
+    if not data.searched:
+        return None
+    rows = []
+    for p in data.searched:
+        tried = [t["rows"] for t in p["tried"]]
+        said = _complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
+        rows.append([formats.setting(p["point"]) or "the recipe", said, ", ".join(f"{n:,}" for n in tried)])
+    return Table(
+        ["setting", "effective model complexity (training examples)", "sizes tried"],
+        rows,
+        "Effective model complexity by bisection: the most training examples that are still fitted, with its 95 % "
+        "interval over seeds; from emc.json.",
+    )
+
+
+def _complexity(
+    value: float | None, low: float | None, high: float | None, side: str, tried: tuple[float, float]
+) -> str:
+    """`464 (411 to 518)`; sides that are open end at the fewest and the most rows that were tried."""
+    first, last = (f"{round(n):,}" for n in tried)
+    if side == "before":
+        return f"below {first}"
+    if value is None:
+        return f"at least {last}"
+    ends = [
+        f"below {first}" if low is None else f"{round(low):,}",
+        f"above {last}" if high is None else f"{round(high):,}",
+    ]
+    return f"{round(value):,} ({ends[0]} to {ends[1]})"

@@ -1,0 +1,120 @@
+"""What is looked at in a sweep: the axes to draw along, the settings to hold the others at, and a verdict for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from experiments.descent.curves import Judged, is_judged, judge
+from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData
+from experiments.report.sweeptable import SweepTable
+from finetune.errors import UserError
+
+PANELS = 8
+"""Settings of the other axes that are drawn and judged for one axis; the tables have all."""
+
+
+def main_axis(data: SweepData) -> str | None:
+    """The axis that a sweep is drawn along first: the rank where it varies, else the numeric axis with most values."""
+
+    def key(axis: str) -> tuple[bool, bool, int]:
+        return (not axis.endswith("rank"), not data.numeric(axis), -len(data.values(axis)))
+
+    return min(data.axes, key=key, default=None)
+
+
+def axes_of(data: SweepData) -> list[str]:
+    """Axes that are drawn along: the main one, then every other numeric one with three values or more."""
+    first = main_axis(data)
+    others = [a for a in data.axes if a != first and data.numeric(a) and len(data.values(a)) > 2]
+    return [a for a in [first, *others] if a is not None]
+
+
+def panels(table: SweepTable, axis: str, column: str) -> tuple[list[dict[str, Any]], int]:
+    """(settings of the other axes to draw, how many there are): those with two values of `axis` or more, spread out."""
+    others = [a for a in table.axes if a != axis]
+    found = [where for where in table.settings(others) if len(table.curve(column, axis, where)) > 1]
+    if not found and not others and len(table.curve(column, axis, {})):
+        found = [{}]
+    step = max((len(found) - 1) / (PANELS - 1), 1.0)
+    return [found[round(i * step)] for i in range(min(len(found), PANELS))], len(found)
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One axis of a sweep, with the settings of the others that are drawn."""
+
+    data: SweepData
+    table: SweepTable
+    axis: str
+    settings: list[dict[str, Any]]
+    total: int
+    """Settings that there are; `settings` are at most `PANELS` of them."""
+
+    @property
+    def kind(self) -> str:
+        """What the field calls curves along this axis."""
+        last = self.axis.rpartition(".")[2]
+        names = {"rank": "Model-wise", "step": "Epoch-wise", "steps": "Epoch-wise", "limit": "Sample-wise"}
+        return names.get(last, "Sweep")
+
+    @property
+    def test(self) -> str:
+        """The held-out figure that is judged: error before loss, test before dev."""
+        columns = [self.data.error_columns()[0], "test.error", "dev.error", "test.loss", "dev.loss"]
+        return next((c for c in columns if self.table.has(c)), columns[0])
+
+    @cached_property
+    def _found(self) -> list[Judged | str]:
+        if not is_judged(self.axis):
+            return []
+        found: list[Judged | str] = []
+        for where in self.settings:
+            try:
+                found.append(judge(self.table, self.axis, where, test=self.test, epsilon=INTERPOLATION))
+            except UserError as error:
+                found.append(str(error))
+        return found
+
+    @property
+    def judged(self) -> list[Judged]:
+        """Verdicts of the curves that could be tested."""
+        return [j for j in self._found if isinstance(j, Judged)]
+
+    @property
+    def refused(self) -> list[str]:
+        """Why the others could not be, each reason once."""
+        return list(dict.fromkeys(j for j in self._found if isinstance(j, str)))
+
+    def judged_at(self, where: dict[str, Any]) -> Judged | None:
+        """The verdict of one setting's curve."""
+        return next((j for j in self.judged if j.where == where), None)
+
+
+class Analysis:
+    """The directions of a sweep; verdicts are made on demand, once."""
+
+    def __init__(self, data: SweepData) -> None:
+        self.data = data
+
+    @cached_property
+    def directions(self) -> list[Direction]:
+        """Along every axis of `axes_of`, then along the recorded steps; none for a random design."""
+        if self.data.design == "random":
+            return []
+        places: list[tuple[str, SweepTable]] = [(axis, self.data) for axis in axes_of(self.data)]
+        places += [(STEP, self.data.trace)] if self.data.trace is not None else []
+        found = []
+        for axis, table in places:
+            drawn = [*self.data.error_columns(), "test.loss", "dev.loss", "train.loss"]
+            column = next((c for c in drawn if table.has(c)), None)
+            settings, total = panels(table, axis, column) if column is not None else ([], 0)
+            if settings:
+                found.append(Direction(self.data, table, axis, settings, total))
+        return found
+
+    @property
+    def judged(self) -> list[Judged]:
+        """Every verdict, in page order."""
+        return [j for direction in self.directions for j in direction.judged]

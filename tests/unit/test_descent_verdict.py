@@ -1,0 +1,279 @@
+"""Verdicts: every kind is earned, nothing is named that the seeds do not show, and thresholds are where they cross."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.descent import Curve, crossing, effective_model_complexity, emc_from_curve, judge_curve
+from experiments.descent.dynamics import gradient_flow_curve, noise_curve, unstable_curve
+from experiments.descent.known import bump
+from experiments.descent.random_features import random_features_curve
+from finetune.errors import UserError
+
+RANKS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+def interpolating(seeds: int = 5, height: float = 6.0, *, seed: int = 0, sd: float = 0.01) -> Curve:
+    """A first descent, a peak at rank 16 and a second descent; the training error reaches 0.1 just before it."""
+    generator = np.random.default_rng(seed)
+    fitted = np.array([0.45, 0.4, 0.3, 0.15, 0.05, 0.01, 0.0, 0.0, 0.0])
+    noise = generator.standard_normal((3, seeds, 9))
+    return Curve(
+        axis="rank",
+        values=RANKS,
+        test=0.2 + sd * (noise[0] + bump(9, height)),
+        train_error=np.clip(fitted + 0.004 * noise[1], 0, 1),
+        train_loss=fitted * 3 + 0.01 * noise[2],
+    )
+
+
+def text(verdict) -> str:
+    return " ".join(verdict.evidence)
+
+
+# --------------------------------------------------------------------------------------------- kinds
+
+
+def test_double_descent_needs_its_four_findings():
+    curve = interpolating()
+    verdict = judge_curve(curve)
+    assert verdict.kind == "double descent"
+    assert verdict.peak.location == (4,) and 8 < verdict.threshold < 16
+    for words in ("peak at rank 16", "first falls from", "crosses 0.1 at rank", "no peak by the same test"):
+        assert words in text(verdict)
+
+    early = replace(curve, train_error=np.tile([0.4, 0.05, *[0.0] * 7], (5, 1)) + 0 * curve.test)
+    assert judge_curve(early).kind == "undecided" and "outside the peak's location" in text(judge_curve(early))
+
+    plateau = curve.test.copy()
+    plateau[:, :3] = plateau[:, 3:4] + 0.001 * np.random.default_rng(1).standard_normal((5, 3))
+    no_descent = judge_curve(replace(curve, test=plateau))
+    assert no_descent.kind == "undecided" and "No significant fall to the left" in text(no_descent)
+
+    unknown = judge_curve(replace(curve, train_loss=None))
+    assert unknown.kind == "undecided" and "Training loss was not measured" in text(unknown)
+    unknown = judge_curve(replace(curve, train_error=None))
+    assert unknown.kind == "undecided" and "Training error was not measured" in text(unknown)
+
+
+def test_a_peak_of_the_training_loss_makes_it_mixed():
+    curve = interpolating()
+    bumped = curve.train_loss + np.where(np.arange(9) == 5, 0.5, 0.0)
+    verdict = judge_curve(replace(curve, train_loss=bumped))
+    assert verdict.kind == "mixed" and "Training loss has a peak too" in text(verdict)
+    assert "Neither gradient norms nor sharpness" in text(verdict)
+
+
+def test_a_third_rise_makes_it_mixed():
+    curve = interpolating()
+    again = curve.test.copy()
+    again[:, -1] += 0.1
+    verdict = judge_curve(replace(curve, test=again))
+    assert verdict.kind == "mixed" and "rises again" in text(verdict)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_instability_needs_a_spike_or_sharpness(momentum):
+    curve = unstable_curve(momentum=momentum)
+    verdict = judge_curve(curve)
+    assert verdict.kind == "instability"
+    assert "a spike" in text(verdict) and "above it" in text(verdict)
+    assert judge_curve(replace(curve, gradient_norm=None)).kind == "instability"
+    assert judge_curve(replace(curve, sharpness=None)).kind == "instability"
+    without = judge_curve(replace(curve, gradient_norm=None, sharpness=None))
+    assert without.kind == "undecided" and "record one" in text(without)
+    calm = judge_curve(
+        replace(
+            curve, gradient_norm=np.ones_like(curve.test) * [[1], [1.1], [0.9], [1], [1]], sharpness=curve.sharpness / 2
+        )
+    )
+    assert calm.kind == "undecided" and "no spike" in text(calm) and "not shown to exceed it" in text(calm)
+
+
+def test_overfitting_rises_and_stays():
+    verdict = judge_curve(gradient_flow_curve())
+    assert verdict.kind == "overfitting" and "rises from" in text(verdict)
+    generator = np.random.default_rng(2)
+    mean = np.array([9, 4, 0, 3, 6, 9, 7.5, 6, 5])  # on its way back
+    back = Curve(axis="steps", values=RANKS, test=mean + generator.standard_normal((5, 9)) * np.linspace(0.3, 6, 9))
+    assert judge_curve(back).kind != "overfitting"
+
+
+def test_monotone_needs_a_fall_and_a_low_ceiling():
+    generator = np.random.default_rng(3)
+    mean = np.array([20, 12, 8, 5, 3, 2, 1.5, 1.2, 1.0])
+    curve = Curve(axis="rank", values=RANKS, test=mean + 0.3 * generator.standard_normal((8, 9)))
+    verdict = judge_curve(curve)
+    assert verdict.kind == "monotone" and "falls from" in text(verdict)
+    strict = judge_curve(curve, delta=0.1)
+    assert strict.kind == "undecided" and "is not excluded" in text(strict)
+
+
+def test_noise_is_undecided_and_says_what_would_decide():
+    verdict = judge_curve(noise_curve())
+    assert verdict.kind == "undecided"
+    assert "standard deviations of one run" in text(verdict) and "would" in text(verdict)
+    assert verdict.seeds_needed is None or verdict.seeds_needed > 5
+
+
+def test_an_axis_that_cannot_show_a_peak_is_told():
+    curve = interpolating()
+    all_fit = judge_curve(replace(curve, train_error=np.full((5, 9), 0.01)))
+    assert all_fit.kind == "undecided" and "the smallest value included" in text(all_fit)
+    none_fit = judge_curve(replace(noise_curve(), train_error=np.full((5, 9), 0.4)))
+    assert none_fit.kind == "undecided" and "No point has a mean training error of at most 0.1" in text(none_fit)
+
+
+def test_sample_wise_curves_cross_upwards():
+    curve = interpolating()
+    verdict = judge_curve(replace(curve, axis="rows", train_error=curve.train_error[:, ::-1]))
+    assert verdict.crossing.rising and 16 < verdict.threshold < 32 and verdict.kind == "double descent"
+
+
+def test_rates_of_verdicts():
+    kinds = Counter(judge_curve(random_features_curve(seed=s)).kind for s in range(20))
+    assert kinds["double descent"] >= 17
+    tuned = Counter(judge_curve(random_features_curve(seed=s, ridge="tuned")).kind for s in range(20))
+    assert set(tuned) <= {"monotone", "undecided"} or tuned["monotone"] + tuned["undecided"] >= 18
+    noise = Counter(judge_curve(noise_curve(seed=s)).kind for s in range(60))
+    assert noise["undecided"] >= stats.binom.ppf(0.001, 60, 0.9)
+    assert Counter(judge_curve(unstable_curve(momentum=0.0, seed=s)).kind for s in range(5))["instability"] == 5
+    assert Counter(judge_curve(gradient_flow_curve(seed=s)).kind for s in range(20))["overfitting"] >= 17
+
+
+def test_eight_seeds_are_confirmed_on_other_seeds():
+    verdict = judge_curve(interpolating(seeds=9, height=9))
+    assert verdict.holdout.confirmed and "two paired t-tests confirm it" in text(verdict)
+    assert judge_curve(interpolating(seeds=7)).holdout is None
+
+
+def test_diverged_seeds_are_told_and_too_few_are_no_error():
+    curve = interpolating(seeds=6)
+    test = curve.test.copy()
+    test[0, 7:] = np.nan
+    verdict = judge_curve(replace(curve, test=test))
+    assert verdict.kind == "double descent" and "1 of 6 seeds diverged" in text(verdict)
+    few = judge_curve(interpolating(seeds=2))
+    assert few.kind == "undecided" and few.peak is None and "at least 3 seeds" in text(few)
+
+
+def test_bad_curves_are_refused():
+    with pytest.raises(UserError, match="at most 10 points, got 12"):
+        judge_curve(Curve(axis="steps", values=range(1, 13), test=np.zeros((5, 12))))
+    with pytest.raises(UserError, match=r"curve over rank: train_loss must be a table \[seeds, 2\]"):
+        Curve(axis="rank", values=[1, 2], test=np.zeros((3, 2)), train_loss=np.zeros((3, 3)))
+    with pytest.raises(UserError, match="ascend"):
+        Curve(axis="rank", values=[2, 1], test=np.zeros((3, 2)))
+    with pytest.raises(UserError, match="delta"):
+        judge_curve(interpolating(), delta=-1.0)
+
+
+def test_thinning_keeps_columns_together():
+    steps = list(range(1, 101))
+    table = np.tile(np.arange(100.0), (3, 1))
+    thinned = Curve(axis="steps", values=steps, test=table, train_loss=table + 0.5).thinned()
+    assert len(thinned.values) == 10
+    np.testing.assert_array_equal(thinned.test[0], np.array(thinned.values) - 1)
+    np.testing.assert_array_equal(thinned.train_loss, thinned.test + 0.5)
+
+
+def test_statistics_never_import_torch():
+    code = "import sys, experiments.descent; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --------------------------------------------------------------------------------------------- thresholds
+
+
+def test_crossing_is_interpolated_on_a_log_axis():
+    errors = np.tile([0.5, 0.3, 0.2, 0.0], (4, 1))
+    found = crossing([1, 2, 4, 16], errors, 0.1)
+    assert found.value == pytest.approx(8.0) and not found.rising and found.fitted == "some"
+    assert found.low == pytest.approx(8.0) and found.high == pytest.approx(8.0)
+    rising = crossing([1, 2, 4, 16], errors[:, ::-1], 0.1)
+    assert rising.value == pytest.approx(math.sqrt(2)) and rising.rising
+    linear = crossing([0, 1, 2, 4], errors, 0.1)
+    assert linear.value == pytest.approx(3.0)
+
+
+def test_crossing_pools_what_does_not_descend():
+    errors = np.tile([0.5, 0.05, 0.2, 0.2, 0.0], (3, 1))  # pooled: 0.5, 0.15, 0.15, 0.15, 0
+    assert 8 < crossing([1, 2, 4, 8, 16], errors, 0.1).value < 16
+
+
+def test_no_crossing_says_on_which_side():
+    values = [1, 2, 4]
+    assert crossing(values, np.full((3, 3), 0.01)).fitted == "all"
+    found = crossing(values, np.tile([0.5, 0.4, 0.3], (3, 1)))
+    assert found.fitted == "none" and found.value is None
+    assert emc_from_curve(values, np.full((3, 3), 0.01)).side == "beyond"
+    assert emc_from_curve(values, np.full((3, 3), 0.4)).side == "before"
+    assert str(emc_from_curve(values, np.full((3, 3), 0.4))) == "below 1 rows"
+
+
+@pytest.mark.parametrize("sd", [0.01, 0.05])
+def test_interval_of_the_crossing_covers(sd):
+    generator = np.random.default_rng(4)
+    values = np.array([50, 100, 200, 400, 800, 1600])
+    mean = np.array([0.0, 0.02, 0.07, 0.16, 0.26, 0.33])
+    true = math.exp(np.interp(0.1, mean, np.log(values)))
+    missed = 0
+    for _ in range(400):
+        found = emc_from_curve(values, mean + sd * generator.standard_normal((5, 6)))
+        missed += not ((found.low or 0) <= true <= (found.high or math.inf))
+    assert missed <= stats.binom.ppf(0.999, 400, 0.05)
+
+
+def test_bisection_finds_the_largest_fitted_number_of_rows():
+    tried: list[tuple[int, int]] = []
+
+    def train_error(rows: int, seed: int) -> float:
+        tried.append((rows, seed))
+        return 0.0 if rows <= 300 else 0.5 * (1 - 300 / rows) + 0.001 * seed
+
+    true = 300 / (1 - 2 * 0.099)  # the mean over seeds is 0.001 higher
+    found = effective_model_complexity(train_error, epsilon=0.1, low=10, high=10_000, seeds=(0, 1, 2), resolution=0.05)
+    assert found.side == "inside" and found.value == pytest.approx(true, rel=0.05)
+    assert found.low <= true * 1.02 and found.high >= true * 0.98
+    assert len({rows for rows, _ in tried}) == len(tried) / 3 < 15
+    assert [n for n, _ in found.points] == sorted(n for n, _ in found.points)
+
+
+@pytest.mark.parametrize(("error", "side", "calls"), [(0.0, "beyond", 2), (0.9, "before", 1), (math.nan, "before", 1)])
+def test_bisection_stops_where_the_answer_is_outside(error, side, calls):
+    count = []
+    found = effective_model_complexity(lambda n, s: count.append(n) or error, low=8, high=64, seeds=(0,))
+    assert found.side == side and found.value is None and len(count) == calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"low": 5, "high": 5}, "low < high"),
+        ({"seeds": ()}, "at least one seed"),
+        ({"epsilon": 1.5}, "between 0 and 1"),
+        ({"resolution": 0.0}, "resolution"),
+    ],
+)
+def test_bisection_refuses(arguments, words):
+    with pytest.raises(UserError, match=words):
+        effective_model_complexity(lambda n, s: 0.0, **{"low": 1, "high": 9, "seeds": (0,), **arguments})
+
+
+def test_crossing_refuses_what_is_no_curve():
+    with pytest.raises(UserError, match=r"table \[seeds, 3\]"):
+        crossing([1, 2, 3], np.zeros((2, 2)))
+    with pytest.raises(UserError, match="ascend"):
+        crossing([1, 1, 3], np.zeros((2, 3)))
+    with pytest.raises(UserError, match="no seed has finite"):
+        crossing([1, 2, 3], np.full((2, 3), np.nan))
+    with pytest.raises(UserError, match="positive"):
+        emc_from_curve([0, 1], np.zeros((2, 2)))
