@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from experiments.comparison.settings import Comparison
+from experiments.quality.settings import Quality
 from finetune.config import (
     Adapter,
     Columns,
@@ -15,6 +16,7 @@ from finetune.config import (
     LanguageModel,
     Mesh,
     Optimizer,
+    Record,
     Task,
     Train,
     check_bounds,
@@ -53,6 +55,9 @@ class Select:
     """Cut the pool's texts to one length before anything is chosen."""
     relevance: Relevance | None = None
     """Judge the pool's domains as wholes first: choose some of them, or weight them."""
+    checks: bool = True
+    """Measure on a few thousand rows whether the selection lowers the transport distance to the target, and which
+    targets the pool cannot serve (methods that work on features)."""
     columns: Columns = field(default_factory=Columns)
     """Column names of pool and target."""
     domain_column: str = "domain"
@@ -89,9 +94,19 @@ class Sweep:
     """Dotted key: values."""
     seeds: int = 3
     """Values of `train.seed`: 0, 1, …"""
+    design: Literal["grid", "paired", "random"] = "grid"
+    """All combinations of the values (grid), first values together, second together, … (paired), or points drawn from
+    lists and from ranges `lo..hi` and `lo..hi:log` (random)."""
+    points: int | None = None
+    """How many points to draw (design: random)."""
+    stack: int | Literal["auto"] = 1
+    """Cells that train at the same time on one shared backbone at most; 1: each alone; `auto`: as many as memory
+    allows. Results of a stack equal those of cells alone up to rounding."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, seeds=(1, None))
+        check_bounds(self, seeds=(1, None), points=(1, None))
+        if self.stack != "auto":
+            check_bounds(self, stack=(1, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +137,11 @@ class Recipe:
     """Device mesh axes."""
     eval: Evaluate = field(default_factory=Evaluate)
     """Metrics and intervals."""
+    record: Record | None = None
+    """What is written down at log-spaced steps of fine-tuning; null: nothing but metrics.jsonl."""
     sweep: Sweep | None = None
     """Default grid of `flatshift sweep`."""
     comparison: Comparison | None = None
     """Methods, tasks and protocol of `flatshift compare`."""
+    quality: Quality | None = None
+    """Selectors, targets and protocol of `flatshift compare`: a study of data selection."""

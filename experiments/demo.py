@@ -32,7 +32,14 @@ _RUN = {
 }
 """Shorter than the shipped recipe: the demo shows the journeys, `benchmarks/first_study.py` measures them."""
 
-_SWEEP = {"train.steps": 50, "data.test.limit": 200, "eval.bootstrap": 100}
+_SWEEP = {
+    "train.steps": 50,
+    "data.test.limit": 200,
+    "eval.bootstrap": 100,
+    "record.per_doubling": 1,
+    "record.train_rows": 60,
+    "record.heldout_rows": 60,
+}
 
 
 def demo(out: Path) -> int:

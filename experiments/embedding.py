@@ -133,7 +133,9 @@ class Vectors:
             static = StaticEmbedder(embedder.path, max_tokens=embedder.max_length)
             return static.transform, f"static {static.fingerprint if self.spec.cache else ''}"
         assert isinstance(embedder, Backbone | Encoder)
-        return self._model(embedder)
+        return state_embedder(
+            embedder, backbone=self.recipe.backbone, device=self.recipe.train.device, keyed=bool(self.spec.cache)
+        )
 
     def _tfidf(self, embedder: TfIdf) -> tuple[Callable[[list[str]], np.ndarray], str]:
         from selection import TfIdfEmbedder
@@ -154,35 +156,39 @@ class Vectors:
         load_fitted(path, tfidf, lambda: tfidf.fit(texts))
         return tfidf.transform, f"tfidf {tfidf.fingerprint}"
 
-    def _model(self, embedder: Backbone | Encoder) -> tuple[Callable[[list[str]], np.ndarray], str]:
-        from finetune.backbone import resolve_backbone
-        from finetune.features import hidden_state_encoder, model_fingerprint
-        from selection import pool_features
-        from selection.features import read_layout, transformer_folder
 
-        name = embedder.path if isinstance(embedder, Encoder) else self.recipe.backbone
-        if not name:
-            raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
-        pooling, normalise, length, lower, prompt = "mean", True, embedder.max_length, False, ""
-        if isinstance(embedder, Encoder):
-            root = Path(name).expanduser()
-            # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
-            if not (root / "modules.json").is_file():
-                root = resolve_backbone(name)
-            layout = read_layout(root) if embedder.pooling == "auto" else None
-            if layout is not None:
-                name, pooling, normalise = str(layout.transformer), layout.pooling, layout.normalise
-                length, lower, prompt = min(length, layout.max_length or length), layout.lower, layout.prompt
-            elif embedder.pooling != "auto":
-                name, pooling = str(transformer_folder(root)), embedder.pooling
-        encode = hidden_state_encoder(name, max_length=length, device=self.recipe.train.device)
+def state_embedder(
+    embedder: Backbone | Encoder, *, backbone: str, device: str, keyed: bool
+) -> tuple[Callable[[list[str]], np.ndarray], str]:
+    """texts → pooled states of a model, and the key that names it in a cache (complete where `keyed`)."""
+    from finetune.backbone import resolve_backbone
+    from finetune.features import hidden_state_encoder, model_fingerprint
+    from selection import pool_features
+    from selection.features import read_layout, transformer_folder
 
-        def embed(texts: list[str]) -> np.ndarray:
-            given = [prompt + (text.lower() if lower else text) for text in texts]
-            return pool_features(given, encode, batch_size=64, pooling=pooling, normalise=normalise)  # type: ignore[arg-type]
+    name = embedder.path if isinstance(embedder, Encoder) else backbone
+    if not name:
+        raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
+    pooling, normalise, length, lower, prompt = "mean", True, embedder.max_length, False, ""
+    if isinstance(embedder, Encoder):
+        root = Path(name).expanduser()
+        # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
+        if not (root / "modules.json").is_file():
+            root = resolve_backbone(name)
+        layout = read_layout(root) if embedder.pooling == "auto" else None
+        if layout is not None:
+            name, pooling, normalise = str(layout.transformer), layout.pooling, layout.normalise
+            length, lower, prompt = min(length, layout.max_length or length), layout.lower, layout.prompt
+        elif embedder.pooling != "auto":
+            name, pooling = str(transformer_folder(root)), embedder.pooling
+    encode = hidden_state_encoder(name, max_length=length, device=device)
 
-        content = model_fingerprint(resolve_backbone(name)) if self.spec.cache else ""
-        return embed, f"states {content} {length} {pooling} {normalise} {lower} {prompt}"
+    def embed(texts: list[str]) -> np.ndarray:
+        given = [prompt + (text.lower() if lower else text) for text in texts]
+        return pool_features(given, encode, batch_size=64, pooling=pooling, normalise=normalise)  # type: ignore[arg-type]
+
+    content = model_fingerprint(resolve_backbone(name)) if keyed else ""
+    return embed, f"states {content} {length} {pooling} {normalise} {lower} {prompt}"
 
 
 def _texts(records: Records) -> list[str]:

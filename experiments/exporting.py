@@ -154,7 +154,6 @@ def card(path: Path, recipe: Recipe) -> str:
     ]
     inputs = [f"- `{Path(i['path']).name}`: {i['rows']:,} rows, SHA-256 `{i['sha256']}`" for i in manifest["inputs"]]
     adapter = recipe.adapter
-    alpha = adapter.alpha if adapter.alpha is not None else 2 * adapter.rank
     lines = [
         "---",
         "library_name: peft",
@@ -164,8 +163,8 @@ def card(path: Path, recipe: Recipe) -> str:
         "",
         f"# {recipe.task.kind} adapter on {Path(recipe.backbone).name}",
         "",
-        f"LoRA of rank {adapter.rank} (alpha {alpha:g}) on {adapter.targets}; regularizer `{recipe.regularizer.kind}`; "
-        f"{recipe.train.steps} updates of {recipe.train.batch_size * recipe.train.accumulate} rows, seed "
+        f"LoRA of rank {adapter.rank} (alpha {adapter.numerator:g}) on {adapter.targets}; regularizer "
+        f"`{recipe.regularizer.kind}`; {recipe.train.steps} updates of {recipe.train.batch_size * recipe.train.accumulate} rows, seed "
         f"{recipe.train.seed}" + (f", after a warm-up of {recipe.warmup.steps} updates." if recipe.warmup else "."),
         "",
         f"    {command}",

@@ -23,7 +23,7 @@ from experiments.config import Recipe
 from experiments.console import Console
 from experiments.interrupts import graceful_stop
 from experiments.judging import judge_splits, lay_out
-from experiments.preparing import Prepared, prepare, prepare_texts
+from experiments.preparing import Prepared, noise_record, prepare, prepare_texts, recording_of
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
@@ -37,6 +37,7 @@ from finetune.loop import train_stage
 from finetune.memory import plan_lines
 from finetune.numerics import cpu_threads
 from finetune.parallel import agree, launch, watch
+from finetune.parallel.engine import Engine
 from finetune.parallel.plan import mesh_lines
 from finetune.parallel.rules import Settings, check_settings
 from finetune.parallel.world import World
@@ -46,6 +47,7 @@ from finetune.seeds import derive
 from regularizers import build as build_regularizer
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
+LABEL_NOISE = "label_noise.json"
 Stop = Callable[[], bool]
 
 
@@ -114,6 +116,8 @@ def check_recipe(recipe: Recipe) -> None:
     build_regularizer(recipe.regularizer)
     check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
     check_available(recipe.train.quantization)
+    if recipe.record is not None and (recipe.mesh.size > 1 or recipe.mesh.auto):
+        raise UserError("record: a run on a mesh is not recorded; leave every axis of mesh at 1, or take the block out")
     if recipe.warmup is not None and recipe.warmup.batch_size % (recipe.mesh.replicate * recipe.mesh.dp):
         raise UserError(
             f"warmup.batch_size: {recipe.warmup.batch_size} rows do not divide among the "
@@ -270,10 +274,43 @@ def _stage(
     done = run.path / "stages" / name / "done.json"
     if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["target_steps"] == train.steps:
         return adapter
-    seed = derive(train.seed, name)
     engine, tokenizer = lay_out(recipe, task, prepared.label_names, world=world, say=console.say)
     if previous is not None:
         engine.load_adapter(previous, partial=True)
+    arguments = stage_arguments(
+        run,
+        recipe,
+        console,
+        engine,
+        tokenizer,
+        name=name,
+        task=task,
+        prepared=prepared,
+        optimizer=optimizer,
+        train=train,
+    )
+    with console.task(name, train.steps, "steps") as bar:
+        train_stage(
+            engine, tokenizer, **arguments, on_step=lambda m: bar(m["step"], f"loss {m['loss']:.3f}"), stop=stop
+        )
+    return adapter
+
+
+def stage_arguments(
+    run: RunDirectory,
+    recipe: Recipe,
+    console: Console,
+    engine: Engine,
+    tokenizer: Any,
+    *,
+    name: str,
+    task: Task,
+    prepared: Prepared,
+    optimizer: Optimizer,
+    train: Train,
+) -> dict[str, Any]:
+    """What `finetune.loop.train_stage` is told of the stage `name`; says what there is to know of it before step 1."""
+    seed = derive(train.seed, name)
     batches = Batches(
         prepared.train,
         task=task,
@@ -293,32 +330,29 @@ def _stage(
         console.say(f"skipped {len(prepared.skipped):,} bad rows, first {prepared.skipped[0]}")
     if prepared.flipped:
         console.say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
-    if world.size == 1:
+    if engine.world.size == 1:
         plan = plan_lines(engine.model, train=train, optimizer=optimizer)
     else:
         plan = mesh_lines(engine, mesh=recipe.mesh, train=train, optimizer=optimizer)
     for line in plan:
         console.say(line)
+    if name == FINE_TUNE and prepared.flipped and engine.is_main:
+        write_json(run.path / LABEL_NOISE, noise_record(recipe, prepared))
     console.say(first_batch_panel(batches.at(0)[0], tokenizer, task, label_names=prepared.label_names))
-    with console.task(name, train.steps, "steps") as bar:
-        train_stage(
-            engine,
-            tokenizer,
-            stage=name,
-            task=task,
-            batches=batches,
-            dev=prepared.dev if name == FINE_TUNE else [],
-            optimizer=optimizer,
-            train=train,
-            evaluate=recipe.eval,
-            regularizer=build_regularizer(recipe.regularizer),
-            run=run,
-            seed=seed,
-            label_names=prepared.label_names,
-            on_step=lambda m: bar(m["step"], f"loss {m['loss']:.3f}"),
-            stop=stop,
-        )
-    return adapter
+    return {
+        "stage": name,
+        "task": task,
+        "batches": batches,
+        "dev": prepared.dev if name == FINE_TUNE else [],
+        "optimizer": optimizer,
+        "train": train,
+        "evaluate": recipe.eval,
+        "regularizer": build_regularizer(recipe.regularizer),
+        "run": run,
+        "seed": seed,
+        "label_names": prepared.label_names,
+        "recording": recording_of(recipe, prepared) if name == FINE_TUNE else None,
+    }
 
 
 def _evaluate(

@@ -138,7 +138,9 @@ def domains_of(records: Records, spec: Select) -> list[str | None] | None:
 def _rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator[Row]:
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
-    return read_rows(files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped)
+    return read_rows(
+        files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped, setting="select.columns"
+    )
 
 
 def _told(rows: Iterable[Row], console: Console) -> Iterator[Row]:

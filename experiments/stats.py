@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -62,3 +62,46 @@ def paired_difference(
     """
     shared = sorted(set(ours) & set(base), key=repr)
     return t_interval([ours[k] - base[k] for k in shared], confidence=confidence) if shared else None
+
+
+def paired_p(differences: Sequence[float]) -> float | None:
+    """Two-sided p of a paired t-test; None below two differences, 1 or 0 where they do not spread."""
+    from scipy.special import stdtr
+
+    n = len(differences)
+    if n < 2:
+        return None
+    mean = math.fsum(differences) / n
+    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
+    if sd == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * stdtr(n - 1, -abs(mean) / (sd / math.sqrt(n))))
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Holm's step-down adjustment (1979): adjusted p by name."""
+    adjusted, running = {}, 0.0
+    for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        running = max(running, min(1.0, (len(p_values) - place) * p))
+        adjusted[name] = running
+    return adjusted
+
+
+def detectable(differences: Sequence[float]) -> float | None:
+    """The effect that a two-sided 5 % test finds with a power of 80 %: (t.975 + t.80)·s_d/√S."""
+    n = len(differences)
+    if n < 2:
+        return None
+    mean = math.fsum(differences) / n
+    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
+    return (t_quantile(0.975, n - 1) + t_quantile(0.80, n - 1)) * sd / math.sqrt(n)
+
+
+def paired_test(ours: Mapping[Any, float], base: Mapping[Any, float]) -> dict[str, Any] | None:
+    """ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's own difference."""
+    found = paired_difference(ours, base)
+    if found is None:
+        return None
+    by_seed = {str(s): ours[s] - base[s] for s in sorted(set(ours) & set(base))}
+    differences = list(by_seed.values())
+    return {**asdict(found), "p": paired_p(differences), "detectable": detectable(differences), "by_seed": by_seed}

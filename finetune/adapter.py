@@ -82,7 +82,7 @@ def _lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new
     return LoraConfig(
         task_type=_PEFT_TASKS.get(task.kind, "CAUSAL_LM"),
         r=adapter.rank,
-        lora_alpha=adapter.alpha if adapter.alpha is not None else 2 * adapter.rank,  # type: ignore[arg-type]
+        lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
         target_modules=targets,
         modules_to_save=_new_outside_head(new) or None,

@@ -90,8 +90,9 @@ class Adapter:
 
     rank: int = 8
     """r: rows of A and columns of B."""
-    alpha: float | None = None
-    """Scale numerator; the update is alpha/r·BA (alpha/√r with rslora). Null means 2·rank: a constant scale of 2."""
+    alpha: float | Literal["rank"] | None = None
+    """Scale numerator; the update is alpha/r·BA (alpha/√r with rslora). Null means 2·rank: a constant scale of 2;
+    `rank` a constant scale of 1; a number the same alpha at every rank."""
     targets: str | tuple[str, ...] = "all-linear"
     """Module name suffixes that get an adapter, or `all-linear`."""
     dropout: float = 0.0
@@ -105,7 +106,16 @@ class Adapter:
     left with the rest (PiSSA); in one process only."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, rank=(1, None), alpha=(0, None), dropout=(0, 0.99))
+        check_bounds(self, rank=(1, None), dropout=(0, 0.99))
+        if not isinstance(self.alpha, str):
+            check_bounds(self, alpha=(0, None))
+
+    @property
+    def numerator(self) -> float:
+        """The alpha that PEFT is given."""
+        if isinstance(self.alpha, str):
+            return self.rank
+        return 2 * self.rank if self.alpha is None else self.alpha
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,10 +197,10 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Rows from JSONL (.gz .xz .zst), CSV, Parquet, or a saved `datasets` directory."""
+    """Rows from JSONL (.gz .xz .zst), CSV, Parquet, a saved `datasets` directory, or a hub data set."""
 
     files: tuple[str, ...] = ()
-    """Paths, globs (sorted), or `sample:NAME` for a file that ships with Flatshift."""
+    """Paths, globs (sorted), `sample:NAME` for a file that ships with Flatshift, or `hub:NAME@REVISION:SPLIT`."""
     limit: int | None = None
     """Use this many rows: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
 
@@ -228,7 +238,9 @@ class Data:
     """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files.
     The draw does not depend on `train.seed`, so every seed is judged on the same rows."""
     label_noise: float = 0.0
-    """Share of training labels replaced by another class, drawn by seed and recorded."""
+    """Share of training rows whose label is made wrong, drawn by seed and written to `label_noise.json`; larger shares
+    contain smaller ones. A class becomes another one; a completion or seq2seq target that of a row which answers
+    differently; of a plain language model's row the tokens come in random order."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed row stops the run with its file:line, or is skipped and counted."""
 
@@ -283,6 +295,41 @@ class Mesh:
     def size(self) -> int:
         """Ranks in all."""
         return self.replicate * self.dp * self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a run writes down on its way, into `trace.jsonl`: one line per recorded step of fine-tuning, in one process.
+
+    Measuring changes nothing: with and without it, training ends with the same bits.
+    """
+
+    steps: Literal["log"] | tuple[int, ...] = "log"
+    """Updates after which figures are taken: `log` (evenly in the logarithm of the step), or a list of steps. Always
+    also before the first update and after the last."""
+    per_doubling: int = 2
+    """Recorded steps in each doubling of the step (steps: log)."""
+    train_rows: int | None = 128
+    """Training rows that are judged at each recorded step, drawn by `train.seed` so that larger numbers contain
+    smaller ones; null: all of them. Judging them is most of what recording costs."""
+    heldout_rows: int | None = 128
+    """Rows of dev, and of test, that are judged at each recorded step; the draw does not depend on `train.seed`. Null:
+    all of them."""
+    dynamics: bool = True
+    """Norms of the adapter, its gradients and its last update, and how many directions its update has."""
+    sharpness: tuple[int, ...] = ()
+    """Steps at which curvature in the adapter's space is measured too: λ_max, the trace, and λ_max as Adam sees it."""
+    sharpness_rows: int = 64
+    """Training rows whose mean loss the curvature is of."""
+
+    def __post_init__(self) -> None:
+        check_bounds(
+            self, per_doubling=(1, None), train_rows=(1, None), heldout_rows=(1, None), sharpness_rows=(1, None)
+        )
+        for name in ("steps", "sharpness"):
+            value = getattr(self, name)
+            if value != "log" and any(step < 0 for step in value):
+                raise ValueError(f"{name} must hold numbers ≥ 0, got {min(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)

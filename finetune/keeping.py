@@ -94,8 +94,8 @@ class Keeper:
         self.saved_step = found.step
 
     def save(self) -> None:
-        """Write a checkpoint of the completed updates, unless this step has one."""
-        if self.saved_step == self.progress.step:
+        """Write a checkpoint of the completed updates, unless this step has one or the engine keeps none."""
+        if self.saved_step == self.progress.step or not self.engine.keeps:
             return
         whole = self.engine.whole
         tensors = pack(

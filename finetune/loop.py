@@ -8,13 +8,14 @@ mesh and threads ends with the same bits as one that was never stopped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
@@ -23,11 +24,12 @@ from .checkpoint import clone
 from .config import Classify, Evaluate, Optimizer, Task, Train
 from .errors import Interrupted, UserError
 from .keeping import Keeper
-from .loss import batch_loss, loss_sum
+from .loss import Head, batch_loss, loss_sum
 from .numerics import autocast, cpu_threads, seeded, uses_dropout, without_input_casts
 from .optimizer import AdapterOptimizer
 from .parallel import watch
-from .parallel.engine import Engine
+from .parallel.engine import Context, Engine
+from .recording import Recorder, Recording
 from .rundir import RunDirectory, disk_full_interrupts
 from .schedule import learning_rate
 from .seeds import derive
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 
     from regularizers.protocol import Regularizer
 
-    from .data import Batches, Example
+    from .data import Batches, Example, MicroBatch
+
+Arguments = ParamSpec("Arguments")
 
 
 class Diverged(UserError):
@@ -61,7 +65,34 @@ class StageResult:
     """Whether `train.patience` ended it."""
 
 
-def train_stage(
+@dataclass(frozen=True)
+class Work:
+    """One forward and backward pass over the micro-batches of an update, which a stage asks for."""
+
+    engine: Engine
+    """Whose parameters are to get the gradients."""
+    task: Task
+    micros: Sequence[MicroBatch]
+    count: int
+    """Supervised tokens (examples) of the update, over all ranks: the divisor of its loss."""
+    head: Head | None
+    """What the loss may be made in slices of (`finetune.loss.find_head`)."""
+    context: Context
+    """What surrounds the forward pass of each micro-batch."""
+
+    def compute(self) -> torch.Tensor:
+        """Do it by the engine alone; returns the loss, float32 scalar."""
+        return self.engine.forward_backward(
+            self.micros, self.count, task=self.task, head=self.head, context=self.context
+        )
+
+
+Stage = Generator[Work, torch.Tensor, StageResult]
+"""A stage under way: gives the work that it needs, is sent the loss once the gradients lie in the engine's parameters,
+and returns how it ended."""
+
+
+def stage_work(
     model: PeftModel | Engine,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -78,8 +109,12 @@ def train_stage(
     label_names: tuple[str, ...] | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     stop: Callable[[], bool] | None = None,
-) -> StageResult:
+    recording: Recording | None = None,
+) -> Stage:
     """Train `model`'s adapter for `train.steps` updates; afterwards `model` holds the stage's adapter.
+
+    A generator of the forward and backward passes that it needs, which somebody else may do, several stages' at once
+    (`finetune.stacked`); `train_stage` is the same function and has its engine do them.
 
     On a mesh every rank calls this with its `Engine`; the main rank writes.
 
@@ -91,12 +126,13 @@ def train_stage(
         batches: `at(step)` gives the micro-batches of an update.
         on_step: called after every update with its line of metrics.jsonl.
         stop: asked after every update; True saves a checkpoint and raises Interrupted.
+        recording: what goes into the run's trace.jsonl at which steps; in one process only.
 
     Raises:
         Interrupted: `stop` said so, Ctrl-C, or a full disk; running it again continues.
         Diverged: loss or gradient is NaN or infinite; nothing of that update is saved.
         UserError: rows longer than the backbone's positions, samples that cannot be packed for it, a checkpoint of
-            another adapter.
+            another adapter, a recording on a mesh.
     """
     engine = model if isinstance(model, Engine) else Engine.alone(model)
     _check_length(engine, batches)
@@ -107,14 +143,16 @@ def train_stage(
         engine.load_adapter(run.stage(stage) / "adapter")
         return done
     with cpu_threads(train.threads):
-        loop = _Loop(engine, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed)
+        loop = _Loop(
+            engine, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed, recording
+        )
         regularizer.attach(
             engine.model, seed=derive(seed, "regularizer"), total_steps=train.steps, placement=engine.placement
         )
         try:
             loop.keeper.restore()
             with without_input_casts(engine.model, train), watch.hurried(stage):
-                loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
+                yield from loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
         except KeyboardInterrupt as error:
             inside = loop.keeper.progress.step + 1
             raise Interrupted(
@@ -123,6 +161,31 @@ def train_stage(
         finally:
             regularizer.detach()
         return loop.finish()
+
+
+def _alone(work: Callable[Arguments, Stage]) -> Callable[Arguments, StageResult]:
+    """The stage that does all its work itself."""
+
+    @functools.wraps(work)
+    def train(*args: Arguments.args, **kwargs: Arguments.kwargs) -> StageResult:
+        stage = work(*args, **kwargs)
+        try:
+            asked = next(stage)
+            while True:
+                try:
+                    loss = asked.compute()
+                except BaseException as error:  # the stage leaves its contexts as if it had computed it itself
+                    asked = stage.throw(error)
+                else:
+                    asked = stage.send(loss)
+        except StopIteration as end:
+            result: StageResult = end.value
+            return result
+
+    return train
+
+
+train_stage = _alone(stage_work)
 
 
 def _check_length(engine: Engine, batches: Batches) -> None:
@@ -160,6 +223,7 @@ class _Loop:
         regularizer: Regularizer,
         run: RunDirectory,
         seed: int,
+        recording: Recording | None,
     ) -> None:
         from .data import refuse_leaks
 
@@ -180,16 +244,34 @@ class _Loop:
                 refuse_leaks(engine.judged, tolerance=0.1 if train.precision == "bf16" else 1e-3)
             self.head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=task)
         engine.settle()
+        self.recorder = Recorder(
+            recording,
+            engine,
+            self.optimizer,
+            task=task,
+            settings=optimizer,
+            train=train,
+            evaluate=evaluate,
+            head=self.head,
+            pad_id=self.pad_id,
+            run=run,
+            stage=stage,
+            seed=seed,
+        )
 
     # ------------------------------------------------------------------ training
 
-    def run_to_end(self, on_step: Callable[[dict[str, Any]], None], stop: Callable[[], bool]) -> None:
+    def run_to_end(
+        self, on_step: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
+    ) -> Generator[Work, torch.Tensor, None]:
         """Updates until `train.steps`, or the end of patience; the last thing done is a checkpoint."""
         state, train = self.keeper.progress, self.train
         started = time.monotonic() - state.seconds
         self.engine.model.train()
+        if state.step == 0:
+            self.recorder.at(state, self.keeper.attempt)
         while state.step < train.steps and not state.stopped_early:
-            line = self.update()
+            line = yield from self.update()
             state.seconds = time.monotonic() - started
             line = {
                 "attempt": self.keeper.attempt,
@@ -203,7 +285,8 @@ class _Loop:
             last = state.step == train.steps
             if self.dev and (last or (train.eval_every and state.step % train.eval_every == 0)):
                 self.judge(started)
-                state.seconds = time.monotonic() - started
+            self.recorder.at(state, self.keeper.attempt)
+            state.seconds = time.monotonic() - started
             asked = self.engine.world.any(stop())
             if asked or last or state.stopped_early or (train.save_every and state.step % train.save_every == 0):
                 self.keeper.save()
@@ -211,7 +294,7 @@ class _Loop:
                 raise Interrupted(f"{self.stage} stopped after step {state.step} of {train.steps}; its state is saved")
         self.keeper.save()  # stopped early or finished in an earlier attempt: already there
 
-    def update(self) -> dict[str, Any]:
+    def update(self) -> Generator[Work, torch.Tensor, dict[str, Any]]:
         """One optimizer update; returns its loss, tokens, learning rate and norms."""
         step = self.keeper.progress.step
         self.engine.beat = partial(watch.progress, step, self.stage)
@@ -220,21 +303,17 @@ class _Loop:
         losses = []
         with self.regularizer.step(step) as passes:
             for _ in passes:
+                micros = self.batches.at(step)
                 losses.append(
-                    self.engine.forward_backward(
-                        self.batches.at(step),
-                        count,
-                        task=self.task,
-                        head=self.head,
-                        context=partial(self._context, step),
-                    )
+                    (yield Work(self.engine, self.task, micros, count, self.head, partial(self._context, step)))
                 )
-        norm = self.engine.clip(self.settings.clip)
-        value, norm_value = losses[0].item(), norm.item()  # of two passes, the first is at the weights themselves
-        if not (math.isfinite(value) and math.isfinite(norm_value)):
-            self._refuse(step + 1, value)
-        self.optimizer.step(rate)
-        self.regularizer.updated(rate)
+        with self.recorder.update(step + 1):
+            norm = self.engine.clip(self.settings.clip)
+            value, norm_value = losses[0].item(), norm.item()  # of two passes, the first is at the weights themselves
+            if not (math.isfinite(value) and math.isfinite(norm_value)):
+                self._refuse(step + 1, value)
+            self.optimizer.step(rate)
+            self.regularizer.updated(rate)
         self.keeper.progress.step += 1
         self.keeper.progress.tokens += count
         line = {"loss": value, "tokens": self.keeper.progress.tokens, "lr": rate, "grad_norm": norm_value}

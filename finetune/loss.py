@@ -178,28 +178,44 @@ def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> 
     return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets)
 
 
+def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
+    """The terms of `linear_cross_entropy`, one for each row, float32 (n,)."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets)
+
+
+def _slices(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, gradient: Tensor | None
+) -> Iterator[Tensor]:
+    """−log p (rows, 1) of each slice of rows, whose ∂/∂hidden is written into `gradient`, if there is one."""
+    device = hidden.device.type
+    weight = weight.to(hidden.dtype)
+    bias = None if bias is None else bias.to(hidden.dtype)
+    rows = max(_SLICE.get(device, 1 << 24) // weight.shape[0], 16)
+    with torch.autocast(device, enabled=False):
+        for start in range(0, len(hidden), rows):
+            part, wanted = hidden[start : start + rows], targets[start : start + rows, None]
+            logits = F.linear(part, weight, bias).float()
+            peak = logits.amax(dim=1, keepdim=True)
+            chosen = logits.gather(1, wanted)
+            logits.sub_(peak).exp_()
+            norm = logits.sum(dim=1, keepdim=True)
+            yield norm.log() + peak - chosen
+            if gradient is not None:
+                logits.div_(norm).scatter_add_(1, wanted, torch.full_like(norm, -1.0))
+                torch.mm(logits.to(weight.dtype), weight, out=gradient[start : start + rows])
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-        device = hidden.device.type
-        weight = weight.to(hidden.dtype)
-        bias = None if bias is None else bias.to(hidden.dtype)
-        needs_gradient = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden) if needs_gradient else None
-        total = torch.zeros((), dtype=torch.float64 if device == "cpu" else torch.float32, device=hidden.device)
-        rows = max(_SLICE.get(device, 1 << 24) // weight.shape[0], 16)
-        with torch.autocast(device, enabled=False):
-            for start in range(0, len(hidden), rows):
-                part, wanted = hidden[start : start + rows], targets[start : start + rows, None]
-                logits = F.linear(part, weight, bias).float()
-                peak = logits.amax(dim=1, keepdim=True)
-                chosen = logits.gather(1, wanted)
-                logits.sub_(peak).exp_()
-                norm = logits.sum(dim=1, keepdim=True)
-                total += (norm.log() + peak - chosen).sum(dtype=total.dtype)
-                if gradient is not None:
-                    logits.div_(norm).scatter_add_(1, wanted, torch.full_like(norm, -1.0))
-                    torch.mm(logits.to(weight.dtype), weight, out=gradient[start : start + rows])
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        wide = torch.float64 if hidden.device.type == "cpu" else torch.float32
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        for nats in _slices(hidden, weight, bias, targets, gradient):
+            total += nats.sum(dtype=wide)
         ctx.save_for_backward(gradient)
         return total.float()
 
@@ -207,3 +223,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, upstream: Tensor):
         (gradient,) = ctx.saved_tensors
         return gradient * upstream.to(gradient.dtype), None, None, None
+
+
+class _LinearCrossEntropies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        parts = list(_slices(hidden, weight, bias, targets, gradient))
+        ctx.save_for_backward(gradient)
+        return torch.cat(parts)[:, 0] if parts else hidden.new_zeros(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[:, None].to(gradient.dtype), None, None, None

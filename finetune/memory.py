@@ -68,7 +68,7 @@ def _saved_bytes(model: nn.Module, tokens: int, train: Train) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # with its history, an output that its own node saves would keep the graph alive
 
     device = next(model.parameters()).device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)

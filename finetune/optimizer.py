@@ -68,6 +68,20 @@ class AdapterOptimizer:
         }
         return {**found, MASTER: dict(self.masters)} if self.masters else found
 
+    @torch.no_grad()
+    def preconditioner(self) -> dict[str, Tensor]:
+        """P of Adam's step −rate · P⁻¹ m̂ by name, float32: √v̂ + ε with v̂ corrected for its start, divided by
+        `lora_plus` for the factors that it speeds up. Parameters without an update yet are left out."""
+        found = {}
+        names = {id(tensor): name for name, tensor in self._updated.items()}
+        for group in self._adam.param_groups:
+            for tensor in group["params"]:
+                if tensor in self._adam.state:
+                    state = self._adam.state[tensor]
+                    second = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+                    found[names[id(tensor)]] = second.sqrt_().add_(group["eps"]).div_(group["factor"])
+        return found
+
     def counters(self) -> dict[str, Tensor]:
         """Updates that each parameter has had, scalars."""
         return {name: self._adam.state[t]["step"] for name, t in self._updated.items() if t in self._adam.state}

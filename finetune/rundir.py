@@ -26,12 +26,13 @@ from typing import Any
 from .atomic import replacing_directory, sweep_leftovers, write_json, write_text
 from .errors import Interrupted, UserError
 
-ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, LOG = (
+ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
     "environment.json",
     "command.txt",
     "recipe.resolved.yaml",
     "manifest.json",
     "metrics.jsonl",
+    "trace.jsonl",
     "log.txt",
 )
 _PACKAGES = ("flatshift", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "scikit-learn")
@@ -93,7 +94,7 @@ class RunDirectory:
             raise UserError(f"{path} is not a run directory: it has no {ENVIRONMENT} and {COMMAND}")
         for folder in (path, path / "state", path / "stages", *(path / "stages").glob("*/")):
             sweep_leftovers(folder)
-        for file in (path / METRICS, *(path / "stages").glob(f"*/{METRICS}")):
+        for file in (path / METRICS, path / TRACE, *(path / "stages").glob(f"*/{METRICS}")):
             _cut_torn_tail(file)
         return cls(path)
 
@@ -112,10 +113,14 @@ class RunDirectory:
         """Append one line to the run's and the stage's metrics.jsonl. NaN and infinities become null."""
         if not self.writes:
             return
-        line = {"stage": stage, **{key: _finite(value) for key, value in fields.items()}}
-        text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+        text = _line(stage, fields)
         for file in (self.path / METRICS, self.stage(stage) / METRICS):
             _append(file, text)
+
+    def log_trace(self, stage: str, **fields: Any) -> None:
+        """Append one line to trace.jsonl. NaN and infinities become null."""
+        if self.writes:
+            _append(self.path / TRACE, _line(stage, fields))
 
     def log(self, message: str) -> None:
         """Append lines to log.txt, each with the time."""
@@ -236,6 +241,11 @@ def _append(path: Path, text: str) -> None:
                 raise
         finally:
             os.close(fd)
+
+
+def _line(stage: str, fields: dict[str, Any]) -> str:
+    line = {"stage": stage, **{key: _finite(value) for key, value in fields.items()}}
+    return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -33,7 +33,7 @@ class SelectFlags:
     budget: int | None = None
     """Records to choose."""
     out: Path | None = None
-    """Directory to make (required); must not exist or be empty."""
+    """Directory to make (required): not there, empty, or with what this same command left when it was killed."""
     method: str | None = None
     """gotd, gotd-contrast, knn, dsir, tsds, less, perplexity, length, domains or random."""
     negative: tuple[str, ...] = ()
@@ -85,33 +85,55 @@ class SweepFlags:
     recipe: Positional[str]
     """Recipe file or shipped recipe."""
     grid: tuple[str, ...] = ()
-    """key=v1,v2,… for each axis; by default the recipe's own `sweep.grid`."""
+    """key=v1,v2,… for each axis (random: also key=lo..hi and key=lo..hi:log); by default the recipe's own
+    `sweep.grid`."""
     seeds: int | None = None
     """Values of train.seed: 0, 1, …; by default the recipe's own `sweep.seeds`."""
     out: Path | None = None
-    """Sweep directory (required); an existing one is continued."""
-    jobs: int = 1
-    """Processes that work on cells at the same time."""
+    """Sweep directory (required); an existing one is continued, with the same grid or another."""
+    design: Literal["grid", "paired", "random"] | None = None
+    """All combinations, first values together and second together, or points drawn at random; grid by default."""
+    points: int | None = None
+    """How many points to draw (--design random)."""
+    bisect: str | None = None
+    """data.train.limit[=lo..hi]: find for each point how many training rows it still fits; written to emc.json."""
+    epsilon: float = 0.1
+    """Mean train error up to which rows count as fitted (--bisect)."""
+    jobs: int | None = None
+    """Processes that work on cells at the same time; by default one for each CUDA device, else 1."""
+    stack: str | None = None
+    """Cells that train together on one backbone: auto (as many as memory allows) or a number; 1: each alone."""
+    devices: str = "auto"
+    """auto (every CUDA device), cpu, or CUDA numbers such as 0,1; processes get them in turn."""
+    rerun_stale: bool = False
+    """Run finished cells anew that another version of the code made."""
 
 
 @dataclass(frozen=True)
 class CompareFlags:
-    """Compare training methods by a recipe's `comparison` block: equal trials, paired seeds, one primary endpoint."""
+    """Compare training methods by a recipe's `comparison` block, or ways to select data by its `quality` block: equal
+    trials, paired seeds, one primary endpoint."""
 
     recipe: Positional[str]
-    """Recipe file or shipped recipe (flat-comparison)."""
+    """Recipe file or shipped recipe (flat-comparison, selection-quality)."""
     out: Path | None = None
     """Directory to make or to continue (required); finished cells are never run again."""
     data: Path | None = None
-    """Directory of the tasks' files."""
+    """Directory of the files that the block names."""
     methods: tuple[str, ...] = ()
-    """Only these methods and the baseline."""
+    """Only these methods and the baseline (comparison)."""
     tasks: tuple[str, ...] = ()
-    """Only these tasks."""
+    """Only these tasks (comparison)."""
+    selectors: tuple[str, ...] = ()
+    """Only these arms and the baseline (quality)."""
+    targets: tuple[str, ...] = ()
+    """Only these targets (quality)."""
+    budgets: tuple[int, ...] = ()
+    """Only these budgets (quality)."""
     jobs: int = 2
     """Worker processes, one thread each."""
     json: bool = False
-    """Print comparison.json when done."""
+    """Print comparison.json, or quality.json, when done."""
 
 
 @dataclass(frozen=True)

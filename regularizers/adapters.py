@@ -31,14 +31,16 @@ def local(tensor: Tensor) -> Tensor:
 class Adapters:
     """θ of one model. Every method that is collective on a mesh says so."""
 
-    def __init__(self, model: nn.Module, placement: Placement = ALONE) -> None:
-        """Raises RegularizerError if `model` trains no LoRA factor (on any pipeline stage), or if they are sharded
-        without a placement."""
+    def __init__(self, model: nn.Module, placement: Placement = ALONE, *, heads: bool = False) -> None:
+        """heads: θ holds everything else that trains too.
+
+        Raises RegularizerError if `model` trains no LoRA factor (on any pipeline stage), or if they are sharded without
+        a placement."""
         self.placement = placement
         self.parameters: dict[str, nn.Parameter] = {
             canonical_name(name): parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and any(part in f".{name}." for part in _FACTORS)
+            if parameter.requires_grad and (heads or any(part in f".{name}." for part in _FACTORS))
         }
         """By name, in the model's order: `base_model.model.…q_proj.lora_A.default.weight`."""
         sharded = [name for name, parameter in self.parameters.items() if is_sharded(parameter)]

@@ -12,42 +12,10 @@ import numpy as np
 from experiments.comparison.plan import Plan
 from experiments.comparison.protocol import protocol
 from experiments.comparison.runner import Outcome, Result
-from experiments.stats import paired_difference, t_interval, t_quantile
+from experiments.stats import holm, paired_test, t_interval
 from finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
-
-
-def paired_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p of a paired t-test; None below two differences, 1 or 0 where they do not spread."""
-    from scipy.special import stdtr
-
-    n = len(differences)
-    if n < 2:
-        return None
-    mean = math.fsum(differences) / n
-    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    if sd == 0:
-        return 1.0 if mean == 0 else 0.0
-    return float(2 * stdtr(n - 1, -abs(mean) / (sd / math.sqrt(n))))
-
-
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's step-down adjustment (1979): adjusted p by name."""
-    adjusted, running = {}, 0.0
-    for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        running = max(running, min(1.0, (len(p_values) - place) * p))
-        adjusted[name] = running
-    return adjusted
-
-
-def detectable(differences: Sequence[float]) -> float | None:
-    """The effect that a two-sided 5 % test finds with a power of 80 %: (t.975 + t.80)·s_d/√S."""
-    n = len(differences)
-    if n < 2:
-        return None
-    sd = float(np.std(differences, ddof=1))
-    return (t_quantile(0.975, n - 1) + t_quantile(0.80, n - 1)) * sd / math.sqrt(n)
 
 
 def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
@@ -127,20 +95,6 @@ def _interval(values: Sequence[float]) -> dict[str, Any] | None:
     return asdict(t_interval(values)) if values else None
 
 
-def _paired(ours: BySeed, base: BySeed) -> dict[str, Any] | None:
-    """ours − base over shared seeds: mean, interval, p, detectable effect."""
-    found = paired_difference(ours, base)
-    if found is None:
-        return None
-    differences = [ours[s] - base[s] for s in sorted(set(ours) & set(base))]
-    return {
-        **asdict(found),
-        "p": paired_p(differences),
-        "detectable": detectable(differences),
-        "by_seed": {str(s): ours[s] - base[s] for s in sorted(set(ours) & set(base))},
-    }
-
-
 def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
     study = plan.study
     base = _values(plan, outcome, task, outcome.finals[study.baseline, task])
@@ -163,14 +117,14 @@ def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
         shorter = outcome.equal_time.get((method, task))
         methods[method] = {
             "mean": _interval(list(values.values())),
-            "difference": None if method == study.baseline else _paired(values, base),
+            "difference": None if method == study.baseline else paired_test(values, base),
             "f1_macro": _mean(plan, outcome, task, method, "f1_macro"),
             "loss": _mean(plan, outcome, task, method, "loss"),
             "sharpness": _plain_mean([r.get("sharpness") for r in outcome.finals[method, task]]),
             "step_cpu_s": _plain_mean([r.get("step_cpu_s") for r in outcome.finals[method, task]]),
             "equal_time": None
             if shorter is None
-            else {"steps": shorter[0]["steps"], "difference": _paired(_values(plan, outcome, task, shorter), base)},
+            else {"steps": shorter[0]["steps"], "difference": paired_test(_values(plan, outcome, task, shorter), base)},
         }
     return {
         "metric": "accuracy" if plan.classifies(task) else "loss",
@@ -232,7 +186,7 @@ def endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence
     mine, theirs = (
         {task: _values(plan, outcome, task, outcome.finals[m, task]) for task in tasks} for m in (ours, base)
     )
-    return _paired(*_over_tasks(mine, theirs))
+    return paired_test(*_over_tasks(mine, theirs))
 
 
 def _over_tasks(mine: Mapping[str, BySeed], theirs: Mapping[str, BySeed]) -> tuple[BySeed, BySeed]:
@@ -252,7 +206,7 @@ def _equal_time(plan: Plan, outcome: Outcome, name: str, tasks: Sequence[str]) -
     base = plan.study.baseline
     mine = {task: _values(plan, outcome, task, outcome.equal_time[name, task]) for task in tasks}
     theirs = {task: _values(plan, outcome, task, outcome.finals[base, task]) for task in tasks}
-    return _paired(*_over_tasks(mine, theirs))
+    return paired_test(*_over_tasks(mine, theirs))
 
 
 def _sharpness(plan: Plan, outcome: Outcome, name: str) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from experiments.cells.inputs import chosen, digest, locate
 from experiments.comparison.settings import Comparison
 from experiments.comparison.tuning import Setting, first_trials
 from experiments.config import Recipe
@@ -87,8 +88,10 @@ class Plan:
                 "flat-comparison`"
             )
         self.study = _only(self.resolved.recipe.comparison, methods, tasks)
-        self.files = {name: _file(name, task.file, data) for name, task in self.study.tasks.items()}
-        self._digests = {name: _digest(file) for name, file in self.files.items()}
+        self.files = {
+            name: locate(task.file, data, f"comparison.tasks.{name}.file") for name, task in self.study.tasks.items()
+        }
+        self._digests = {name: digest(file) for name, file in self.files.items()}
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._tried: list[tuple[str, RegularizerConfig]] = []
         for method in self.study.methods:
@@ -167,18 +170,13 @@ class Plan:
 
 def _only(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:
     """The comparison cut down to some methods (the baseline stays) and tasks."""
-    from experiments.recipe.build import nearest
-
     if not study.tasks or len(study.methods) < 2:
         raise UserError("comparison.tasks and comparison.methods must name at least one task and two methods")
-    for flag, given, known in (("--methods", methods, study.methods), ("--tasks", tasks, study.tasks)):
-        for name in given:
-            if name not in known:
-                raise UserError(f"{flag}: the comparison has no {name!r}{nearest(name, known)}")
-    kept_tasks = {name: task for name, task in study.tasks.items() if not tasks or name in tasks}
+    kept_tasks = {name: study.tasks[name] for name in chosen("--tasks", tasks, study.tasks)}
+    wanted = chosen("--methods", methods, study.methods)
     kept = {}
     for name, method in study.methods.items():
-        if methods and name not in methods and name != study.baseline:
+        if name not in wanted and name != study.baseline:
             continue
         on = tuple(task for task in method.tasks if task in kept_tasks)
         if method.tasks and not on:
@@ -188,25 +186,3 @@ def _only(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Co
         raise UserError(f"nothing to compare with {study.baseline!r}: name another method with --methods")
     controls = {control: of for control, of in study.controls.items() if control in kept and of in kept}
     return dataclasses.replace(study, tasks=kept_tasks, methods=kept, controls=controls)
-
-
-def _file(task: str, name: str, data: Path | None) -> str:
-    """The file of a task's rows."""
-    from finetune.data import expand
-
-    if name.startswith(("sample:", "hub:")) or Path(name).is_absolute():
-        place = name
-    else:
-        place = str(((data or Path()) / name).absolute())
-    try:
-        (found,) = expand([place])
-    except UserError as error:
-        hint = "; name the directory of the tasks' files with --data" if data is None else ""
-        raise UserError(f"comparison.tasks.{task}.file: {error}{hint}") from None
-    return place if name.startswith("hub:") else str(found)
-
-
-def _digest(file: str) -> list[str]:
-    from finetune.data import describe
-
-    return [entry["sha256"] for entry in describe([file])]

@@ -1,33 +1,27 @@
 """Runs a comparison: trials, further rounds, final runs, equal-time runs. A finished cell is never run again.
 
-Cells are files, `cells/<hash>.json`, written whole; a kill at any moment loses the cells in flight. What is decided on
-the way (best settings, steps at equal time) is computed from the files, so a restart decides the same.
+Cells are files, `cells/<hash>.json`, written whole. What is decided on the way (best settings, steps at equal time) is
+computed from the files, so a restart decides the same.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from experiments.comparison.cell import cell_file, run_cell
+from experiments.cells.files import Result
+from experiments.cells.runner import Runner, claim
+from experiments.comparison.cell import run_cell
 from experiments.comparison.plan import Plan, StudyCell
 from experiments.comparison.tuning import FAILED, Score, Setting, best_of, first_trials, next_trial, on_edge
-from experiments.console import Console, Task
-from experiments.sweep import _start_worker
-from finetune.atomic import sweep_leftovers, write_json
+from experiments.console import Console
+from finetune.atomic import write_json
 from finetune.errors import UserError
 
 Pair = tuple[str, str]
-Result = dict[str, Any]
-FINAL_STATES = ("done", "diverged", "refused")
 
 
 @dataclass
@@ -56,8 +50,8 @@ def run_study(
     Raises UserError if `out` holds something else.
     """
     plan.check_methods()
-    claim(plan, out)
-    with _Runner(out / "cells", jobs, console, _count(plan), on_cell) as runner:
+    claim(out, plan.resolved.to_yaml(), "comparison")
+    with Runner(out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell) as runner:
         outcome = Outcome()
         _tune(plan, runner, outcome)
         study = plan.study
@@ -66,7 +60,8 @@ def run_study(
             for pair in plan.pairs
         }
         # by seed, so that an interrupted study has whole seeds
-        runner.run(sorted((c for cells in finals.values() for c in cells), key=lambda c: c.seed))
+        every = [cell for cells in finals.values() for cell in cells]
+        runner.run(sorted(every, key=lambda cell: cell.seed))
         outcome.finals = {pair: [runner.result(c) for c in cells] for pair, cells in finals.items()}
         outcome.step_ratio = step_ratios(plan, outcome)
         shorter = {
@@ -83,28 +78,13 @@ def run_study(
     return outcome
 
 
-def claim(plan: Plan, out: Path) -> None:
-    """Make the directory, or check that it is a comparison's; several recipes may share one, as cells have names."""
-    marker = out / "study.recipe.yaml"
-    if out.exists() and any(entry.name != "cells" for entry in out.iterdir()) and not marker.is_file():
-        raise UserError(f"{out} is not empty and is not a comparison's directory; name another --out")
-    (out / "cells").mkdir(parents=True, exist_ok=True)
-    sweep_leftovers(out)
-    sweep_leftovers(out / "cells")
-    from finetune.atomic import write_text
-    from finetune.rundir import write_provenance
-
-    write_provenance(out)
-    write_text(marker, plan.resolved.to_yaml())
-
-
 def _count(plan: Plan) -> int:
     """Cells but those at equal time, whose number is not known before."""
     study = plan.study
     return sum(study.trials + study.rounds + len(study.seeds_of(method)) for method, _ in plan.pairs)
 
 
-def _tune(plan: Plan, runner: _Runner, outcome: Outcome) -> None:
+def _tune(plan: Plan, runner: Runner, outcome: Outcome) -> None:
     study = plan.study
 
     def trial(pair: Pair, setting: Setting) -> StudyCell:
@@ -132,7 +112,7 @@ def _tune(plan: Plan, runner: _Runner, outcome: Outcome) -> None:
         outcome.trials[pair] = [(cell, runner.result(cell)) for cell in grid.values()]
 
 
-def _scores(runner: _Runner, plan: Plan, grid: Mapping[Setting, StudyCell]) -> dict[Setting, Score]:
+def _scores(runner: Runner, plan: Plan, grid: Mapping[Setting, StudyCell]) -> dict[Setting, Score]:
     return {setting: score(runner.result(cell), plan.classifies(cell.task)) for setting, cell in grid.items()}
 
 
@@ -176,79 +156,3 @@ def _equal_steps(plan: Plan, out: Path, outcome: Outcome, pair: Pair) -> int | N
     if kept[method] <= plan.study.equal_time_above:
         return None
     return max(1, round(plan.steps(task) / kept[method]))
-
-
-class _Runner:
-    """Worker processes that live as long as the study, and the one line that says how far it is."""
-
-    def __init__(
-        self, directory: Path, jobs: int, console: Console, total: int, on_cell: Callable[[Path], None]
-    ) -> None:
-        self.directory, self.jobs, self.console, self.on_cell = directory, jobs, console, on_cell
-        self.total = total
-        self.finished: set[str] = set()
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> _Runner:
-        if self.jobs > 1:
-            context = get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.jobs, context, initializer=_start_worker, initargs=(os.getpid(), 1))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=error[0] is None, cancel_futures=True)
-
-    def result(self, cell: StudyCell) -> Result:
-        """The result of a finished cell."""
-        found: Result = json.loads(cell_file(self.directory, cell.key).read_text(encoding="utf-8"))
-        return found
-
-    def extend(self, count: int) -> None:
-        """There are `count` cells more than thought."""
-        self.total += count
-
-    def run(self, cells: Sequence[StudyCell]) -> None:
-        """Run those of `cells` that have no final result."""
-        unique = {cell.key: cell for cell in cells if cell.key not in self.finished}
-        todo = [cell for cell in unique.values() if not self._done(cell)]
-        self.finished |= unique.keys()
-        if not todo:
-            return
-        kinds = " and ".join(dict.fromkeys(cell.kind for cell in todo))
-        done_before = len(self.finished) - len(todo)
-        self.console.say(f"{kinds}: {len(todo)} cells to run, {len(unique) - len(todo)} done before")
-        with _line(self.console, done_before, self.total) as line:
-            for count, cell in enumerate(self._as_they_end(todo), start=1):
-                result = self.result(cell)
-                if result["status"] != "done":
-                    self.console.say(f"{result['status']}: {cell.label}: {result['reason']}")
-                self.on_cell(cell_file(self.directory, cell.key))
-                line(count, cell.label)
-
-    def _as_they_end(self, todo: Sequence[StudyCell]) -> Iterator[StudyCell]:
-        """Run cells and give each when it has ended: in this process, or in the workers."""
-        if self._pool is None:
-            for cell in todo:
-                run_cell(self.directory, cell, 1)
-                yield cell
-            return
-        pending: dict[Future[None], StudyCell] = {
-            self._pool.submit(run_cell, self.directory, cell, 1): cell for cell in todo
-        }
-        while pending:
-            for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                cell = pending.pop(future)
-                future.result()
-                yield cell
-
-    def _done(self, cell: StudyCell) -> bool:
-        file = cell_file(self.directory, cell.key)
-        return file.is_file() and self.result(cell)["status"] in FINAL_STATES
-
-
-@contextmanager
-def _line(console: Console, before: int, total: int) -> Iterator[Task]:
-    """The live line of one batch of cells, counted over the whole study: its rate is this batch's own."""
-    with console.task(f"compare ({before} of {total} before)", max(total - before, 1), "cells") as bar:
-        yield bar

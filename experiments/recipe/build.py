@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from typing import Any, Literal, Union
@@ -29,7 +30,7 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
     origins = {} if origins is None else origins
     if not isinstance(tree, Branch):
         raise UserError(f"{tree.where}: {path or 'a recipe'} must be a mapping of settings, got {_shown(tree)}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     values: dict[str, Any] = {}
     for key, child in tree.children.items():
@@ -43,6 +44,12 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
         field = str(error).split(" ", 1)[0]
         where = tree.keys.get(field, tree.where)
         raise UserError(f"{where}: {_join(path, str(error))}") from None
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Evaluating a class's annotations costs more than all else here, and a sweep builds thousands of recipes."""
+    return typing.get_type_hints(cls)
 
 
 def _join(path: str, key: str) -> str:
@@ -70,6 +77,8 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
     if len(options) > 1:  # e.g. str | tuple[str, ...]: a list means the tuple
         wants_tuple = isinstance(tree, Items)
         options = [o for o in options if (typing.get_origin(o) is tuple) == wants_tuple] or options
+        wants_word = isinstance(tree, Leaf) and isinstance(tree.value, str)  # float | Literal["rank"]
+        options = [o for o in options if (typing.get_origin(o) is Literal) == wants_word] or options
     return _plain(options[0], tree, path, origins)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from experiments.config import Recipe
 
-_PLANS = ("sweep", "comparison", "extends")  # what decides which runs there are, not what one of them gives
+_PLANS = ("sweep", "comparison", "quality", "extends")  # what decides which runs there are, not what one of them gives
 _PLACES = ("device", "threads")
 
 
@@ -24,8 +24,18 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
         tree.pop(name)
     for name in _PLACES:
         tree["train"].pop(name)
-    text = json.dumps([_present(tree), inputs], sort_keys=True, default=str)
+    return short_hash([_present(tree), inputs])
+
+
+def short_hash(value: Any) -> str:
+    """16 hex digits of plain values (mappings, sequences, numbers, text)."""
+    text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def settings_tree(settings: Any) -> Any:
+    """A settings dataclass as plain values, without what is null."""
+    return _present(dataclasses.asdict(settings))
 
 
 def _present(tree: Any) -> Any:

@@ -15,6 +15,7 @@ from experiments.recipe.build import Origins, build, nearest
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse, parse_file
 from finetune.config import Files
 from finetune.errors import UserError
+from selection.config import Features
 
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
 _MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.device")
@@ -114,11 +115,11 @@ def _anchored(recipe: Recipe) -> Recipe:
 
     def files(value: Files) -> Files:
         return dataclasses.replace(
-            value, files=tuple(f if f.startswith("sample:") else _absolute(f) for f in value.files)
+            value, files=tuple(f if f.startswith(("sample:", "hub:")) else _absolute(f) for f in value.files)
         )
 
     def _absolute(path: str) -> str:
-        return str(Path(path).expanduser().absolute())
+        return str(Path(path).expanduser().absolute()) if path else path
 
     data = dataclasses.replace(
         recipe.data, train=files(recipe.data.train), dev=files(recipe.data.dev), test=files(recipe.data.test)
@@ -127,8 +128,16 @@ def _anchored(recipe: Recipe) -> Recipe:
         recipe.select,
         pool=files(recipe.select.pool),
         target=files(recipe.select.target),
+        negative=files(recipe.select.negative),
         eval=files(recipe.select.eval),
+        cache=_absolute(recipe.select.cache),
     )
+    if select is not None and isinstance(select.embedder, Features):
+        own = select.embedder
+        own = dataclasses.replace(
+            own, pool=_absolute(own.pool), target=_absolute(own.target), negative=_absolute(own.negative)
+        )
+        select = dataclasses.replace(select, embedder=own)
     backbone = _absolute(recipe.backbone) if Path(recipe.backbone).is_dir() else recipe.backbone
     return dataclasses.replace(recipe, data=data, select=select, backbone=backbone)
 

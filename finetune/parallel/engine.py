@@ -44,6 +44,9 @@ Context = Callable[[int], contextlib.AbstractContextManager[Any]]
 class Engine:
     """See the module's text. Made by `Engine.alone` or `finetune.parallel.build.build_engine`."""
 
+    keeps = True
+    """Whether its stages leave checkpoints and an adapter; a cell of a stack that is stopped begins anew."""
+
     def __init__(
         self,
         model: Any,

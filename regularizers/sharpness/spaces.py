@@ -90,10 +90,12 @@ class AdapterSpace(Space):
 
     name = "adapter"
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises RegularizerError if the model trains no LoRA factor, is merged, or is sharded."""
+    def __init__(self, model: nn.Module, adapters: Adapters | None = None) -> None:
+        """adapters: another θ of this model, with its heads.
+
+        Raises RegularizerError if the model trains no LoRA factor, is merged, or is sharded."""
         refuse_merged(model)
-        self._adapters = Adapters(model)
+        self._adapters = adapters or Adapters(model)
         values = self._adapters.values()
         dtypes = [value.dtype for value in values.values()]
         self._lengths = [value.numel() for value in values.values()]

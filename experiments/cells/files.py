@@ -1,0 +1,70 @@
+"""A cell's result: one file named by the cell's key, written last and whole."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.atomic import write_json
+from finetune.errors import Interrupted
+
+Result = dict[str, Any]
+FINAL_STATES = ("done", "diverged", "refused")
+"""The same settings end the same way again; `crashed` cells are run again by the next start."""
+
+
+def cell_file(directory: Path, key: str) -> Path:
+    """Where a cell's result lies."""
+    return directory / f"{key}.json"
+
+
+def read_result(directory: Path, key: str) -> Result:
+    """The result of a cell that has one."""
+    found: Result = json.loads(cell_file(directory, key).read_text(encoding="utf-8"))
+    return found
+
+
+def is_final(directory: Path, key: str) -> bool:
+    """Whether a cell has a result that another start would not change."""
+    return cell_file(directory, key).is_file() and read_result(directory, key)["status"] in FINAL_STATES
+
+
+def write_result(
+    directory: Path, key: str, about: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]], empty: Result
+) -> None:
+    """Run `measure` and write `about`, what it returned and its time; a failure is a result with its reason.
+
+    empty: what stands for the figures of a cell that failed.
+    `status`: done; diverged or refused (kept); crashed (run again by the next start).
+    """
+    from finetune.loop import Diverged
+
+    started, cpu = time.monotonic(), time.process_time()
+    outcome: Result = {"reason": None, **empty}
+    try:
+        outcome |= {"status": "done", **measure()}
+    except Interrupted as error:  # a full disk stays what it is
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
+    except Diverged as error:
+        outcome |= {"status": "diverged", "reason": str(error)}
+    except ValueError as error:
+        outcome |= {"status": "refused", "reason": str(error)}
+    except Exception as error:
+        outcome |= {"status": "crashed", "reason": f"{type(error).__name__}: {error}"}
+    gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it
+    write_json(
+        cell_file(directory, key),
+        {
+            "cell": key,
+            **about,
+            **outcome,
+            "cpu_s": round(time.process_time() - cpu, 3),
+            "wall_s": round(time.monotonic() - started, 3),
+        },
+    )

@@ -1,0 +1,143 @@
+"""How a cell trains and is judged: the loop that `flatshift train` uses, on a copy of a frozen backbone kept in memory.
+
+A worker keeps each backbone as it was loaded; a cell trains on a copy, which is thrown away.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.config import Recipe
+from finetune.config import Classify, Completion, Optimizer, Task, Train
+from finetune.errors import UserError
+from finetune.loop import Diverged, train_stage
+from finetune.seeds import derive
+
+if TYPE_CHECKING:
+    from finetune.data import Example
+    from finetune.parallel.engine import Engine
+
+_SETTLING = 3
+"""Steps whose time is not counted."""
+
+
+def fresh_engine(recipe: Recipe, task: Task, labels: tuple[str, ...] | None) -> Engine:
+    """A copy of the pristine backbone with a fresh adapter, as `finetune.parallel.build.build_engine` lays it out."""
+    import torch
+
+    from finetune.adapter import attach_adapter
+    from finetune.parallel.activation import checkpoint_activations
+    from finetune.parallel.engine import Engine
+
+    pristine = _pristine(recipe.backbone, task, labels, recipe.train.precision, recipe.train.device)
+    backbone = copy.deepcopy(pristine)
+    dtype = torch.bfloat16 if recipe.train.adapter_precision == "bf16" else torch.float32
+    model = attach_adapter(backbone, recipe.adapter, task=task, seed=recipe.train.seed, dtype=dtype)
+    checkpoint_activations(model, recipe.train.checkpointing)
+    return Engine.alone(model)
+
+
+@functools.lru_cache(maxsize=12)
+def _pristine(backbone: str, task: Task, labels: tuple[str, ...] | None, precision: Any, device: str) -> Any:
+    from finetune.backbone import load_backbone, resolve_device
+
+    return load_backbone(backbone, task=task, label_names=labels, precision=precision, device=resolve_device(device))
+
+
+@functools.lru_cache(maxsize=8)
+def kept_tokenizer(backbone: str) -> Any:
+    """The backbone's tokenizer, kept in memory."""
+    from finetune.backbone import load_tokenizer
+
+    return load_tokenizer(backbone)
+
+
+def train_examples(
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    *,
+    task: Task,
+    stage: str,
+    optimizer: Optimizer,
+    train: Train,
+    labels: tuple[str, ...] | None,
+) -> float | None:
+    """Train one stage without dev rows; returns CPU-seconds of a step (median; None for too few steps)."""
+    from finetune.data import Batches
+    from finetune.rundir import RunDirectory
+    from regularizers import build
+
+    batches = Batches(
+        examples,
+        task=task,
+        batch_size=train.batch_size,
+        accumulate=train.accumulate,
+        seed=derive(train.seed, "order"),
+        max_length=train.max_length,
+        pad_id=int(tokenizer.pad_token_id),
+    )
+    clock: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="flatshift-cell-") as scratch:
+        train_stage(
+            engine,
+            tokenizer,
+            stage=stage,
+            task=task,
+            batches=batches,
+            dev=[],  # judged once, after the last step
+            optimizer=optimizer,
+            train=train,
+            evaluate=recipe.eval,
+            regularizer=build(recipe.regularizer),
+            run=RunDirectory(Path(scratch)),
+            seed=train.seed,
+            label_names=labels,
+            on_step=lambda line: clock.append(time.process_time()),
+        )
+    taken = np.diff(clock)[_SETTLING:]
+    return float(np.median(taken)) if len(taken) else None
+
+
+def judge_examples(
+    recipe: Recipe, engine: Engine, tokenizer: Any, examples: Sequence[Example], task: Task
+) -> tuple[dict[str, float], Any]:
+    """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
+    import torch
+
+    from finetune.evaluate import class_scores, document_nats, evaluating, judge_classes
+
+    how: dict[str, Any] = {
+        "batch_size": recipe.eval.batch_size,
+        "pad_id": int(tokenizer.pad_token_id),
+        "device": engine.device,
+        "autocast_dtype": torch.bfloat16 if recipe.train.precision == "bf16" else None,
+    }
+    with evaluating(engine.judged):
+        if isinstance(task, Classify):
+            nats, predicted = class_scores(engine.judged, examples, **how)
+            gold = [int(example.labels) for example in examples]  # type: ignore[arg-type]
+            figures = judge_classes(gold, predicted.tolist(), resamples=0, confidence=0.95, seed=0)
+            _refuse_nan(nats)
+            values = {name: float(figure["value"] or 0.0) for name, figure in figures.items()}
+            right = "".join("1" if p == g else "0" for p, g in zip(predicted.tolist(), gold, strict=True))
+            return {"loss": float(nats.mean()), **values}, right
+        if isinstance(task, Completion) and task.score != "perplexity":
+            raise UserError("task.score: a comparison judges completions by their loss; take perplexity")
+        nats, tokens = document_nats(engine.judged, examples, task=task, **how)
+    _refuse_nan(nats)
+    return {"loss": float(nats.sum() / tokens.sum())}, [[round(n, 4) for n in nats.tolist()], tokens.tolist()]
+
+
+def _refuse_nan(nats: np.ndarray) -> None:
+    if not np.isfinite(nats).all():
+        raise Diverged("the trained model's loss on the judged rows is not a finite number")

@@ -1,0 +1,156 @@
+"""The points of a sweep: all combinations of its axes, their values side by side, or draws from them.
+
+axes = parse_grid(["adapter.rank=1,4,16", "optimizer.lr=1e-4..1e-2:log"])
+points_of(axes, "random", count=20, seed=0)   # 20 different {"adapter.rank": …, "optimizer.lr": …}
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Design = Literal["grid", "paired", "random"]
+
+_NUMBER = r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"^({_NUMBER})\.\.({_NUMBER})(:log)?$")
+_DIGITS = 6
+"""Significant digits of a drawn number: what a person reads is what was run."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, ends included, drawn evenly on a linear or logarithmic scale."""
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+    """Draw whole numbers."""
+
+    def __str__(self) -> str:
+        return f"{self.low:.12g}..{self.high:.12g}{':log' if self.log else ''}"
+
+    def draw(self, generator: np.random.Generator) -> float | int:
+        """One number; every whole number of a linear range is equally likely."""
+        if self.whole and not self.log:
+            return int(generator.integers(int(self.low), int(self.high), endpoint=True))
+        share = generator.random()
+        if self.log:
+            value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
+        else:
+            value = self.low + share * (self.high - self.low)
+        value = round(value) if self.whole else float(f"{value:.{_DIGITS}g}")
+        return type(value)(min(max(value, self.low), self.high))
+
+
+Values = list[Any] | Range
+Axes = dict[str, Values]
+
+
+def parse_grid(grid: Sequence[str]) -> Axes:
+    """`adapter.rank=1,2` and `optimizer.lr=1e-4..1e-2:log` texts as {key: values}.
+
+    Raises UserError for a missing `=`, no values, a repeated key or value, or an impossible range.
+    """
+    axes: Axes = {}
+    for text in grid:
+        key, equals, values = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not values.strip():
+            raise UserError(f"--grid {text!r}: write it as key=v1,v2,…")
+        if key in axes:
+            raise UserError(f"--grid: the key {key!r} is given twice; put its values in one list")
+        axes[key] = as_values(key, [value.strip() for value in values.split(",")])
+    return axes
+
+
+def as_values(key: str, given: Sequence[Any]) -> Values:
+    """The values of one axis as written: a list, or the range that its only text stands for."""
+    if len(given) == 1 and isinstance(given[0], str) and (found := parse_range(given[0], f"--grid {key}")) is not None:
+        return found
+    values = list(given)
+    if not values or "" in values:
+        raise UserError(f"--grid {key}: a value is missing; write key=v1,v2,…")
+    if len({repr(value) for value in values}) < len(values):
+        raise UserError(f"--grid {key}: a value is given twice")
+    return values
+
+
+def parse_range(text: str, where: str) -> Range | None:
+    """`lo..hi` or `lo..hi:log`; None if the text is no range. Raises UserError for one without numbers in it."""
+    match = _RANGE.match(text.strip())
+    if match is None:
+        return None
+    low, high, log = float(match[1]), float(match[2]), match[3] is not None
+    if low >= high:
+        raise UserError(f"{where}: the range {text} has no numbers in it; write the lower end first")
+    if log and low <= 0:
+        raise UserError(f"{where}: the range {text} cannot be logarithmic from {low:g}; begin above 0")
+    return Range(low, high, log)
+
+
+def points_of(axes: Mapping[str, Values], design: Design, *, count: int | None, seed: int) -> Iterator[dict[str, Any]]:
+    """The points of `axes`, each {key: value as written or drawn}.
+
+    grid: the product, the last axis fastest. paired: first values together, second values together, … random: `count`
+    different points; a larger count keeps the points of a smaller one.
+    Raises UserError if the axes do not suit the design.
+    """
+    if design != "random":
+        for key, values in axes.items():
+            if isinstance(values, Range):
+                raise UserError(f"--grid {key}={values}: a range needs --design random; else list its values")
+        if count is not None:
+            raise UserError(f"--points has a meaning with --design random only, not with {design}")
+    if design == "random":
+        if count is None:
+            raise UserError("--design random: say with --points N how many points to draw")
+        yield from _drawn(axes, count, seed)
+        return
+    columns = [values for values in axes.values() if not isinstance(values, Range)]
+    if design == "paired":
+        lengths = {key: len(values) for key, values in zip(axes, columns, strict=True)}
+        if len(set(lengths.values())) > 1:
+            said = ", ".join(f"{key} {length}" for key, length in lengths.items())
+            raise UserError(f"--design paired: every axis needs equally many values, but got {said}")
+    rows = zip(*columns, strict=True) if design == "paired" else itertools.product(*columns)
+    for row in rows:
+        yield dict(zip(axes, row, strict=True))
+
+
+def _drawn(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[dict[str, Any]]:
+    from finetune.seeds import numpy_generator
+
+    if count < 1:
+        raise UserError(f"--points must be at least 1, got {count}")
+    possible = math.prod(_size(values) for values in axes.values())
+    if count > possible:
+        raise UserError(f"--points {count}: the axes have only {possible:.0f} different points")
+    streams = {key: numpy_generator(seed, "sweep", key) for key in axes}
+    seen: set[str] = set()
+    while len(seen) < count:
+        point = {key: _draw(values, streams[key]) for key, values in axes.items()}
+        if repr(point) not in seen:
+            seen.add(repr(point))
+            yield point
+
+
+def _size(values: Values) -> float:
+    if not isinstance(values, Range):
+        return len(values)
+    return values.high - values.low + 1 if values.whole else math.inf
+
+
+def _draw(values: Values, generator: np.random.Generator) -> Any:
+    if isinstance(values, Range):
+        return values.draw(generator)
+    return values[int(generator.integers(len(values)))]

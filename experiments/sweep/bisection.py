@@ -1,0 +1,188 @@
+"""Effective model complexity of every point of a sweep: the most training rows that are still fitted, by bisection.
+
+A point is fitted with n rows when its mean train error over the seeds is at most ε (Nakkiran et al. 2020,
+"Deep double descent", definition 1). Every n that is tried is a cell like any other: kept, shared, never run twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from experiments.config import Recipe
+from experiments.sweep.axes import Range, parse_range
+from experiments.sweep.cell import Cell, label_of
+from experiments.sweep.plan import Base
+from experiments.sweep.table import Row, final_figures
+from finetune.atomic import write_json
+from finetune.errors import UserError
+from finetune.rundir import disk_full_interrupts
+
+if TYPE_CHECKING:
+    from experiments.descent.emc import EMC
+
+KEY = "data.train.limit"
+FILE = "emc.json"
+_FEWEST = 8
+"""Rows that a search begins with where it is not told."""
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What is searched for."""
+
+    key: str
+    low: int
+    high: int
+    epsilon: float
+    """Mean train error up to which rows count as fitted."""
+
+    def document(self) -> dict[str, Any]:
+        """For sweep.json."""
+        return asdict(self)
+
+
+def parse_bisection(text: str, epsilon: float, recipe: Recipe) -> Bisection:
+    """`data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`.
+
+    Raises UserError for another key, an impossible range or ε.
+    """
+    key, equals, values = text.partition("=")
+    key = key.strip().replace("-", "_")
+    if key != KEY:
+        raise UserError(f"--bisect {key}: only {KEY} can be searched, the number of training rows")
+    if not 0 < epsilon < 1:
+        raise UserError(f"--epsilon must lie between 0 and 1, got {epsilon}")
+    if not equals:
+        return Bisection(key, _FEWEST, _rows(recipe), epsilon)
+    found = parse_range(values, f"--bisect {key}")
+    if not isinstance(found, Range) or found.log or not (found.low.is_integer() and found.high.is_integer()):
+        raise UserError(f"--bisect {text}: write the rows to search between as {key}=lo..hi")
+    if found.low < 1:
+        raise UserError(f"--bisect {text}: begin with at least 1 row")
+    return Bisection(key, int(found.low), int(found.high), epsilon)
+
+
+def _rows(recipe: Recipe) -> int:
+    """Training rows that there are."""
+    from finetune.data import describe
+
+    counts = [entry["rows"] for entry in describe(recipe.data.train.files)]
+    if not counts or None in counts:
+        raise UserError(f"--bisect {KEY}: how many rows there are is not known; say so with {KEY}=lo..hi")
+    held_out = recipe.data.holdout * ((not recipe.data.dev.files) + (not recipe.data.test.files))
+    return max(_FEWEST + 1, math.floor(sum(counts) * (1 - held_out)))
+
+
+class Run(Protocol):
+    """Runs those cells that have no result."""
+
+    def __call__(self, cells: Sequence[Cell], /, label: str = ...) -> None: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """cells: all that were tried. columns: key → the point's `emc`, for the table. tried: rows, ascending."""
+
+    cells: list[Cell]
+    columns: dict[str, Row]
+    tried: list[int]
+
+
+class _Wanted(Exception):
+    """The search cannot go on without cells of this many rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+
+class _Search:
+    """The search at one point: what was tried, and the answer once every train error that it takes is known."""
+
+    def __init__(self, base: Base, point: dict[str, Any], search: Bisection, seeds: int) -> None:
+        self.base, self.point, self.search, self.seeds = base, point, search, seeds
+        self.tried: dict[int, list[Cell]] = {}
+        self.answer: EMC | None = None
+
+    def step(self, errors: Mapping[str, float]) -> list[Cell]:
+        """Cells without which it cannot go on; none when it is done."""
+        from experiments.descent.emc import effective_model_complexity
+
+        def train_error(rows: int, seed: int) -> float:
+            group = self.tried.get(rows)
+            if group is None or group[seed].key not in errors:
+                raise _Wanted(rows)
+            return errors[group[seed].key]
+
+        low, high, epsilon = self.search.low, self.search.high, self.search.epsilon
+        try:
+            self.answer = effective_model_complexity(
+                train_error, epsilon=epsilon, low=low, high=high, seeds=range(self.seeds)
+            )
+        except _Wanted as missing:
+            wanted = list(self.base.cells([{**self.point, self.search.key: missing.rows}], self.seeds))
+            self.tried[missing.rows] = wanted
+            return wanted
+        return []
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All that were tried, by rows."""
+        return [cell for rows in sorted(self.tried) for cell in self.tried[rows]]
+
+    def document(self, errors: Mapping[str, float]) -> dict[str, Any]:
+        """Its entry of emc.json."""
+        assert self.answer is not None
+        tried = [
+            {
+                "rows": rows,
+                "train_error": [_finite(errors[cell.key]) for cell in self.tried[rows]],
+                "cells": [cell.key for cell in self.tried[rows]],
+            }
+            for rows in sorted(self.tried)
+        ]
+        found = {"emc": self.answer.value, "low": self.answer.low, "high": self.answer.high, "side": self.answer.side}
+        return {"point": self.point, **found, "text": str(self.answer), "tried": tried}
+
+
+def bisect(out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seeds: int, run: Run) -> Found:
+    """Search at every point of `cells`, all points at the same time; writes emc.json.
+
+    The search is a function of train errors: in each round it is asked again from its start with those that are known,
+    until none is missing, so that a sweep which was killed goes on where it was.
+    """
+    points = {label_of(cell.point): cell.point for cell in cells}
+    searches = [_Search(base, point, search, seeds) for point in points.values()]
+    errors: dict[str, float] = {}
+    turn = 0
+    while wanted := [cell for one in searches if one.answer is None for cell in one.step(errors)]:
+        turn += 1
+        run(wanted, label=f"bisection, round {turn}")
+        errors |= {cell.key: _train_error(out, cell) for cell in wanted}
+    document = {"format": 1, **search.document(), "seeds": seeds, "points": [one.document(errors) for one in searches]}
+    with disk_full_interrupts(f"writing {out / FILE}"):
+        write_json(out / FILE, document)
+    columns = {cell.key: {"emc": one.answer.value if one.answer else None} for one in searches for cell in one.cells}
+    tried = sorted({rows for one in searches for rows in one.tried})
+    return Found([cell for one in searches for cell in one.cells], columns, tried)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _train_error(out: Path, cell: Cell) -> float:
+    """Final train error of a cell; NaN if it failed. Raises UserError if cells do not measure it."""
+    figures = final_figures(out / "cells" / cell.key)
+    if not figures:
+        return math.nan
+    error = figures.get("train.error")
+    if error is None:
+        raise UserError(
+            f"--bisect: cell {cell.key} has no train error; judge training rows too (eval.train_limit) and, for "
+            "language models, record them (record.steps)"
+        )
+    return float(error)

@@ -1,0 +1,171 @@
+"""One cell of a sweep: what names it, how it runs, and the result that it leaves behind.
+
+    cell = cell_of(load_recipe("warmup"), point={"adapter.rank": 4}, seed=0)
+    run_cell(out / "cells" / cell.key, cell, threads=1)
+
+A cell is keyed by the hash of its resolved recipe and of its input files. Its `result.json` is written last and whole:
+a directory without one is unfinished and is made anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import shutil
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.console import Console
+from experiments.recipe import Resolved, recipe_key
+from experiments.sweep.source import flatshift_version, source_digest
+from finetune.atomic import write_json
+from finetune.errors import Interrupted, UserError, is_out_of_memory
+from finetune.rundir import RunDirectory, disk_full_interrupts
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid under one seed."""
+
+    key: str
+    """Hash that names its directory."""
+    point: dict[str, Any]
+    """Dotted key → value."""
+    seed: int
+    resolved: Resolved
+
+    @property
+    def label(self) -> str:
+        """For a person."""
+        return f"{label_of(self.point)} seed={self.seed}".strip()
+
+
+def label_of(point: dict[str, Any]) -> str:
+    """`adapter.rank=4 train.steps=100`."""
+    return " ".join(f"{key}={value}" for key, value in point.items())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell ended."""
+
+    status: Literal["done", "failed"]
+    reason: str | None = None
+    """Why it failed; None when done."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Its eval.json: {split: {metric: {"value", …}}}; empty when failed."""
+    seconds: float = 0.0
+    """Wall time; of a stack, this cell's share."""
+    stacked: int | None = None
+    """Cells that trained in one stack with it, itself counted; None: alone."""
+
+
+def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int) -> Cell:
+    """The cell of a resolved recipe, keyed by all that its result depends on.
+
+    That is every value but the sweep block itself, device and threads, and the bytes of the input files.
+    """
+    from experiments.pipeline import recipe_inputs
+
+    digests = [_digest(path) for path in recipe_inputs(resolved.recipe)]
+    return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved)
+
+
+@functools.cache
+def _digest(path: str) -> list[str]:
+    from finetune.data import describe
+
+    return [entry["sha256"] for entry in describe([path])]
+
+
+def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
+    """Train and judge one cell in `directory` and write its result.json last; a failure is a result with its reason.
+
+    threads: of this process, where the recipe does not say.
+    Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
+    goes on failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
+    """
+    from experiments.pipeline import execute, remove_weights
+    from experiments.preparing import prepare
+
+    recipe = cell.resolved.recipe
+    if threads is not None and recipe.train.threads is None:
+        recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, threads=threads))
+
+    def measure() -> dict[str, Any]:
+        prepared = prepare(recipe)
+        run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
+        metrics = execute(run, recipe, prepared, Console(quiet=True, log=run.log), report=False)
+        remove_weights(directory)
+        return metrics
+
+    with disk_full_interrupts(f"running cell {cell.key}"):
+        if directory.exists():
+            shutil.rmtree(directory)
+        outcome, fit = outcome_of(measure, directory)
+        finish_cell(directory, cell, outcome)
+    return fit
+
+
+def outcome_of(measure: Callable[[], dict[str, Any]], directory: Path) -> tuple[Outcome, bool]:
+    """Call `measure` for a cell's metrics; (what came of it, whether this process is fit for another cell).
+
+    An error that nobody foresaw goes into the cell's log.txt with its trace. Interrupted and a full disk pass through.
+    """
+    started = time.monotonic()
+    fit = True
+    try:
+        with disk_full_interrupts(f"writing {directory}"):
+            metrics = measure()
+        outcome = Outcome("done", metrics=metrics, seconds=time.monotonic() - started)
+    except Interrupted:
+        raise
+    except ValueError as error:
+        outcome = Outcome("failed", str(error), seconds=time.monotonic() - started)
+    except Exception as error:
+        fit = False
+        reason = f"{'out of memory' if is_out_of_memory(error) else type(error).__name__}: {error}"
+        outcome = Outcome("failed", reason, seconds=time.monotonic() - started)
+        directory.mkdir(parents=True, exist_ok=True)
+        RunDirectory(directory).log(traceback.format_exc())
+    gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it
+    return outcome, fit
+
+
+def finish_cell(directory: Path, cell: Cell, outcome: Outcome) -> None:
+    """Write a cell's result.json, making `directory` if need be; from then on the cell is never run again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(
+        directory / RESULT,
+        {
+            "cell": cell.key,
+            "point": cell.point,
+            "seed": cell.seed,
+            **dataclasses.asdict(outcome),
+            "seconds": round(outcome.seconds, 2),
+            "flatshift": flatshift_version(),
+            "code": source_digest(),
+        },
+    )
+
+
+def read_result(directory: Path) -> dict[str, Any] | None:
+    """A cell's result; None if it has none yet. Raises UserError if the file is no result."""
+    path = directory / RESULT
+    try:
+        found = json.loads(path.read_bytes())
+        if not {"status", "reason", "metrics", "seconds"} <= found.keys():
+            raise ValueError("keys are missing")
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a cell's result ({error}); delete it, and the sweep runs the cell anew") from None
+    return dict(found)

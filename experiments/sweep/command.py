@@ -1,0 +1,183 @@
+"""`flatshift sweep`: plan, claim the directory, run what has no result yet, write tables and report.
+
+flatshift sweep double-descent --grid adapter.rank=1,4,16 --seeds 3 --out sweeps/rank
+
+Every cell is planned before any runs, so a wrong key or value costs nothing. The directory keeps all cells that were
+ever finished in it; the tables hold those of the last plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.config import Sweep
+from experiments.console import Console
+from experiments.recipe import load_recipe
+from experiments.recipe.tree import Branch
+from experiments.sweep.axes import Axes, Design, as_values, parse_grid
+from experiments.sweep.bisection import Bisection, bisect, parse_bisection
+from experiments.sweep.cell import Cell
+from experiments.sweep.directory import check_directory, claim, count_others, locked, results_of, stale, write_marker
+from experiments.sweep.placing import choose_devices
+from experiments.sweep.plan import Base, plan_cells
+from experiments.sweep.queue import run_cells
+from experiments.sweep.table import Row, write_table
+from finetune.errors import Interrupted, UserError
+from finetune.rundir import disk_full_interrupts
+
+
+def sweep(
+    recipe: str,
+    overrides: Sequence[Branch],
+    out: Path,
+    *,
+    grid: Sequence[str] = (),
+    seeds: int | None = None,
+    design: Design | None = None,
+    points: int | None = None,
+    bisection: str | None = None,
+    epsilon: float = 0.1,
+    jobs: int | None = None,
+    stack: str | None = None,
+    devices: str = "auto",
+    rerun_stale: bool = False,
+    quiet: bool = False,
+) -> int:
+    """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell failed.
+
+    recipe: file or shipped name. overrides: laid over it. grid: `key=v1,v2,…` texts, else the recipe's own with its
+    design and points. bisection: `data.train.limit[=lo..hi]`. jobs: worker processes, by default one for each CUDA
+    device. stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`.
+    Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's, before any cell
+    runs; Interrupted when stopped or when the disk is full.
+    """
+    asked = _asked(recipe, overrides, grid, seeds, design, points, bisection, epsilon, stack)
+    placed = choose_devices(devices, asked.base.recipe.train.device)
+    workers = jobs if jobs is not None else max(1, len(placed))
+    if workers < 1:
+        raise UserError(f"--jobs must be at least 1, got {jobs}")
+    cells = list(plan_cells(recipe, overrides, asked.axes, asked.seeds, design=asked.design, points=asked.points))
+    check_directory(out)
+    console = Console(quiet=quiet)
+    with locked(out):
+        before = claim(out, asked.document(cells), load_recipe(recipe, overrides))
+        if before == 1:
+            console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")
+
+        def run(some: Sequence[Cell], label: str = "sweep") -> None:
+            made = _look(out, some, console, rerun_stale)
+            rerun = made if rerun_stale else set()
+            run_cells(out, some, workers, console, label=label, stack=asked.stack, devices=placed, rerun=rerun)
+
+        more: dict[str, Row] = {}
+        try:
+            if asked.bisection is not None:
+                found = bisect(out, asked.base, cells, asked.bisection, asked.seeds, run)
+                cells, more = found.cells, found.columns
+                write_marker(out, asked.document(cells, found.tried))
+            else:
+                if others := count_others(out, cells):
+                    console.say(f"{others} finished cells in {out} are not of this plan: kept, but not in its tables")
+                run(cells)
+        except Interrupted:
+            with contextlib.suppress(OSError):  # if the disk is full, the cells at least are there
+                write_table(out, cells)
+            raise
+        with disk_full_interrupts(f"writing the tables of {out}"):
+            return _close(out, cells, more, console)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a command line and the recipe's `sweep` block ask for together."""
+
+    base: Base
+    axes: Axes
+    seeds: int
+    design: Design
+    points: int | None
+    bisection: Bisection | None
+    stack: int | None
+
+    def document(self, cells: Sequence[Cell], tried: Sequence[int] = ()) -> dict[str, Any]:
+        """sweep.json without its stamps."""
+        listed = {key: values if isinstance(values, list) else [values] for key, values in self.axes.items()}
+        grid = {key: [str(value) for value in values] for key, values in listed.items()}
+        found: dict[str, Any] = {"recipe": self.base.name, "grid": grid, "design": self.design, "seeds": self.seeds}
+        if self.bisection is None or tried:
+            found["cells"] = len(cells)
+        if self.points is not None:
+            found["points"] = self.points
+        if self.bisection is not None:
+            found["bisection"] = self.bisection.document()
+            grid[self.bisection.key] = [str(value) for value in tried]
+        return found
+
+
+def _asked(
+    recipe: str,
+    overrides: Sequence[Branch],
+    grid: Sequence[str],
+    seeds: int | None,
+    design: Design | None,
+    points: int | None,
+    bisection: str | None,
+    epsilon: float,
+    stack: str | None,
+) -> _Asked:
+    base = Base.of(recipe, overrides)
+    block = base.recipe.sweep or Sweep()
+    if grid:
+        axes = parse_grid(grid)
+    else:
+        axes = {key: as_values(key, values) for key, values in block.grid.items()}
+        design, points = design or block.design, points if points is not None else block.points
+    search = parse_bisection(bisection, epsilon, base.recipe) if bisection is not None else None
+    if search is not None and search.key in axes:
+        raise UserError(f"--bisect {search.key}: the key is an axis of the grid too; leave it out there")
+    if not axes and search is None:
+        raise UserError(f"recipe {base.name!r} has no `sweep.grid`: give --grid key=v1,v2,…")
+    count = seeds if seeds is not None else block.seeds
+    if count < 1:
+        raise UserError(f"--seeds must be at least 1, got {count}")
+    return _Asked(base, axes, count, design or "grid", points, search, _stack(stack, block.stack))
+
+
+def _stack(flag: str | None, recipe: int | str) -> int | None:
+    if flag is None:
+        flag = str(recipe)
+    if flag == "auto":
+        return None
+    if not flag.isdecimal() or int(flag) < 1:
+        raise UserError(f"--stack {flag}: write auto, or how many cells may share a backbone (1: none)")
+    return int(flag)
+
+
+def _look(out: Path, cells: Sequence[Cell], console: Console, rerun_stale: bool) -> set[str]:
+    """Keys of the finished cells that other code made, which is said."""
+    made = stale(results_of(out, cells))
+    if made:
+        versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(made.values()).most_common())
+        does = "they run anew" if rerun_stale else "they are kept; --rerun-stale runs them anew"
+        console.say(f"{len(made)} finished cells were made by other code than this ({versions}): {does}")
+    return set(made)
+
+
+def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Console) -> int:
+    """Tables, charts and page; says what failed."""
+    table = write_table(out, cells, more=more)
+    failed = {row["cell"]: row["reason"] for row in table if row["status"] == "failed"}
+    for key, reason in list(failed.items())[:1]:
+        console.say(
+            f"{len(failed)} cells failed, for example {key}: {reason}; delete {out / 'cells' / key} to try again"
+        )
+    from experiments.report import build_report, write_plots
+
+    write_plots(out)
+    console.say(f"report: {build_report([out], out=out / 'report.html')}")
+    return 1 if failed else 0

@@ -1,0 +1,169 @@
+"""A sweep's directory: whose it is, who works on it, and which of its cells are finished.
+
+sweep.json says what is asked for (format 2), cells/<hash>/ hold what came of it. A sweep may come back with another
+grid: cells that both have are not run again, the tables hold what is asked for now.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from experiments.recipe import Resolved
+from experiments.sweep.cell import RESULT, Cell, read_result
+from experiments.sweep.source import flatshift_version, source_digest
+from experiments.sweep.table import CELLS, CURVES, POINTS
+from finetune.atomic import sweep_leftovers, write_json
+from finetune.errors import UserError
+from finetune.rundir import disk_full_interrupts, write_provenance
+
+FORMAT = 2
+MARKER = "sweep.json"
+_LOCK, _WORKERS = ".lock", ".workers.lock"
+_ORPHANS_S = 30.0
+
+
+def check_directory(out: Path) -> None:
+    """Refuse a path that cannot be a sweep's. Raises UserError for a file, other content, or another format."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out: {out} is a file; name a sweep directory")
+    if not out.exists():
+        return
+    if not (out / MARKER).is_file():
+        if any(path.name not in (_LOCK, _WORKERS) for path in out.iterdir()):
+            raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
+        return
+    found = read_marker(out).get("format", 1)
+    if found not in range(1, FORMAT + 1):
+        raise UserError(
+            f"{out / MARKER} has format {found}, and this flatshift ({flatshift_version()}) knows up to {FORMAT}; "
+            "go on with the version that wrote it, or name another --out"
+        )
+
+
+def read_marker(out: Path) -> dict[str, Any]:
+    """sweep.json as it is. Raises UserError if it cannot be read."""
+    path = out / MARKER
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not valid JSON ({error}); delete it to go on with the cells, or name another --out"
+        ) from None
+    return found
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Make the directory if need be and be the only sweep in it; a killed one holds nothing.
+
+    Raises UserError that names the process which is at work there.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    fd = os.open(out / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+            raise UserError(
+                f"{out} is being written by another sweep (process {holder}); wait for its end, or name another --out"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def at_work(out: Path) -> Iterator[None]:
+    """Held by a worker for as long as it may write into cells."""
+    fd = os.open(out / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def await_orphans(out: Path) -> None:
+    """Wait until the workers of a killed sweep are gone: they find out within a second that they are orphans.
+
+    Raises UserError if one stays.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + _ORPHANS_S
+    fd = os.open(out / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{out}: a worker of an earlier sweep is still at work there; end it (`fuser {out / _WORKERS}` "
+                        "says its process id), or name another --out"
+                    ) from None
+                time.sleep(0.05)
+    finally:
+        os.close(fd)
+
+
+def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
+    """Write sweep.json and where it came from; returns the format that the directory had before, 0 if it is new.
+
+    Tables of another plan are removed: what they hold is in the cells.
+    """
+    with disk_full_interrupts(f"writing {out / MARKER}"):
+        sweep_leftovers(out)
+        before = read_marker(out) if (out / MARKER).is_file() else {}
+        if before and {**before, **_stamps()} != {**plan, **_stamps()}:
+            for name in (CELLS, CURVES, POINTS):
+                (out / name).unlink(missing_ok=True)
+        write_provenance(out, recipe_yaml=base.to_yaml())
+    write_marker(out, plan)
+    return int(before.get("format", 1)) if before else 0
+
+
+def write_marker(out: Path, plan: dict[str, Any]) -> None:
+    """Write sweep.json."""
+    with disk_full_interrupts(f"writing {out / MARKER}"):
+        write_json(out / MARKER, {"format": FORMAT, **plan, **_stamps()})
+
+
+def _stamps() -> dict[str, Any]:
+    return {"flatshift": flatshift_version(), "code": source_digest(), "format": FORMAT}
+
+
+def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+    """Key → result, without its metrics, of those cells that have one. Raises UserError for one that cannot be read."""
+    found = {}
+    for key in dict.fromkeys(cell.key for cell in cells):
+        result = read_result(out / "cells" / key)
+        if result is not None:
+            del result["metrics"]  # thousands of cells are held at once
+            found[key] = result
+    return found
+
+
+def stale(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Key → `version code` of the results that other code made than this."""
+    now = (flatshift_version(), source_digest())
+    made = {key: (result.get("flatshift"), result.get("code")) for key, result in results.items()}
+    return {key: f"{v or 'unknown'} {code or 'unknown'}" for key, (v, code) in made.items() if (v, code) != now}
+
+
+def count_others(out: Path, cells: Sequence[Cell]) -> int:
+    """Finished cells in the directory that are not among `cells`."""
+    mine = {cell.key for cell in cells}
+    return sum(1 for path in (out / "cells").glob(f"*/{RESULT}") if path.parent.name not in mine)

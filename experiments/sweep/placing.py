@@ -1,0 +1,83 @@
+"""Where the workers of a sweep compute: a device each, or a share of the cores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from experiments.sweep.cell import Cell
+from finetune.errors import UserError
+
+
+@dataclass(frozen=True)
+class Places:
+    """jobs: worker processes. devices: given to them in turn; none: each cell's own choice."""
+
+    jobs: int
+    devices: tuple[str, ...] = ()
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of one worker: its share of the cores."""
+        from finetune.parallel.devices import at_hand
+
+        return max(1, at_hand("cpu").count // self.jobs)
+
+    def device(self, worker: int) -> str | None:
+        """The device of a worker."""
+        return self.devices[worker % len(self.devices)] if self.devices else None
+
+
+def place(cell: Cell, device: str | None) -> Cell:
+    """The cell, to be run on `device`; where a cell runs is no part of its key."""
+    if device is None:
+        return cell
+    recipe = cell.resolved.recipe
+    train = dataclasses.replace(recipe.train, device=device)
+    resolved = dataclasses.replace(cell.resolved, recipe=dataclasses.replace(recipe, train=train))
+    return dataclasses.replace(cell, resolved=resolved)
+
+
+def memory_of(places: Places, wanted: str) -> int | None:
+    """Bytes that the cells of one worker may take together, three quarters of its share; None: unknown.
+
+    wanted: the recipes' train.device, where the places do not say.
+    """
+    from finetune.parallel.devices import at_hand
+
+    found = at_hand(places.device(0) or wanted)
+    share = found.each(places.jobs)
+    if share is not None and found.kind == "cuda":
+        share //= -(-places.jobs // max(1, len(places.devices)))
+    return share and share * 3 // 4
+
+
+def _cuda_devices() -> int:
+    from finetune.parallel.devices import at_hand
+
+    found = at_hand()
+    return found.count if found.kind == "cuda" else 0
+
+
+def choose_devices(flag: str, wanted: str, *, count: Callable[[], int] = _cuda_devices) -> tuple[str, ...]:
+    """Devices for the workers of a sweep; none: let each cell choose.
+
+    flag: `auto` (every CUDA device, where the recipe does not name one), `cpu`, or CUDA numbers `0,2`.
+    wanted: the recipe's train.device. count: says how many CUDA devices there are.
+    Raises UserError for a device that is not there.
+    """
+    if flag == "auto":
+        return tuple(f"cuda:{i}" for i in range(count())) if wanted in ("auto", "cuda") else ()
+    if flag == "cpu":
+        return ("cpu",)
+    numbers = [part.strip().removeprefix("cuda:") for part in flag.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise UserError(f"--devices {flag}: write auto, cpu, or CUDA numbers such as 0,1")
+    there = count()
+    for number in numbers:
+        if int(number) >= there:
+            raise UserError(f"--devices {flag}: there is no cuda:{number}; this machine has {there} CUDA devices")
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"--devices {flag}: a device is given twice; several workers share one by --jobs")
+    return tuple(f"cuda:{int(number)}" for number in numbers)

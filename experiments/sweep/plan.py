@@ -1,0 +1,114 @@
+"""Which cells a sweep has: the points of its axes, each resolved by the strict builder, each under every seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.config import Recipe
+from experiments.recipe import Resolved, from_override
+from experiments.recipe.resolve import get_dotted, recipe_tree, resolve_tree
+from experiments.recipe.tree import Branch, Tree, merge
+from experiments.sweep.axes import Axes, Design, Range, Values, points_of
+from experiments.sweep.cell import Cell, cell_of
+from finetune.errors import UserError
+
+
+def plan_cells(
+    recipe: str,
+    overrides: Sequence[Branch],
+    axes: Mapping[str, Values],
+    seeds: int,
+    *,
+    design: Design = "grid",
+    points: int | None = None,
+) -> Iterator[Cell]:
+    """Every cell of the sweep, point by point and there seed by seed.
+
+    recipe: file or shipped name. overrides: laid over it. seeds: values of train.seed, from 0. points: how many to
+    draw (design: random), by the recipe's own train.seed.
+    Raises UserError for an unknown key, a wrong value, or axes that do not suit the design.
+    """
+    base = Base.of(recipe, overrides)
+    whole = base.check(axes)
+    drawn = points_of(whole, design, count=points, seed=base.recipe.train.seed)
+    yield from base.cells(drawn, seeds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """The recipe of a sweep before any axis is laid over it; read once, however many cells there are."""
+
+    tree: Tree
+    name: str
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, recipe: str, overrides: Sequence[Branch]) -> Base:
+        """The recipe file or shipped recipe with `overrides` laid over it."""
+        tree: Tree = recipe_tree(recipe)
+        for override in overrides:
+            tree = merge(tree, override)
+        name = Path(recipe).stem
+        return cls(tree, name, resolve_tree(tree, (), name=name).recipe)
+
+    def check(self, axes: Mapping[str, Values]) -> Axes:
+        """The axes, ranges over whole-number settings marked so. Raises UserError for a key that no axis can be."""
+        checked: Axes = {}
+        for key, values in axes.items():
+            if key == "train.seed":
+                raise UserError("--grid train.seed: seeds are an axis of their own; use --seeds")
+            self._check_key(key)
+            if isinstance(values, Range) and self._is_whole(key, values):
+                if not (values.low.is_integer() and values.high.is_integer()):
+                    raise UserError(f"--grid {key}={values}: {key} is a whole number; give whole ends")
+                values = dataclasses.replace(values, whole=True)
+            checked[key] = values
+        return checked
+
+    def _check_key(self, key: str) -> None:
+        if self._owner(key) is None:  # a block that is left out: the builder makes it and judges the rest
+            return
+        try:
+            get_dotted(self.recipe, key)
+        except UserError as error:
+            raise UserError(f"--grid: {error}") from None
+
+    def _is_whole(self, key: str, values: Range) -> bool:
+        owner = self._owner(key)
+        if owner is None:
+            return values.low.is_integer() and values.high.is_integer()
+        hint = typing.get_type_hints(type(owner))[key.rpartition(".")[2]]
+        return int in (hint, *typing.get_args(hint))
+
+    def _owner(self, key: str) -> Any:
+        """The block that a key lies in; None if that, or a block around it, is null."""
+        owner: Any = self.recipe
+        for part in key.split(".")[:-1]:
+            owner = getattr(owner, part, "") if owner is not None else None
+        return owner
+
+    def cells(self, points: Iterable[Mapping[str, Any]], seeds: int) -> Iterator[Cell]:
+        """Every point under every seed."""
+        for laid in points:
+            overrides = [from_override(key, value, f"--grid {key}") for key, value in laid.items()]
+            resolved = resolve_tree(self.tree, [*overrides, from_override("train.seed", 0, "--seeds")], name=self.name)
+            point = {key: _named(get_dotted(resolved.recipe, key)) for key in laid}
+            for seed in range(seeds):
+                yield cell_of(_under(resolved, seed), point=point, seed=seed)
+
+
+def _named(value: Any) -> Any:
+    """A value as a table holds it; a component (`regularizer=plain,ggpo`) by its kind."""
+    return value.kind if dataclasses.is_dataclass(value) and hasattr(value, "kind") else value
+
+
+def _under(resolved: Resolved, seed: int) -> Resolved:
+    """The same recipe under another seed."""
+    recipe = resolved.recipe
+    return dataclasses.replace(
+        resolved, recipe=dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=seed))
+    )

@@ -1,0 +1,167 @@
+"""How far a sweep is: a live table on a terminal, a line every ten seconds elsewhere.
+
+progress = Progress(cells, results, console, label="sweep", workers=4)
+with progress.shown():
+    progress.began(cells[:1]); progress.ended(cells[0], result)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from experiments.console import Console
+from experiments.sweep.cell import Cell, label_of
+from experiments.sweep.cost import CostModel
+
+_EVERY_S = 10.0
+_ROWS = 20
+"""Points that the live table shows; of more, those where something happens."""
+
+
+class Progress:
+    """Counts cells by point and state, and says what is left.
+
+    cells: the plan. results: of its cells that were finished before. workers: cells or stacks at the same time.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        results: Mapping[str, Mapping[str, Any]],
+        console: Console,
+        *,
+        label: str,
+        workers: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console, self.label, self.workers, self._clock = console, label, max(workers, 1), clock
+        self._point = {cell.key: label_of(cell.point) for cell in cells}
+        self._counts = {name: [0, 0, 0, 0] for name in dict.fromkeys(self._point.values())}  # of, done, running, failed
+        self._left = {cell.key: cell for cell in cells}
+        self._running: dict[str, Cell] = {}
+        self._costs = CostModel()
+        self.failed = self.done = 0
+        for cell in list(self._left.values()):
+            self._counts[self._point[cell.key]][0] += 1
+            if (result := results.get(cell.key)) is not None:
+                self._count(cell, result)
+        self.before = self.done + self.failed
+        self._start = self._said = clock()
+        self._refresh: Callable[[], None] | None = None
+
+    @property
+    def total(self) -> int:
+        """Cells of the plan."""
+        return len(self._point)
+
+    def began(self, cells: Iterable[Cell]) -> None:
+        """A worker took these cells."""
+        for cell in cells:
+            self._running[cell.key] = cell
+            self._counts[self._point[cell.key]][2] += 1
+        self.tick()
+
+    def returned(self, cells: Iterable[Cell]) -> None:
+        """A worker is no longer at these cells, whatever came of them."""
+        for cell in cells:
+            if self._running.pop(cell.key, None) is not None:
+                self._counts[self._point[cell.key]][2] -= 1
+
+    def ended(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        """A cell has its result."""
+        self.returned([cell])
+        self._count(cell, result)
+        if result["status"] == "failed":
+            self.console.say(f"failed {cell.key} ({cell.label}): {result['reason']}")
+        self.tick(cell.label)
+
+    def _count(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        self._left.pop(cell.key, None)
+        done = result["status"] == "done"
+        self._counts[self._point[cell.key]][1 if done else 3] += 1
+        self.done, self.failed = self.done + done, self.failed + (not done)
+        if done:
+            self._costs.observe(cell, float(result["seconds"] or 0))
+
+    def eta(self) -> float | None:
+        """Seconds until the last cell is finished; None while nothing has finished. Running cells count half."""
+        waiting = self._costs.predict(cell for key, cell in self._left.items() if key not in self._running)
+        running = self._costs.predict(self._running.values())
+        if waiting is None or running is None:
+            return None
+        return (waiting + running / 2) / min(self.workers, max(len(self._left), 1))
+
+    def line(self, note: str = "") -> str:
+        """One line for a log."""
+        now = self.done + self.failed
+        minutes = (self._clock() - self._start) / 60
+        rate = f", {(now - self.before) / minutes:.3g} cells/min" if now > self.before and minutes > 0 else ""
+        left = self.eta()
+        eta = f", ETA {_duration(left)}" if left is not None and now < self.total else ""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{self.label}: {now}/{self.total} cells{failed}{rate}{eta}{'  ' + note if note else ''}"
+
+    def rows(self, limit: int = _ROWS) -> tuple[list[tuple[str, int, int, int, int]], int]:
+        """((point, of, done, running, failed), …) of at most `limit` points in plan order, and how many are left out.
+
+        Of more points, those that run come first, then those that have begun, failed, and wait.
+        """
+        names = list(self._counts)
+        if len(names) > limit:
+
+            def place(name: str) -> int:
+                of, done, running, failed = self._counts[name]
+                return 0 if running else 1 if 0 < done + failed < of else 2 if failed else 3 if not done else 4
+
+            chosen = set(sorted(names, key=place)[:limit])
+            names = [name for name in names if name in chosen]
+        rows = [(name, *self._counts[name]) for name in names]
+        return rows, len(self._counts) - len(rows)  # type: ignore[return-value]
+
+    def tick(self, note: str = "") -> None:
+        """Show where things stand, if it is time to."""
+        if self._refresh is not None:
+            self._refresh()
+        elif not self.console.terminal and self._clock() - self._said > _EVERY_S:
+            self._said = self._clock()
+            self.console.say(self.line(note))
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the table (terminal) while inside; a last line at the end."""
+        if self.console.terminal:
+            from rich.console import Console as RichConsole
+            from rich.live import Live
+
+            with Live(console=RichConsole(stderr=True), auto_refresh=False, transient=True) as live:
+                self._refresh = lambda: live.update(self._renderable(), refresh=True)
+                self._refresh()
+                try:
+                    yield
+                finally:
+                    self._refresh = None
+        else:
+            yield
+        self.console.say(self.line())
+
+    def _renderable(self) -> Any:
+        from rich.table import Table
+
+        rows, hidden = self.rows()
+        table = Table(caption=self.line(), caption_justify="left", box=None, pad_edge=False)
+        table.add_column("point" if not hidden else f"point ({hidden} more not shown)", overflow="fold")
+        for name in ("done", "running", "failed", "of"):
+            table.add_column(name, justify="right")
+        for name, of, done, running, failed in rows:
+            table.add_row(name, str(done), str(running or ""), f"[red]{failed}[/]" if failed else "", str(of))
+        return table
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

@@ -1,0 +1,141 @@
+"""The tables of a sweep: cells.parquet and points.csv have a row per cell, curves.parquet one per recorded step."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.sweep.cell import Cell, read_result
+from finetune.atomic import replacing
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+CELLS, CURVES, POINTS = "cells.parquet", "curves.parquet", "points.csv"
+_PROGRESS = ("stage", "attempt", "step", "tokens", "lr", "time_s", "record_s")
+"""Keys of a trace line that say where it was written, not what was found."""
+
+Row = dict[str, Any]
+
+
+def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | None = None) -> list[Row]:
+    """Write cells.parquet, curves.parquet and points.csv, each whole; returns the rows of cells.parquet.
+
+    Rows follow the plan. Cells without a result are left out; where none has one nothing is written. more: key of a
+    cell → further columns of its row.
+    """
+    import pyarrow.parquet as pq
+
+    from finetune.recording import read_trace
+
+    rows: list[Row] = []
+    finished, curves = Columns(), Columns()
+    for cell in cells:
+        directory = out / "cells" / cell.key
+        result = read_result(directory)
+        if result is None:
+            continue
+        trace = read_trace(directory) if result["status"] == "done" else []
+        axes = {key: _plain(value) for key, value in cell.point.items()}
+        row = {"cell": cell.key, **axes, "seed": cell.seed}
+        for line in trace:
+            curves.add(row, line)
+        rows.append({**row, **(more or {}).get(cell.key, {}), **_figures(result, trace)})
+        finished.add(rows[-1])
+    if not rows:
+        return rows
+    with replacing(out / CELLS) as temporary:
+        pq.write_table(finished.table(), temporary)
+    if curves.rows:
+        with replacing(out / CURVES) as temporary:
+            pq.write_table(curves.table(), temporary)
+    else:
+        (out / CURVES).unlink(missing_ok=True)
+    with replacing(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, finished.names, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return rows
+
+
+def final_figures(directory: Path) -> Row:
+    """`<split>.<metric>` and what the last trace line has of a finished cell; empty for one that failed."""
+    result = read_result(directory)
+    if result is None or result["status"] != "done":
+        return {}
+    from finetune.recording import read_trace
+
+    return _measured(result, read_trace(directory))
+
+
+def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
+    about = {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift", "code", "stacked")}
+    return {**about, **_measured(result, trace)}
+
+
+def _measured(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
+    """Final figures: those of the last trace line, over them what the finished adapter was judged with."""
+    row = {key: value for key, value in trace[-1].items() if key not in _PROGRESS} if trace else {}
+    for split, metrics in result["metrics"].items():
+        row |= {f"{split}.{name}": _number(metric["value"]) for name, metric in metrics.items()}
+        if "accuracy" in metrics and metrics["accuracy"]["value"] is not None:
+            row[f"{split}.error"] = 1.0 - float(metrics["accuracy"]["value"])
+    return row
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+class Columns:
+    """Rows gathered column by column: names in order of appearance, absent values None."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Any]] = {}
+        self.rows = 0
+
+    def add(self, *parts: Row) -> None:
+        """One row, made of parts; a later part wins."""
+        for part in parts:
+            for name, value in part.items():
+                column = self._columns.setdefault(name, [])
+                column += [None] * (self.rows - len(column))
+                if len(column) > self.rows:
+                    column[-1] = value
+                else:
+                    column.append(value)
+        self.rows += 1
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns."""
+        return list(self._columns)
+
+    def table(self) -> pa.Table:
+        """As a table; a column of mixed types becomes text."""
+        import pyarrow as pa
+
+        for column in self._columns.values():
+            column += [None] * (self.rows - len(column))
+        return pa.table({name: _column(values) for name, values in self._columns.items()})
+
+
+def _column(values: list[Any]) -> pa.Array:
+    import pyarrow as pa
+
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float}:
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+    if len(kinds) > 1 or kinds & {dict, list}:
+        return pa.array([None if value is None else str(value) for value in values], pa.string())
+    return pa.array(values)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a table cell: lists as text, infinities as they are."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return None if isinstance(value, float) and math.isnan(value) else value

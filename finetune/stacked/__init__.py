@@ -1,0 +1,39 @@
+"""Many adapters on one frozen backbone: one forward and one backward pass for the cells of a sweep together.
+
+    cells = [cell_engine(backbone, adapter, task=task, train=train) for adapter, train in ...]
+    with Host(backbone, cells, task=task, pad_id=0) as host:
+        for place, end in run_together(host, [stage_work(cell, ...) for cell in cells]):
+            ...                                    # a StageResult, or the error that ended this cell alone
+
+Each cell is a stage of the ordinary loop (`finetune.loop.stage_work`) with a PEFT model of its own whose frozen tensors
+are the backbone's; only its forward and backward passes are done here, for all cells at once. Whatever the loop does
+besides (order of the data, learning rate, clipping, optimizer, regularizer, dev, records) is the loop's own doing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "CellEngine": "engine",
+    "cell_engine": "engine",
+    "shared_copy": "engine",
+    "Host": "host",
+    "run_together": "together",
+    "NotStackable": "refusing",
+    "refusal": "refusing",
+    "StackPlan": "footprint",
+    "stack_plan": "footprint",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

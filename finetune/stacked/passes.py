@@ -1,0 +1,86 @@
+"""Which micro-batches go forward together, and how their rows become one batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..data.encoding import IGNORE
+
+if TYPE_CHECKING:
+    from ..data import MicroBatch
+
+TOKENS = {"cpu": 2048, "cuda": 1 << 16}
+"""Tokens of one pass: enough that a product is worth its call, few enough that a CPU's caches hold what it makes."""
+_CALLS = {"cpu": 256, "cuda": 8192}
+"""What a pass costs besides its tokens, in tokens: its calls."""
+
+
+def split(shapes: Sequence[tuple[int, int]], *, device: str) -> list[list[int]]:
+    """Indices of micro-batches by pass, of least cost: tokens with padding, and `_CALLS` more for each pass.
+
+    Neighbours in the order of width share a pass of at most `TOKENS` tokens; a larger micro-batch has one of its own.
+
+    Args:
+        shapes: (rows, width) of each micro-batch.
+    """
+    limit, calls = TOKENS.get(device, TOKENS["cuda"]), _CALLS.get(device, _CALLS["cuda"])
+    order = sorted(range(len(shapes)), key=lambda i: (-shapes[i][1], i))
+    best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first j in order, and where their last pass begins
+    for j in range(1, len(order) + 1):
+        rows, found = 0, (math.inf, j - 1)
+        for i in range(j - 1, -1, -1):
+            rows += shapes[order[i]][0]
+            tokens = rows * shapes[order[i]][1]  # the first is the widest
+            if tokens > limit and i < j - 1:
+                break
+            found = min(found, (best[i][0] + calls + tokens, i))
+        best.append(found)
+    passes, stop = [], len(order)
+    while stop:
+        start = best[stop][1]
+        passes.append(order[start:stop])
+        stop = start
+    return passes[::-1]
+
+
+def join(micros: Sequence[MicroBatch], *, pad_id: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Model inputs (R, T) and labels of the rows of all `micros`, padded on the right to the widest.
+
+    Where one of them has packed rows, all are told apart by positions alone, and what pads a row is a sample of its own
+    that nobody supervises, as in `finetune.data.batches`.
+    """
+    width = max(micro.inputs["input_ids"].shape[1] for micro in micros)
+    parts = [dict(micro.inputs) for micro in micros]
+    if any("position_ids" in part for part in parts):
+        for part in parts:
+            mask = part.pop("attention_mask", None)
+            if mask is not None:
+                part["position_ids"] = _positions(mask)
+    names = parts[0].keys()
+    inputs = {name: torch.cat([_padded(part[name], name, width, pad_id) for part in parts]) for name in names}
+    labels = torch.cat([_padded(micro.labels, "labels", width, pad_id) for micro in micros])
+    return inputs, labels
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """0, 1, … for the tokens of each row of a mask (B, T), and again from 0 for its padding."""
+    lengths = mask.sum(1, keepdim=True)
+    positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    return torch.where(positions < lengths, positions, positions - lengths)
+
+
+def _padded(values: Tensor, name: str, width: int, pad_id: int) -> Tensor:
+    """(B, T) as (B, width); classes (B,) stay."""
+    missing = width - values.shape[-1] if values.ndim == 2 else 0
+    if not missing:
+        return values
+    if name == "position_ids":
+        more = torch.arange(missing, device=values.device).expand(len(values), missing)
+        return torch.cat([values, more], 1)
+    return F.pad(values, (0, missing), value={"input_ids": pad_id, "labels": IGNORE}.get(name, 0))

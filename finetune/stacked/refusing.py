@@ -1,0 +1,44 @@
+"""What cannot be stacked, and why, in a sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..config import Adapter, Seq2Seq, Task, Train
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from regularizers.config import RegularizerConfig
+
+_OWN_PASS = {
+    "sam": "it differentiates with respect to the dense weights",
+    "bi-lora": "it trains a second adapter",
+    "neftune": "it draws its noise in the embedding's own forward pass",
+}
+
+
+class NotStackable(UserError):
+    """These cells cannot share a forward pass; each of them can run alone."""
+
+
+def refusal(task: Task, adapter: Adapter, train: Train, regularizer: RegularizerConfig) -> str | None:
+    """Why a cell with these settings runs alone; None where it may share the backbone with others."""
+    if isinstance(task, Seq2Seq):
+        return "task.kind: seq2seq has an encoder and a decoder, whose rows are padded apart"
+    if adapter.dora:
+        return "adapter.dora: the norms of DoRA need each cell's whole weights"
+    if adapter.init == "pissa":
+        return "adapter.init: pissa takes its directions out of the frozen weights, so they are no longer the same"
+    if adapter.dropout > 0:
+        return "adapter.dropout: the masks are drawn by each cell in a forward pass of its own"
+    if train.quantization is not None:
+        return "train.quantization: the products with quantised weights are the library's own"
+    if train.adapter_precision != "fp32":
+        return "train.adapter_precision: stacked adapters are kept in float32"
+    if train.checkpointing != "none":
+        return "train.checkpointing: blocks that are computed again would be computed for all cells"
+    if regularizer.kind in _OWN_PASS:
+        return f"regularizer.kind: {regularizer.kind} changes the forward pass, {_OWN_PASS[regularizer.kind]}"
+    if getattr(regularizer, "scope", "step") == "sample":
+        return "regularizer.scope: sample draws for the rows of one cell's batch"
+    return None

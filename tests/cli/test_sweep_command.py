@@ -1,0 +1,265 @@
+"""`flatshift sweep`: its directory over several calls, a clear sentence per mistake, bisection, a real tiny sweep."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import experiments.pipeline
+import experiments.preparing
+import experiments.report
+import experiments.sweep.cell
+from experiments.console import Console
+from experiments.pipeline import execute
+from experiments.preparing import prepare
+from experiments.recipe import from_override, load_recipe
+from experiments.sweep.directory import locked
+from finetune.rundir import RunDirectory
+from flatshift.cli import run
+
+Sweep = Callable[..., int]
+
+
+@pytest.fixture
+def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    """`flatshift sweep double-descent --out sweep …` whose cells cost nothing.
+
+    A cell of rank r fits 40·r rows; of n > 40·r rows it gets a share 1 − 40·r/n wrong. Rank 7 fails.
+    """
+
+    def fitted(run: Any, recipe: Any, prepared: None, console: Any, *, report: bool) -> dict[str, Any]:
+        rank, rows = recipe.adapter.rank, recipe.data.train.limit
+        if rank == 7:
+            raise ValueError("rank 7 is unlucky")
+        error = max(0.0, 1 - 40 * rank / rows)
+        return {"train": {"error": {"value": error}}, "test": {"accuracy": {"value": 1 - error}}}
+
+    monkeypatch.setattr(experiments.pipeline, "execute", fitted)
+    monkeypatch.setattr(experiments.preparing, "prepare", lambda recipe: None)
+    monkeypatch.setattr(experiments.sweep.cell.gc, "collect", lambda: 0)  # there are no models to collect
+    monkeypatch.setattr(experiments.report, "write_plots", lambda out: [])
+    monkeypatch.setattr(experiments.report, "build_report", lambda runs, out: out)
+    out = tmp_path / "sweep"
+    return lambda *words: run(["sweep", "double-descent", "--out", str(out), "--devices", "cpu", *words])
+
+
+def started(out: Path) -> Counter[str]:
+    lines = (out / "log.txt").read_text(encoding="utf-8").splitlines()
+    return Counter(line.split(" start ")[1].split(" ")[0] for line in lines if " start " in line)
+
+
+def table(out: Path) -> dict[str, list[Any]]:
+    return pq.read_table(out / "cells.parquet").to_pydict()
+
+
+# ------------------------------------------------------------------------------------------- several calls
+
+
+def test_grid_may_change_and_no_cell_runs_twice(
+    cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sweep"
+    assert cheap("--grid", "adapter.rank=1,4", "--seeds", "2") == 0
+    assert table(out)["adapter.rank"] == [1, 1, 4, 4]
+    assert cheap("--grid", "adapter.rank=4,16", "--seeds", "2") == 0
+    assert "2 finished cells" in (said := capsys.readouterr().err) and "not of this plan" in said
+    assert table(out)["adapter.rank"] == [4, 4, 16, 16], "the tables hold what is asked for now"
+    assert cheap("--grid", "adapter.rank=1,4,16", "--seeds", "2") == 0
+    assert table(out)["adapter.rank"] == [1, 1, 4, 4, 16, 16]
+    assert table(out)["train.error"][:2] == [1 - 40 / 300] * 2
+    counts = started(out)
+    assert len(counts) == 6 and set(counts.values()) == {1}
+    marker = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
+    assert marker["format"] == 2 and marker["grid"] == {"adapter.rank": ["1", "4", "16"]}
+    assert (marker["design"], marker["seeds"], marker["cells"]) == ("grid", 2, 6)
+    result = json.loads(next(out.glob("cells/*/result.json")).read_text(encoding="utf-8"))
+    assert result["stacked"] is None and len(result["code"]) == 12 and result["flatshift"] == marker["flatshift"]
+
+
+def test_recipe_says_design_and_flags_win(cheap: Sweep, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    words = ["--sweep.grid", "{adapter.rank: [1..256:log], optimizer.lr: [1e-4..1e-2:log]}", "--sweep.seeds", "1"]
+    assert cheap(*words, "--sweep.design", "random", "--sweep.points", "5") == 0
+    first = table(out)["cell"]
+    assert len(first) == 5
+    assert cheap(*words, "--sweep.design", "random", "--points", "8") == 0
+    assert table(out)["cell"][:5] == first and len(started(out)) == 8
+    assert cheap(*words, "--sweep.design", "random", "--grid", "adapter.rank=2", "--seeds", "1") == 0
+    assert table(out)["adapter.rank"] == [2]
+
+
+def test_failure_is_a_result_and_the_exit_code(
+    cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cheap("--grid", "adapter.rank=7,8", "--seeds", "1") == 1
+    assert table(tmp_path / "sweep")["reason"] == ["rank 7 is unlucky", None]
+    assert "rank 7 is unlucky" in capsys.readouterr().err
+    assert cheap("--grid", "adapter.rank=7,8", "--seeds", "1") == 1
+    assert set(started(tmp_path / "sweep").values()) == {1}
+
+
+def test_other_code_is_said_and_run_anew_when_asked(
+    cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sweep"
+    assert cheap("--grid", "adapter.rank=1,2", "--seeds", "1") == 0
+    path = next(out.glob("cells/*/result.json"))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"code": "an old one"}), encoding="utf-8")
+    capsys.readouterr()
+    assert cheap("--grid", "adapter.rank=1,2", "--seeds", "1") == 0
+    said = capsys.readouterr().err
+    assert "1 finished cells were made by other code" in said and "an old one" in said and "--rerun-stale" in said
+    assert max(started(out).values()) == 1
+    assert cheap("--grid", "adapter.rank=1,2", "--seeds", "1", "--rerun-stale") == 0
+    assert started(out)[path.parent.name] == 2 and sum(started(out).values()) == 3
+
+
+# ------------------------------------------------------------------------------------------- mistakes
+
+
+def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sweep"
+    grid = ["--grid", "adapter.rank=1", "--seeds", "1"]
+
+    def refused(words: str) -> None:
+        assert cheap(*grid) == 2
+        said = capsys.readouterr().err.strip()
+        assert words in said and len(said.splitlines()) == 1 and said.startswith("flatshift: error: ")
+
+    out.write_text("a file", encoding="utf-8")
+    refused("is a file")
+    out.unlink()
+    out.mkdir()
+    (out / "notes.txt").write_text("mine", encoding="utf-8")
+    refused("is not a sweep directory")
+    (out / "sweep.json").write_text('{"format": 3, "grid": {}}', encoding="utf-8")
+    refused("format 3")
+    (out / "sweep.json").write_text("{", encoding="utf-8")
+    refused("not valid JSON")
+    assert not (out / "cells").exists() and not (out / "log.txt").exists()
+    with locked(out):
+        (out / "sweep.json").write_text('{"grid": {}}', encoding="utf-8")
+        refused(f"(process {os.getpid()})")
+    assert cheap(*grid) == 0, "the format before this one is taken over"
+    assert "format 1" in capsys.readouterr().err
+    assert json.loads((out / "sweep.json").read_text(encoding="utf-8"))["format"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--grid", "adapter.rnk=1"], "'rank'"),
+        (["--grid", "adapter.rank=1,x"], "whole number"),
+        (["--sweep", "null"], "give --grid"),
+        (["--seeds", "0"], "--seeds"),
+        (["--jobs", "0"], "--jobs"),
+        (["--stack", "none"], "--stack"),
+        (["--devices", "tpu"], "--devices"),
+        (["--design", "paired", "--grid", "adapter.rank=1,2", "train.steps=1"], "adapter.rank 2, train.steps 1"),
+        (["--points", "3"], "--design random"),
+        (["--bisect", "adapter.rank"], "data.train.limit"),
+        (["--bisect", "data.train.limit", "--grid", "data.train.limit=5"], "axis of the grid"),
+    ],
+)
+def test_mistakes_cost_nothing(
+    cheap: Sweep, tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cheap(*words) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_full_disk_keeps_what_was_finished(
+    cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "sweep"
+    whole = experiments.sweep.cell.write_json
+    calls = 0
+
+    def write_json(path: Path, value: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        whole(path, value)
+
+    monkeypatch.setattr(experiments.sweep.cell, "write_json", write_json)
+    grid = ["--grid", "adapter.rank=1,2,3", "--seeds", "1"]
+    assert cheap(*grid) == 3
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flatshift: ")]
+    assert len(said) == 1 and "the disk is full" in said[0]
+    assert len(list(out.glob("cells/*/result.json"))) == 1 and not list(out.rglob(".*.tmp"))
+    assert table(out)["adapter.rank"] == [1], "the tables hold what there is"
+    assert cheap(*grid) == 0
+    assert table(out)["adapter.rank"] == [1, 2, 3] and sorted(started(out).values()) == [1, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------- bisection
+
+
+def test_bisection_finds_how_many_rows_each_point_fits(cheap: Sweep, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    words = ["--grid", "adapter.rank=1,2,7,64", "--seeds", "2", "--bisect", "data.train.limit=10..1000"]
+    assert cheap(*words, "--epsilon", "0.2") == 1  # rank 7 fails everywhere
+    found = json.loads((out / "emc.json").read_text(encoding="utf-8"))
+    assert (found["key"], found["epsilon"], found["seeds"]) == ("data.train.limit", 0.2, 2)
+    one, two, unlucky, all_rows = found["points"]
+    # 1 − 40 r / n ≤ 0.2 up to n = 50 r; the search stops within a tenth
+    assert one["point"] == {"adapter.rank": 1} and one["emc"] == pytest.approx(50, rel=0.1)
+    assert two["emc"] == pytest.approx(100, rel=0.1)
+    assert (unlucky["emc"], unlucky["side"]) == (None, "before") and unlucky["tried"][0]["train_error"] == [None, None]
+    assert (all_rows["emc"], all_rows["side"]) == (None, "beyond")
+    for entry in one["tried"]:
+        assert entry["train_error"] == [max(0.0, 1 - 40 / entry["rows"])] * 2
+        assert all((out / "cells" / key / "result.json").is_file() for key in entry["cells"])
+    rows = table(out)
+    assert {emc for emc, rank in zip(rows["emc"], rows["adapter.rank"], strict=True) if rank == 1} == {one["emc"]}
+    tried = sorted({entry["rows"] for point in found["points"] for entry in point["tried"]})
+    marker = json.loads((out / "sweep.json").read_text(encoding="utf-8"))
+    assert marker["grid"]["data.train.limit"] == [str(n) for n in tried] and marker["cells"] == len(rows["cell"])
+    counts = started(out)
+    assert set(counts.values()) == {1}
+    assert cheap(*words, "--epsilon", "0.2") == 1
+    assert started(out) == counts and json.loads((out / "emc.json").read_text(encoding="utf-8")) == found
+
+
+# ------------------------------------------------------------------------------------------- for real
+
+
+@pytest.mark.timeout(600)
+def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
+    settings = {
+        "train.batch_size": 4,
+        "train.max_length": 32,
+        "train.threads": 1,
+        "data.train.limit": 40,
+        "data.test.limit": 30,
+        "eval.bootstrap": 20,
+    }
+    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    out = tmp_path / "sweep"
+    words = ["sweep", "double-descent", "--out", str(out), *flags, "--design", "paired", "--seeds", "1", "--jobs", "2"]
+    assert run([*words, "--record.per_doubling", "1", "--grid", "adapter.rank=1,2", "train.steps=2,3"]) == 0
+    rows = table(out)
+    assert rows["adapter.rank"] == [1, 2] and rows["train.steps"] == [2, 3] and rows["status"] == ["done"] * 2
+    curves = pq.read_table(out / "curves.parquet").to_pydict()
+    assert curves["step"] == [0, 1, 2, 0, 1, 2, 3] and curves["adapter.rank"] == [1] * 3 + [2] * 4
+    assert all(0 <= error <= 1 for error in curves["test.error"])
+    assert (out / "report.html").is_file() and (out / "points.csv").is_file()
+    laid = [from_override(key, value) for key, value in {**settings, "adapter.rank": 2, "train.steps": 3}.items()]
+    recipe = load_recipe("double-descent", laid).recipe
+    alone = RunDirectory.create(tmp_path / "alone")
+    judged = execute(alone, recipe, prepare(recipe), Console(quiet=True), report=False)
+    for split in ("train", "test"):
+        assert rows[f"{split}.loss"][1] == judged[split]["loss"]["value"], "recording and sweeping change no bit"
+    kept = load_recipe(str(out / "cells" / rows["cell"][1] / "recipe.resolved.yaml")).recipe
+    assert (kept.adapter.rank, kept.train.steps, kept.train.seed) == (2, 3, 0)

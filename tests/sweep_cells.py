@@ -1,0 +1,74 @@
+"""Cheap stand-ins for the cells of a sweep: each behaves as its point says, in a process that a worker can spawn."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+from experiments.recipe import load_recipe
+from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of
+from experiments.sweep.worker import Unit
+from finetune.errors import Interrupted
+from finetune.rundir import RunDirectory
+
+
+def cells_that(behaviours: list[str], *, seeds: int = 1) -> list[Cell]:
+    """One point per behaviour: `ok`, `die`, `die once`, `boom`, `full` or `stop once`."""
+    resolved = load_recipe("double-descent")
+    return [
+        Cell(f"{place:04d}{seed:04d}", {"behaves": name, "place": place}, seed, resolved)
+        for place, name in enumerate(behaviours)
+        for seed in range(seeds)
+    ]
+
+
+def behave(out: Path, unit: Unit, threads: int | None) -> bool:
+    """A `RunUnit` that does what the points of the cells say; a stack dies with any of its cells."""
+    for cell in unit:
+        RunDirectory(out).log(f"start {cell.key}")
+    for cell in unit:
+        name = cell.point["behaves"]
+        if name == "die" or (name == "die once" and _first(out, cell)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "stop once" and _first(out, cell):
+            raise Interrupted("stopped by a signal")
+    fit = True
+    for cell in unit:
+        directory = out / "cells" / cell.key
+        if cell.point["behaves"] == "full":
+            raise Interrupted(f"the disk is full while writing {directory}") from OSError(errno.ENOSPC, "no space")
+
+        def measure(cell: Cell = cell) -> dict:
+            if cell.point["behaves"] == "boom":
+                raise RuntimeError("a device failed")
+            found = {"process": os.getpid(), "threads": threads or 0, "blas": int(os.environ["OMP_NUM_THREADS"])}
+            return {"test": {name: {"value": value} for name, value in found.items()}}
+
+        outcome, well = outcome_of(measure, directory)
+        finish_cell(directory, cell, Outcome(outcome.status, outcome.reason, outcome.metrics, 0.5))
+        fit &= well
+    return fit
+
+
+def _first(out: Path, cell: Cell) -> bool:
+    """Whether this cell is here for the first time."""
+    try:
+        (out / f"seen-{cell.key}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def starts(out: Path) -> list[str]:
+    """Keys in the order in which cells were started."""
+    lines = (out / "log.txt").read_text(encoding="utf-8").splitlines()
+    return [line.split(" start ")[1] for line in lines if " start " in line]
+
+
+class Unloadable:
+    """A `RunUnit` that ends the process which unpickles it."""
+
+    def __reduce__(self) -> tuple:
+        return os._exit, (7,)
