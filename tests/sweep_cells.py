@@ -31,6 +31,7 @@ def behave(out: Path, unit: Unit, threads: int | None) -> bool:
     for cell in unit:
         name = cell.point["behaves"]
         if name == "die" or (name == "die once" and _first(out, cell)):
+            (out / "cells" / f".{cell.key}.{os.getpid()}.tmp").mkdir(parents=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if name == "stop once" and _first(out, cell):
             raise Interrupted("stopped by a signal")

@@ -61,7 +61,8 @@ def run_study(
         }
         # by seed, so that an interrupted study has whole seeds
         every = [cell for cells in finals.values() for cell in cells]
-        runner.run(sorted(every, key=lambda cell: cell.seed))
+        every.sort(key=lambda cell: cell.seed)
+        runner.run(every)
         outcome.finals = {pair: [runner.result(c) for c in cells] for pair, cells in finals.items()}
         outcome.step_ratio = step_ratios(plan, outcome)
         shorter = {

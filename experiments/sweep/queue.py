@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
@@ -23,6 +24,7 @@ from experiments.sweep.directory import await_orphans, results_of
 from experiments.sweep.placing import Places, memory_of, place
 from experiments.sweep.progress import Progress
 from experiments.sweep.worker import Answer, RunUnit, Unit, run_unit, serve, was_signal
+from finetune.atomic import sweep_leftovers
 from finetune.errors import Interrupted
 from finetune.rundir import RunDirectory, disk_full_interrupts
 
@@ -51,6 +53,7 @@ def run_cells(
     Raises Interrupted when stopped or when the disk is full; what was finished stays.
     """
     await_orphans(out)
+    sweep_leftovers(out / "cells")
     unique = {cell.key: cell for cell in cells}
     results = {key: found for key, found in results_of(out, cells).items() if key not in rerun}
     todo = [cell for key, cell in unique.items() if key not in results]
@@ -214,6 +217,9 @@ class _Queue:
                 raise Interrupted(f"{_STILLBORN} workers in a row {how} before they had begun; see what stands above")
             return
         self._log(f"a worker (process {worker.process.pid}) {how}; {len(unit)} cells were with it")
+        for cell in unit:  # a run directory that was being made; other workers are making theirs
+            for leftover in (self.out / "cells").glob(f".{cell.key}.*.tmp"):
+                shutil.rmtree(leftover, ignore_errors=True)
         self._settle(unit, how)
 
     def _settle(self, unit: Unit, how: str | None = None) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.comparison.analysis import detectable, endpoint, holm, paired_p
+from experiments.comparison.analysis import endpoint
 from experiments.comparison.compare import compare
 from experiments.comparison.plan import Plan
 from experiments.comparison.runner import Outcome
 from experiments.comparison.settings import Comparison, StudyMethod, StudyTask
 from experiments.comparison.tuning import FAILED, Score, Setting, best_of, first_trials, next_trial, on_edge
 from experiments.recipe import from_override, load_recipe
+from experiments.stats import detectable, holm, paired_p
 from finetune.errors import UserError
 from tests.comparison_study import make_study
 

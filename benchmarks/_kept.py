@@ -1,0 +1,28 @@
+"""Cells of long studies, copied to where they can be committed as they finish, and pages written from their results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from finetune.atomic import write_text
+
+
+def keep(file: Path, kept: Path) -> None:
+    """Copy a finished cell into `kept`/cells, on one line."""
+    write_text(kept / "cells" / file.name, json.dumps(json.loads(file.read_text(encoding="utf-8"))) + "\n")
+
+
+def take_back(cells: Path, kept: Path) -> None:
+    """Cells that were committed need not run again."""
+    cells.mkdir(parents=True, exist_ok=True)
+    for file in (kept / "cells").glob("*.json"):
+        if not (cells / file.name).is_file():
+            shutil.copyfile(file, cells / file.name)
+
+
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Put `text` into a page between two marks; all else stays."""
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    write_text(page, f"{before}{begin}\n{text}{end}{rest.split(end)[1]}")

@@ -1,0 +1,174 @@
+"""A selection: the arm's rows for one target and seed, and what can be said of them before any training.
+
+`selections/<key>.npy` has the rows of the stored pool in rank order, as many as the largest budget asks for.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.cells.rows import split_rows
+from experiments.quality.cells import SelectionCell, TargetRows
+from experiments.quality.features import pool_vectors, vectors
+from experiments.quality.pool import StoredPool, open_pool
+from finetune.atomic import replacing
+from finetune.config import Task
+from finetune.data import Row, limit_rows
+from finetune.errors import UserError
+from finetune.seeds import derive
+from selection import Pool, build_selector
+from selection.methods.base import keyed_uniform
+
+_WORD = re.compile(r"\w+")
+_LENGTH_BINS = 10
+
+
+def selection_file(root: Path, key: str) -> Path:
+    """Where a study under `root` keeps the rows of a selection."""
+    return root / "selections" / f"{key}.npy"
+
+
+def target_texts(rows: TargetRows, task: Task, seed: int) -> list[Row]:
+    """The training rows whose texts selectors see under `seed`; the labelled ones are among them."""
+    train, _, _ = split_rows(rows.file, task, (rows.validation, rows.test, rows.test_split), "test")
+    return limit_rows(train, min(rows.texts, len(train)), seed=derive(seed, "limit", "train"))
+
+
+def choose(root: Path, cell: SelectionCell) -> dict[str, Any]:
+    """Select, keep the rows, and return the figures of each budget."""
+    import time
+
+    recipe = cell.recipe
+    assert recipe.select is not None
+    started = time.process_time()
+    stored = open_pool(root, cell.pool.key)
+    rows, x = pool_vectors(root, cell.features)
+    if max(cell.budgets) > len(rows):
+        raise UserError(f"a budget of {max(cell.budgets):,} is above the pool's {len(rows):,} passages")
+    texts = [str(row.values["text"]) for row in target_texts(cell.rows, recipe.task, cell.seed)]
+    y = vectors(root, cell.features, texts)
+    prepared = time.process_time()
+    about: dict[str, Any] = {}
+    if cell.like is not None:
+        followed = np.load(selection_file(root, cell.like), allow_pickle=False)
+        order = matched_draw(stored, followed, cell.budgets, derive(cell.seed, "select"))
+        about = {"shared": float(np.isin(order, followed).mean())}
+    else:
+        order, about = _selected(cell, stored, rows, x, texts, y)
+    solved = time.process_time()
+    path = selection_file(root, cell.key)
+    with replacing(path) as temporary, temporary.open("wb") as handle:
+        np.save(handle, order.astype(np.int32), allow_pickle=False)
+    figures = _figures(root, cell, stored, rows, x, order)
+    seconds = {
+        "features of the target": prepared - started,
+        "scores": solved - prepared,
+        "figures": time.process_time() - solved,
+    }
+    return {
+        "figures": figures,
+        "about": about,
+        "pool": len(rows),
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+    }
+
+
+def _selected(
+    cell: SelectionCell, stored: StoredPool, rows: np.ndarray, x: np.ndarray, texts: list[str], y: np.ndarray
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Rows of the stored pool in rank order, and what the selector says of itself."""
+    assert cell.recipe.select is not None
+    whole = len(rows) == len(stored)
+    pool = Pool(
+        ids=stored.ids if whole else [stored.ids[i] for i in rows.tolist()],
+        texts=stored.texts if whole else [stored.texts[i] for i in rows.tolist()],
+        features=x,
+    )
+    selector = build_selector(
+        cell.recipe.select.method, seed=derive(cell.seed, "select"), budget=max(cell.budgets), device="cpu"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        selector.fit(pool, Pool(texts=texts, features=y))
+    kept = bool | int | float | str
+    about = {name: value for name, value in selector.diagnostics_.items() if isinstance(value, kept)}
+    if caught:
+        about["warning"] = str(caught[0].message)
+    return rows[np.asarray(selector.select(max(cell.budgets)))], about
+
+
+def matched_draw(stored: StoredPool, followed: np.ndarray, budgets: tuple[int, ...], seed: int) -> np.ndarray:
+    """A random draw with the hidden domains and lengths of `followed`, at every budget; rows in an order whose first k
+    rows are the draw for budget k.
+
+    Lengths are matched in tenths of the pool's words. followed: rows in rank order.
+    """
+    edges = np.quantile(stored.words, np.arange(1, _LENGTH_BINS) / _LENGTH_BINS)
+    bins = np.searchsorted(edges, stored.words, side="right")
+    names, domain = np.unique(stored.domains.astype(str), return_inverse=True)
+    stratum = bins * len(names) + domain
+    draw = keyed_uniform(Pool(ids=stored.ids), seed, "matched draw")
+    by_stratum = np.lexsort((draw, stratum))
+    sizes = np.bincount(stratum, minlength=_LENGTH_BINS * len(names))
+    starts = np.cumsum(sizes) - sizes
+    taken = np.zeros_like(sizes)
+    order = []
+    for low, high in zip((0, *budgets[:-1]), budgets, strict=True):
+        wanted = np.bincount(stratum[followed[low:high]], minlength=len(sizes))
+        some = np.concatenate(
+            [by_stratum[starts[s] + taken[s] : starts[s] + taken[s] + wanted[s]] for s in np.flatnonzero(wanted)]
+        )
+        taken += wanted
+        order.append(some[np.argsort(draw[some], kind="stable")])
+    return np.concatenate(order)
+
+
+def _figures(
+    root: Path, cell: SelectionCell, stored: StoredPool, rows: np.ndarray, x: np.ndarray, order: np.ndarray
+) -> dict[str, dict[str, Any]]:
+    """By budget: recall of the hidden domains, coverage of the judged texts, length and mix of what was chosen."""
+    spec = (cell.rows.validation, cell.rows.test, cell.rows.test_split)
+    _, judged, _ = split_rows(cell.rows.file, cell.recipe.task, spec, "test")
+    texts = [str(row.values["text"]) for row in judged]
+    y = vectors(root, cell.features, texts)
+    words = Counter(word for text in texts for word in _words(text))
+    wanted = np.isin(stored.domains, list(cell.rows.domains))
+    there = int(wanted[rows].sum())
+    place = np.full(len(stored), -1)
+    place[rows] = np.arange(len(rows))
+    found: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
+    nearest = np.full(len(y), np.inf)
+    for low, high in zip((0, *cell.budgets[:-1]), cell.budgets, strict=True):
+        new = order[low:high]
+        for row in new.tolist():
+            seen.update(_words(stored.texts[row]))
+        nearest = np.minimum(nearest, _nearest(y, np.asarray(x[place[new]], dtype=np.float32)))
+        chosen = order[:high]
+        hits = int(wanted[chosen].sum())
+        mix = Counter(stored.domains[chosen].tolist())
+        found[str(high)] = {
+            "recall": hits / min(high, there) if there else None,
+            "precision": hits / high,
+            "distance": float(nearest.mean()),
+            "words": sum(count for word, count in words.items() if word in seen) / max(sum(words.values()), 1),
+            "length": float(stored.words[chosen].mean()),
+            "domains": {name: count / high for name, count in mix.most_common(5)},
+        }
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _nearest(y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """(M,) squared distance of each y to its nearest x."""
+    squared = (y * y).sum(1)[:, None] + (x * x).sum(1) - 2.0 * (y @ x.T)
+    return np.maximum(squared.min(axis=1), 0.0)

@@ -1,0 +1,283 @@
+"""From a recipe's `quality` block to cells, each with a key; what is wrong is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.cells.inputs import chosen, digest, locate
+from experiments.config import Recipe
+from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
+from experiments.quality.settings import Quality
+from experiments.recipe import from_override, load_recipe, recipe_key
+from experiments.recipe.key import settings_tree, short_hash
+from experiments.recipe.resolve import recipe_tree, resolve_tree
+from experiments.recipe.tree import Branch, Tree, merge
+from finetune.config import Classify
+from finetune.errors import UserError
+from selection.config import Features, needs
+
+
+class Plan:
+    """The cells of one study; everything about it that can be wrong is found here, before any runs."""
+
+    def __init__(
+        self,
+        reference: str,
+        overrides: Sequence[Branch],
+        *,
+        data: Path | None = None,
+        selectors: Sequence[str] = (),
+        targets: Sequence[str] = (),
+        budgets: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            reference: recipe file or shipped name with a `quality` block.
+            data: directory that files are relative to; None: the working directory.
+            selectors: only these arms and the baseline; empty: all.
+            targets: only these; empty: all.
+            budgets: final runs with these only; empty: all.
+
+        Raises:
+            UserError: no such block, an unknown name, a missing file, settings that cannot serve.
+        """
+        self.resolved = load_recipe(reference, overrides)
+        tree: Tree = recipe_tree(reference)
+        for override in overrides:
+            tree = merge(tree, override)
+        assert isinstance(tree, Branch)
+        # what cells are resolved from: they know nothing of the study
+        self._tree = dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != "quality"})
+        if self.resolved.recipe.quality is None:
+            raise UserError(
+                f"recipe {self.resolved.name!r} has no `quality` block; start from `flatshift recipes copy "
+                "selection-quality`"
+            )
+        whole = self.resolved.recipe.quality
+        self._check_blocks(whole)
+        files = {name: locate(t.file, data, f"quality.targets.{name}.file") for name, t in whole.targets.items()}
+        self._rows = {
+            name: TargetRows(
+                file, digest(file)[0], t.texts, t.labels, t.validation, t.test, t.test_split, tuple(t.domains)
+            )
+            for (name, t), file in zip(whole.targets.items(), files.values(), strict=True)
+        }
+        self.study = _only(whole, selectors, targets)
+        kept = chosen("--budgets", budgets, _budgets(self.study))
+        self.budgets = {
+            name: tuple(budget for budget in self.study.budgets_of(name) if budget in kept)
+            for name in self.study.targets
+        }
+        # judged rows of every target, not only of those that run: the pool is the same for any part of the study
+        self.pool = self._pool(whole, data)
+        self.features = self._features("", {}, "", None)
+        self.embedders = {
+            name: self._features(name, embedder.set, embedder.distil, self.study.embedder_rows)
+            for name, embedder in self.study.embedders.items()
+        }
+        for target in self.study.targets:
+            for arm in self.study.arms:
+                self._check_arm(arm, target, self.resolve(arm, target))
+
+    # ---------------------------------------------------------------------------------------- what runs
+
+    def arms_with_budget(self) -> list[str]:
+        """Arms that select, those matched to another last."""
+        found = [name for name in self.study.arms if self.study.has_budget(name)]
+        return sorted(found, key=lambda name: self.study.arms[name].source == "matched")
+
+    def warm_arms(self) -> list[str]:
+        """Arms that warm up."""
+        return [name for name, arm in self.study.arms.items() if arm.source != "none"]
+
+    def points(self) -> list[tuple[str, str, int | None]]:
+        """(arm, target, budget) of all final runs, target by target."""
+        return [
+            (arm, target, budget)
+            for target in self.study.targets
+            for arm in self.study.arms
+            for budget in (self.budgets[target] if self.study.has_budget(arm) else (None,))
+        ]
+
+    # ---------------------------------------------------------------------------------------- cells
+
+    def selection(self, arm: str, target: str, seed: int, *, embedder: str | None = None) -> SelectionCell:
+        """What `arm` selects for `target` under `seed`; with another embedder, from the part of the pool for that."""
+        study = self.study
+        recipe = self.resolve(arm, target, {"train.seed": seed})
+        assert recipe.select is not None
+        like = None
+        if study.arms[arm].source == "matched":
+            like = self.selection(study.arms[arm].like, target, seed).key
+        features = self.features if embedder is None else self.embedders[embedder]
+        budgets = study.budgets_of(target) if embedder is None else (study.embedder_budget,)
+        rows = self._rows[target]
+        key = short_hash(
+            [
+                "selection", features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
+                seed, list(budgets), like,
+            ]
+        )  # fmt: skip
+        return SelectionCell(key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, like)
+
+    def trial(self, arm: str, target: str, lr: float) -> TrainingCell:
+        """A warm-up of one learning rate, judged on validation texts."""
+        budget = self.study.primary_budget if self.study.has_budget(arm) else None
+        return self._training("trial", arm, target, budget, self.study.tuning_seed, lr=lr)
+
+    def fine_tune_trial(self, target: str, lr: float) -> TrainingCell:
+        """A fine-tune without warm-up, judged on validation rows."""
+        return self._training("fine-tune trial", "", target, None, self.study.tuning_seed, fine_tune_lr=lr)
+
+    def final(
+        self, arm: str, target: str, budget: int | None, seed: int, *, lr: float | None, fine_tune_lr: float
+    ) -> TrainingCell:
+        """A run that is judged on test rows."""
+        rate = fine_tune_lr if self.study.fine_tunes(budget) else None
+        return self._training("final", arm, target, budget, seed, lr=lr, fine_tune_lr=rate)
+
+    def embedded(self, embedder: str, target: str, seed: int, *, lr: float) -> TrainingCell:
+        """A warm-up on what the focus selects with one embedder."""
+        study = self.study
+        return self._training("embedder", study.focus, target, study.embedder_budget, seed, lr=lr, embedder=embedder)
+
+    def _training(
+        self,
+        kind: str,
+        arm: str,
+        target: str,
+        budget: int | None,
+        seed: int,
+        *,
+        lr: float | None = None,
+        fine_tune_lr: float | None = None,
+        embedder: str | None = None,
+    ) -> TrainingCell:
+        study, rows = self.study, self._rows[target]
+        changes: dict[str, Any] = {"train.seed": seed}
+        if lr is not None:
+            changes["warmup.lr"] = lr
+        if fine_tune_lr is not None:
+            changes["optimizer.lr"] = fine_tune_lr
+        recipe = self.resolve(arm, target, changes)
+        selection = self.selection(arm, target, seed, embedder=embedder) if budget is not None else None
+        source = study.arms[arm].source if arm else "none"
+        key = recipe_key(
+            dataclasses.replace(recipe, select=None, warmup=recipe.warmup if source != "none" else None),
+            [
+                kind, source, budget, selection.key if selection else None, rows.identity,
+                self.pool.key if source == "pool" else None, study.packed, study.judged_length, fine_tune_lr is None,
+            ],
+        )  # fmt: skip
+        return TrainingCell(
+            key, kind, arm, source, target, budget, seed, lr, fine_tune_lr, embedder, recipe,
+            selection.key if selection else None, self.pool, rows, study.packed, study.judged_length,
+        )  # fmt: skip
+
+    def resolve(self, arm: str, target: str, changes: Mapping[str, Any] | None = None) -> Recipe:
+        """The recipe of an arm on a target: the base, then the target, the arm, the changes."""
+        laid: list[Branch] = []
+        for where, keys in (
+            (f"--quality.targets.{target}.set", self.study.targets[target].set if target else {}),
+            (f"--quality.arms.{arm}.set", self.study.arms[arm].set if arm else {}),
+            ("--", changes or {}),
+        ):
+            laid += [from_override(key, value, where) for key, value in keys.items()]
+        return resolve_tree(self._tree, laid, name=self.resolved.name).recipe
+
+    # ---------------------------------------------------------------------------------------- inputs
+
+    def _pool(self, whole: Quality, data: Path | None) -> PoolCell:
+        from finetune.assets import pool_tags
+
+        file = locate(whole.pool, data, "quality.pool")
+        if whole.tags:
+            tags = whole.tags if Path(whole.tags).is_absolute() else str(((data or Path()) / whole.tags).absolute())
+            if not Path(tags).is_file():
+                raise UserError(f"quality.tags: {tags}: no such file")
+        elif whole.pool == "sample:pool":
+            tags = str(pool_tags())
+        else:
+            raise UserError("quality.tags is empty: name the .tsv of the pool's hidden domains")
+        recipe = self.resolve("", "")
+        assert recipe.select is not None
+        rows = tuple(self._rows.values())
+        key = short_hash(
+            [
+                "pool", digest(file), _file_digest(tags), whole.pool_rows, settings_tree(recipe.select.hygiene),
+                settings_tree(recipe.select.columns), [r.identity for r in rows] if recipe.select.hygiene.on else None,
+            ]
+        )  # fmt: skip
+        return PoolCell(key, file, tags, whole.pool_rows, recipe, rows)
+
+    def _features(self, name: str, keys: Mapping[str, Any], distil: str, rows: int | None) -> FeaturesCell:
+        where = f"--quality.embedders.{name}.set"
+        laid = [from_override(key, value, where) for key, value in keys.items()]
+        recipe = resolve_tree(self._tree, laid, name=self.resolved.name).recipe
+        assert recipe.select is not None
+        embedder = recipe.select.embedder
+        if isinstance(embedder, Features):
+            raise UserError(f"quality: features of your own cannot be taken for many targets ({name or 'select'})")
+        if distil and embedder.kind != "static":
+            raise UserError(f"quality.embedders.{name}.distil is for `select.embedder.kind: static` only")
+        backbone = recipe.backbone if embedder.kind == "backbone" else None
+        stored = recipe.select.feature_type
+        key = short_hash(["features", self.pool.key, settings_tree(embedder), distil, rows, backbone, stored])
+        return FeaturesCell(key, name, recipe, self.pool, distil, rows)
+
+    def _check_blocks(self, whole: Quality) -> None:
+        from finetune.parallel.rules import Settings, check_settings
+
+        recipe = self.resolved.recipe
+        if not whole.targets or not whole.arms or not whole.pool:
+            raise UserError("quality.pool, quality.targets and quality.arms must name a pool, a target and two arms")
+        if recipe.select is None or recipe.warmup is None:
+            raise UserError("a study of selectors needs the blocks `select` and `warmup`: both are its settings")
+        if not isinstance(recipe.task, Classify):
+            raise UserError(f"a study of selectors fine-tunes classifiers, not task.kind: {recipe.task.kind}")
+        if recipe.mesh.size > 1 or recipe.train.quantization is not None:
+            raise UserError("a study of selectors runs each cell in one process on the backbone as it is")
+        near = recipe.select.hygiene.decontaminate
+        if near is not None and near.action == "split":
+            raise UserError("select.hygiene.decontaminate.action: passages of a study stay whole; set it to drop")
+        check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
+
+    def _check_arm(self, arm: str, target: str, recipe: Recipe) -> None:
+        assert recipe.select is not None
+        if self.study.arms[arm].source != "selector":
+            return
+        short = needs(recipe.select.method) - {"features", "texts"}
+        if short:
+            raise UserError(
+                f"quality.arms.{arm}: method {recipe.select.method.kind} needs {', '.join(sorted(short))}, which a "
+                "study of selectors does not hand in"
+            )
+
+
+def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Quality:
+    """The study cut down to some arms (the baseline stays) and targets."""
+    wanted = chosen("--selectors", selectors, whole.arms)
+    arms = {name: arm for name, arm in whole.arms.items() if name in wanted or name == whole.baseline}
+    for name, arm in arms.items():
+        if arm.source == "matched" and arm.like not in arms:
+            raise UserError(f"--selectors: {name} follows {arm.like}; name that too")
+    if len(arms) < 2:
+        raise UserError(f"nothing to compare with {whole.baseline!r}: name another arm with --selectors")
+    kept = {name: whole.targets[name] for name in chosen("--targets", targets, whole.targets)}
+    focus = whole.focus if whole.focus in arms else whole.baseline
+    embedders = whole.embedders if whole.focus in arms else {}
+    return dataclasses.replace(whole, arms=arms, targets=kept, focus=focus, embedders=embedders)
+
+
+def _budgets(study: Quality) -> list[int]:
+    return sorted({budget for target in study.targets for budget in study.budgets_of(target)})
+
+
+def _file_digest(file: str) -> str:
+    import hashlib
+
+    with Path(file).open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

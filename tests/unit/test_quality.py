@@ -1,0 +1,383 @@
+"""Studies of selectors: draws are what they say, tokens are equal, and the document is what the cells say."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import lzma
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.cells.training import kept_tokenizer
+from experiments.quality.choosing import matched_draw, selection_file
+from experiments.quality.plan import Plan
+from experiments.quality.pool import StoredPool, open_pool, pool_file
+from experiments.quality.settings import Quality, QualityArm, QualityTarget
+from experiments.quality.stream import packed_rows
+from experiments.quality.study import study_quality
+from experiments.recipe import from_override, load_recipe
+from finetune.errors import UserError
+from tests.quality_study import make_study
+
+# --------------------------------------------------------------------------------------------- settings
+
+
+def study(**changes: object) -> Quality:
+    settings = {
+        "pool": "pool.jsonl",
+        "targets": {"a": QualityTarget(file="a.jsonl")},
+        "arms": {"random": QualityArm(), "gotd": QualityArm(), "none": QualityArm(source="none")},
+        **changes,
+    }
+    return Quality(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"baseline": "none"}, "baseline is 'none', which is no arm with a selector"),
+        ({"focus": "dsir"}, "focus is 'dsir'"),
+        ({"budgets": (5000, 1000)}, "budgets must be rising"),
+        ({"primary_budget": 7}, "primary_budget 7 is none of the budgets of target a"),
+        ({"lr": (1e-3,)}, "lr must be at least two rising"),
+        ({"tuning_seed": 3}, "also the seed of a final run"),
+        ({"arms": {"random": QualityArm(), "gotd": QualityArm(), "m": QualityArm(source="matched", like="x")}}, "m is"),
+        ({"arms": {"random": QualityArm(), "gotd": QualityArm(like="random")}}, "gotd is like 'random'"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused(changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        study(**changes)
+
+
+def test_more_labels_than_texts_are_refused() -> None:
+    with pytest.raises(ValueError, match="labels: 300 labelled rows are more than the 200 texts"):
+        QualityTarget(file="a.jsonl", texts=200)
+
+
+# --------------------------------------------------------------------------------------------- draws and rows
+
+
+def test_a_matched_draw_has_the_domains_and_lengths_of_what_it_follows_at_every_budget() -> None:
+    rng = np.random.default_rng(0)
+    n = 3000
+    domains = np.array(["abc"[i] for i in rng.integers(0, 3, n)], dtype=object)
+    words = rng.integers(1, 200, n)
+    pool = StoredPool([f"p{i}" for i in range(n)], [""] * n, domains, words)
+    followed = np.flatnonzero((domains == "b") & (words > 60))[:200]
+    order = matched_draw(pool, followed, (50, 200), seed=1)
+    edges = np.quantile(words, np.arange(1, 10) / 10)
+    tenth = np.searchsorted(edges, words, side="right")
+    for budget in (50, 200):
+        drawn, wanted = order[:budget], followed[:budget]
+        assert len(set(drawn.tolist())) == budget
+        assert Counter(zip(domains[drawn], tenth[drawn], strict=True)) == Counter(
+            zip(domains[wanted], tenth[wanted], strict=True)
+        )
+    assert np.isin(order, followed).mean() < 0.6  # a draw, not the selection itself
+    assert not np.array_equal(order, matched_draw(pool, followed, (50, 200), seed=2))
+
+
+def test_rows_of_a_warm_up_are_the_passages_end_to_end_and_equally_many_for_all(tmp_path: Path) -> None:
+    from tests.data_models import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    texts = [f"text number {i} " + "ab " * i for i in range(6)]
+    found = packed_rows(texts, tokenizer, rows=7, length=16, seed=3)
+    flat = [token for example in found.examples for token in example.input_ids]
+    assert [len(example.input_ids) for example in found.examples] == [16] * 7
+    documents = [[tokenizer.bos_token_id, *tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts]
+    total = sum(map(len, documents))
+    starts = [i for i, token in enumerate(flat) if token == tokenizer.bos_token_id]
+    read = [flat[a:b] for a, b in itertools.pairwise(starts)]
+    assert all(document in documents for document in read)
+    if total <= 7 * 16:
+        assert found.passages == 6 and found.tokens == total and found.epochs == pytest.approx(7 * 16 / total)
+    again = packed_rows(texts, tokenizer, rows=7, length=16, seed=3)
+    other = packed_rows(texts, tokenizer, rows=7, length=16, seed=4)
+    assert again.examples == found.examples and other.examples != found.examples
+    many = packed_rows(texts, tokenizer, rows=60, length=16, seed=3)
+    assert many.passages == 6 and many.tokens == total and many.epochs == pytest.approx(60 * 16 / total)
+    few = packed_rows(texts, tokenizer, rows=1, length=16, seed=3)
+    assert few.passages < 6 and few.tokens == 16 and few.epochs == 1.0
+    empty = byte_tokenizer(bos=False)
+    empty.eos_token = None
+    with pytest.raises(UserError, match="hold no token"):
+        packed_rows(["", ""], empty, rows=1, length=8, seed=0)
+
+
+# --------------------------------------------------------------------------------------------- a whole study
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
+    """(recipe, its directory of results, document) of the miniature, run once."""
+    place = tmp_path_factory.mktemp("quality")
+    recipe = make_study(place)
+    out = place / "out"
+    return recipe, out, study_quality(str(recipe), out, data=place, jobs=1, quiet=True)
+
+
+def cells(out: Path, kind: str = "") -> list[dict]:
+    found = [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*.json"))]
+    return [cell for cell in found if not kind or cell["kind"] == kind]
+
+
+def test_every_cell_ends_and_trials_are_equal(made) -> None:
+    _, out, document = made
+    assert all(cell["status"] == "done" for cell in cells(out)), [cell["reason"] for cell in cells(out)]
+    assert document["cells"] == len(cells(out)) and not document["failed"]
+    assert {row["trials"] for row in document["trials"]} == {2} and len(document["trials"]) == 5 * 2
+    trials = cells(out, "trial") + cells(out, "fine-tune trial")
+    assert {cell["seed"] for cell in trials} == {1_000_003} and {cell["judged"] for cell in trials} == {"validation"}
+    finals = cells(out, "final")
+    assert {cell["seed"] for cell in finals} == {0, 1} and {cell["judged"] for cell in finals} == {"test"}
+    with_budget, without = 3 * (2 + 1), 3 * 2
+    assert len(finals) == 2 * (with_budget + without)
+    assert {cell["budget"] for cell in finals if "accuracy" not in cell["metrics"]} == {10}
+
+
+def test_every_arm_trains_on_as_many_tokens(made) -> None:
+    _, out, _ = made
+    for cell in cells(out, "final"):
+        if cell["arm"] == "no-warm-up":
+            assert not cell["text"]
+        else:
+            assert cell["text"]["tokens"] * cell["text"]["epochs"] == pytest.approx(2 * 2 * 24, rel=2e-3)
+
+
+def test_a_cold_backbone_is_the_same_under_every_seed_and_a_warmed_one_is_not(made) -> None:
+    _, out, _ = made
+    cold = {cell["metrics"]["nats"] for cell in cells(out, "final") if cell["arm"] == "no-warm-up"}
+    assert len(cold) == 2  # one for each target
+    warm = {cell["metrics"]["nats"] for cell in cells(out, "final") if cell["arm"] == "random"}
+    assert len(warm) == 6
+
+
+def test_a_remembered_warm_up_changes_nothing(made, monkeypatch, tmp_path: Path) -> None:
+    from experiments.quality import training
+    from experiments.quality.runner import run_cell
+
+    recipe, out, document = made
+    plan = Plan(str(recipe), [], data=recipe.parent)
+    lr = {(row["arm"], row["target"]): row["lr"] for row in document["trials"]}
+    for target in ("science", "bank"):
+        cell = plan.final(
+            "all", target, None, 0, lr=lr["all", target], fine_tune_lr=document["targets"][target]["fine_tune_lr"]
+        )
+        before = json.loads((out / "cells" / f"{cell.key}.json").read_text())
+        monkeypatch.setattr(training, "_WARM", type(training._WARM)())
+        shutil.copytree(out / "pool", tmp_path / target / "pool")
+        run_cell(tmp_path / target / "cells", cell, 1)
+        after = json.loads((tmp_path / target / "cells" / f"{cell.key}.json").read_text())
+        assert after["metrics"] == before["metrics"] and not after["remembered"]
+
+
+def test_recall_and_coverage_are_counts_of_the_chosen_rows(made) -> None:
+    recipe, out, document = made
+    plan = Plan(str(recipe), [], data=recipe.parent)
+    stored = open_pool(out, plan.pool.key)
+    tags = dict(line.split("\t")[:2] for line in (recipe.parent / "tags.tsv").read_text().splitlines() if line)
+    assert all(tags[i] == d for i, d in zip(stored.ids, stored.domains, strict=True))
+    rows = [np.load(selection_file(out, plan.selection("gotd", "science", s).key)) for s in (0, 1)]
+    wanted = np.isin(stored.domains, ["arxiv_qbio", "medical_qa"])
+    recalls = [wanted[r[:30]].sum() / min(30, wanted.sum()) for r in rows]
+    found = document["targets"]["science"]["budgets"]["30"]["gotd"]["recall"]
+    assert found["value"] == pytest.approx(np.mean(recalls)) and len(set(rows[0].tolist())) == 30
+    cell = plan.selection("gotd", "science", 0)
+    kept = json.loads((out / "cells" / f"{cell.key}.json").read_text())["figures"]
+    judged = [json.loads(line) for line in (recipe.parent / "scicite.jsonl").read_text().splitlines()]
+    texts = [row["text"] for row in judged if row["split"] == "test"]
+    assert 0 < kept["10"]["words"] <= kept["30"]["words"] <= 1 and len(texts) == 40
+    assert kept["30"]["distance"] <= kept["10"]["distance"]
+    assert kept["30"]["length"] == pytest.approx(np.mean([len(stored.texts[i].split()) for i in rows[0]]))
+
+
+def test_the_endpoint_is_the_mean_over_targets_of_seed_paired_differences(made) -> None:
+    from scipy.stats import ttest_rel
+
+    _, out, document = made
+    nats = {
+        (cell["arm"], cell["target"], cell["seed"]): cell["metrics"]["nats"]
+        for cell in cells(out, "final")
+        if cell["budget"] in (30, None)
+    }
+    sides = [[np.mean([nats[arm, t, s] for t in ("science", "bank")]) for s in (0, 1)] for arm in ("gotd", "random")]
+    found = document["arms"]["gotd"]["nats"]
+    assert found["value"] == pytest.approx(np.mean(sides[0]) - np.mean(sides[1]))
+    assert found["p"] == pytest.approx(ttest_rel(*sides).pvalue)
+    assert found["p"] <= found["p_holm"] <= 1
+    cold = document["against"]["no-warm-up"]["nats"]
+    assert cold["value"] == pytest.approx(
+        np.mean(sides[0]) - np.mean([nats["no-warm-up", t, 0] for t in ("science", "bank")])
+    )
+    one = next(cell for cell in cells(out, "final"))
+    total, tokens = one["items"]["nats"]
+    assert total / tokens == pytest.approx(one["metrics"]["nats"], rel=1e-3)
+    assert one["metrics"]["perplexity"] == pytest.approx(math.exp(one["metrics"]["nats"]))
+
+
+def test_the_page_is_whole_offline_and_escaped(made) -> None:
+    _, out, document = made
+    text = (out / "report.html").read_text(encoding="utf-8")
+    assert "<b>transport</b>" not in text and "&lt;b&gt;transport" in text
+    assert "http://" not in text.replace("http://www.w3.org", "") and "Holm" in text and "Equal trials" in text
+    assert document["answers"] and any("recall" in sentence for sentence in document["answers"])
+    for sentence in (*document["protocol"], *document["answers"]):
+        assert sentence.split(":")[0].replace("'", "&#39;") in text
+
+
+def test_running_again_runs_nothing_and_lost_rows_come_back(made) -> None:
+    recipe, out, document = made
+    before = {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()}
+    again = study_quality(str(recipe), out, data=recipe.parent, jobs=1, quiet=True)
+    assert {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()} == before
+    assert again == document
+    # cells that came from elsewhere: results are there, the pool and the rows are not; one run is missing
+    plan = Plan(str(recipe), [], data=recipe.parent)
+    lr = next(row["lr"] for row in document["trials"] if (row["arm"], row["target"]) == ("matched", "bank"))
+    cell = plan.final("matched", "bank", 30, 1, lr=lr, fine_tune_lr=document["targets"]["bank"]["fine_tune_lr"])
+    file = out / "cells" / f"{cell.key}.json"
+    lost = json.loads(file.read_text())
+    file.unlink()
+    pool_file(out, plan.pool.key).unlink()
+    shutil.rmtree(out / "selections")
+    open_pool.cache_clear()
+    study_quality(str(recipe), out, data=recipe.parent, jobs=1, quiet=True)
+    assert json.loads(file.read_text())["metrics"] == lost["metrics"]
+    changed = {name for name, stamp in before.items() if name.stat().st_mtime_ns != stamp}
+    assert len(changed) == 4  # the run, its rows, the rows that those follow, and the pool
+
+
+def test_a_part_of_the_study_shares_its_cells(made) -> None:
+    recipe, out, document = made
+    before = set((out / "cells").iterdir())
+    part = study_quality(
+        str(recipe), out, data=recipe.parent, selectors=["gotd"], targets=["science"], budgets=[10], jobs=1, quiet=True
+    )
+    assert set((out / "cells").iterdir()) == before
+    assert part["primary_budget"] == 10 and set(part["arms"]) == {"random", "gotd"}
+    ours, whole = (d["targets"]["science"]["budgets"]["10"]["gotd"]["nats"] for d in (part, document))
+    assert ours == whole
+
+
+# --------------------------------------------------------------------------------------------- bad input
+
+
+def test_what_cannot_run_is_refused_before_anything_runs(made, tmp_path: Path) -> None:
+    recipe, _, _ = made
+    out = tmp_path / "out"
+
+    def refuse(words: str, *keys: tuple[str, str], reference: str = str(recipe), **more) -> None:
+        with pytest.raises(UserError, match=words):
+            laid = [from_override(key, value, f"--{key}") for key, value in keys]
+            study_quality(reference, out, data=recipe.parent, overrides=laid, quiet=True, **more)
+
+    refuse("has no `quality` block", reference="classify")
+    refuse("did you mean 'gotd'", selectors=["gotb"])
+    refuse("--budgets: the study has no 7", budgets=[7])
+    refuse("matched follows gotd; name that too", selectors=["matched"])
+    refuse("--jobs must be at least 1", jobs=0)
+    refuse("no such file", ("quality.tags", "nowhere.tsv"))
+    refuse("no such file", ("quality.pool", "nowhere.jsonl"))
+    refuse("needs the blocks `select` and `warmup`", ("warmup", "null"))
+    refuse("needs losses", ("quality.arms.gotd.set", "{select.method.kind: perplexity}"))
+    refuse("passages of a study stay whole", ("select.hygiene.decontaminate", "{}"))
+    with pytest.raises(UserError, match="--data"):
+        study_quality(str(recipe), out, quiet=True)
+    assert not out.exists()
+
+
+def test_a_pool_that_cannot_serve_is_one_clear_error(made, tmp_path: Path) -> None:
+    recipe, _, _ = made
+    place = recipe.parent
+    short = place / "short.tsv"
+    short.write_text("\n".join((place / "tags.tsv").read_text().splitlines()[:9]))
+    for number, (keys, words) in enumerate(
+        [
+            ({"quality.tags": "short.tsv"}, "has no domain for the passage"),
+            ({"select.hygiene.length.min_words": "5000"}, "leaves no passage of the pool's 400"),
+            ({"quality.targets.bank.domains": "[banks]"}, "the pool has no domain 'banks'"),
+        ]
+    ):
+        laid = [from_override(key, value, f"--{key}") for key, value in keys.items()]
+        with pytest.raises(UserError, match=words):
+            study_quality(str(recipe), tmp_path / str(number), data=place, overrides=laid, jobs=1, quiet=True)
+
+
+def test_a_budget_above_the_pool_fails_that_selection_with_its_reason(made, tmp_path: Path) -> None:
+    from experiments.quality.choosing import choose
+
+    recipe, out, _ = made
+    plan = Plan(str(recipe), [], data=recipe.parent)
+    cell = dataclasses.replace(plan.selection("gotd", "science", 0), budgets=(10, 1000))
+    with pytest.raises(UserError, match=r"a budget of 1,000 is above the pool's \d+ passages"):
+        choose(out, cell)
+
+
+# --------------------------------------------------------------------------------------------- what ships
+
+
+def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
+    found = load_recipe("selection-quality").recipe.quality
+    assert found is not None and found.seeds >= 5 and len(found.targets) >= 5
+    assert {1000, 5000} <= set(found.budgets)
+    assert sum(20_000 in found.budgets_of(target) for target in found.targets) == 2
+    assert {"gotd", "dsir", "knn", "tsds", "random"} <= {n for n, a in found.arms.items() if a.source == "selector"}
+    assert {a.source for a in found.arms.values()} == {"selector", "matched", "pool", "target", "none"}
+    assert len({domains for target in found.targets.values() for domains in target.domains}) >= 5
+    for name in (found.pool, *(target.file for target in found.targets.values())):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(lzma.compress(name.encode()))
+    (tmp_path / found.tags).write_bytes(lzma.compress(b""))
+    plan = Plan("selection-quality", [], data=tmp_path)
+    assert len({plan.selection(a, t, 0).key for a in plan.arms_with_budget() for t in found.targets}) == len(
+        plan.arms_with_budget()
+    ) * len(found.targets)
+
+
+def test_a_study_is_part_of_the_resolved_recipe(made) -> None:
+    recipe, out, _ = made
+    again = load_recipe(str(out / "study.recipe.yaml"))
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(load_recipe(str(recipe)).recipe)
+
+
+def test_results_and_guide_come_from_the_document_alone(made) -> None:
+    from benchmarks._harness import Benchmark
+    from benchmarks.selection_quality import BEGIN, END, KEPT, PAGE, guide, rows
+
+    document = json.loads(json.dumps(made[2]))
+    bench = Benchmark("selection_quality")
+    rows(bench, document)
+    row = next(row for row in bench.rows if row["what"].startswith("nats/token, gotd"))
+    assert row["ours"] - row["peer"] == pytest.approx(document["arms"]["gotd"]["nats"]["value"])
+    text = guide(document)
+    assert "| `gotd` |" in text and "| `backbone` |" in text and all(s in text for s in document["answers"])
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.count(BEGIN) == page.count(END) == 1
+    if (KEPT / "quality.json").is_file():
+        kept = json.loads((KEPT / "quality.json").read_text(encoding="utf-8"))
+        assert guide(kept) in page, "run: python -m benchmarks.selection_quality --data DIR"
+
+
+def test_an_encoder_is_distilled_into_a_table_of_static_vectors(tmp_path: Path) -> None:
+    from experiments.quality.features import distilled
+    from selection.features import StaticEmbedder
+    from tests.data_models import bert_tokenizer
+    from tests.finetune_models import save_backbone
+
+    tokenizer = bert_tokenizer()
+    save_backbone("bert", tmp_path / "bert", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path / "bert")
+    place = distilled(tmp_path, str(tmp_path / "bert"))
+    found = StaticEmbedder(place).transform(["the cat sat", "on the log", "cat"])
+    assert found.shape == (3, 32) and np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    assert distilled(tmp_path, str(tmp_path / "bert")) == place
+    assert kept_tokenizer(str(tmp_path / "bert")) is not None

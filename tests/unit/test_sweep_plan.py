@@ -1,0 +1,229 @@
+"""Points of a sweep (grid, paired, random), its cells beside those of single recipes, and its tables."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from experiments.recipe import from_override, load_recipe
+from experiments.recipe.resolve import get_dotted
+from experiments.sweep import Outcome, cell_of, finish_cell, parse_grid, plan_cells, write_table
+from experiments.sweep.axes import Range, points_of
+from experiments.sweep.bisection import parse_bisection
+from experiments.sweep.plan import Base
+from experiments.sweep.table import Columns
+from finetune.errors import UserError
+
+# ------------------------------------------------------------------------------------------- points
+
+
+def test_grid_and_paired_points() -> None:
+    axes = parse_grid(["adapter.rank=1, 2,4", "optimizer.lr=1e-3,1e-2,0.1"])
+    grid = list(points_of(axes, "grid", count=None, seed=0))
+    product = itertools.product(["1", "2", "4"], ["1e-3", "1e-2", "0.1"])
+    assert [tuple(point.values()) for point in grid] == list(product)
+    paired = list(points_of(axes, "paired", count=None, seed=0))
+    assert [tuple(point.values()) for point in paired] == [("1", "1e-3"), ("2", "1e-2"), ("4", "0.1")]
+
+
+def test_random_points_are_distinct_and_grow() -> None:
+    axes = {
+        "adapter.rank": Range(1, 256, log=True, whole=True),
+        "optimizer.lr": Range(1e-4, 1e-2, log=True),
+        "x": ["a", "b"],
+    }
+    few = list(points_of(axes, "random", count=20, seed=3))
+    many = list(points_of(axes, "random", count=400, seed=3))
+    assert many[:20] == few, "a larger sweep keeps the cells of a smaller one"
+    assert len({repr(p) for p in many}) == 400
+    assert list(points_of(axes, "random", count=20, seed=4)) != few
+    ranks = [p["adapter.rank"] for p in many]
+    assert all(isinstance(r, int) and 1 <= r <= 256 for r in ranks)
+    assert all(isinstance(p["optimizer.lr"], float) and 1e-4 <= p["optimizer.lr"] <= 1e-2 for p in many)
+    # evenly spread in the logarithm: the mean of 400 uniform draws has a standard error of .0144
+    share = [(math.log(p["optimizer.lr"]) - math.log(1e-4)) / math.log(100) for p in many]
+    assert abs(np.mean(share) - 0.5) < 0.06 and abs(np.std(share) - 12**-0.5) < 0.04
+    assert {p["x"] for p in many} == {"a", "b"}
+
+
+def test_small_random_space_is_exhausted_without_repeats() -> None:
+    axes = {"n": Range(1, 4, whole=True), "x": ["a", "b"]}
+    points = list(points_of(axes, "random", count=8, seed=0))
+    assert {tuple(p.values()) for p in points} == set(itertools.product([1, 2, 3, 4], ["a", "b"]))
+    with pytest.raises(UserError, match="only 8 different points"):
+        list(points_of(axes, "random", count=9, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("grid", "design", "count", "words"),
+    [
+        (["adapter.rank=1,2", "optimizer.lr=1e-3"], "paired", None, r"adapter\.rank 2, optimizer\.lr 1"),
+        (["adapter.rank=1..8"], "grid", None, "--design random"),
+        (["adapter.rank=1..8"], "random", None, "--points N"),
+        (["adapter.rank=1..8"], "random", 0, "at least 1"),
+        (["adapter.rank=1,2"], "grid", 3, "--design random only"),
+        (["adapter.rank=8..1"], "random", 3, "lower end first"),
+        (["optimizer.lr=0..1:log"], "random", 3, "begin above 0"),
+        (["adapter.rank=1..2.5"], "random", 3, "whole ends"),
+        (["adapter.rank"], "grid", None, "key=v1"),
+        (["adapter.rank="], "grid", None, "key=v1"),
+        (["adapter.rank=1,,2"], "grid", None, "a value is missing"),
+        (["adapter.rank=1,1"], "grid", None, "given twice"),
+        (["adapter.rank=1", "adapter.rank=2"], "grid", None, "given twice"),
+        (["adapter.rnk=1"], "grid", None, "'rank'"),
+        (["adapter.rank=x"], "grid", None, "whole number"),
+        (["train.seed=1"], "grid", None, "--seeds"),
+    ],
+)
+def test_bad_grids_are_refused_before_anything_runs(
+    grid: list[str], design: str, count: int | None, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        list(plan_cells("double-descent", [], parse_grid(grid), 1, design=design, points=count))  # type: ignore[arg-type]
+
+
+def test_path_with_dots_is_no_range() -> None:
+    assert parse_grid(["data.train.files=../rows.jsonl"]) == {"data.train.files": ["../rows.jsonl"]}
+
+
+# ------------------------------------------------------------------------------------------- cells
+
+
+def test_cells_are_those_of_single_recipes() -> None:
+    laid = [from_override("train.steps", "7", "--train.steps"), from_override("regularizer", "ggpo", "--regularizer")]
+    axes = parse_grid(["adapter.rank=1,4", "regularizer.sigma=0.01,0.02", "adapter.alpha=null,3"])
+    cells = list(plan_cells("double-descent", laid, axes, 2))
+    expected = []
+    for rank, sigma, alpha, seed in itertools.product(["1", "4"], ["0.01", "0.02"], ["null", "3"], range(2)):
+        values = zip(axes, (rank, sigma, alpha), strict=True)
+        more = [from_override(key, value, f"--grid {key}") for key, value in values]
+        resolved = load_recipe("double-descent", [*laid, *more, from_override("train.seed", seed, "--seeds")])
+        expected.append(cell_of(resolved, point={k: get_dotted(resolved.recipe, k) for k in axes}, seed=seed))
+    assert [(c.key, c.point, c.seed) for c in cells] == [(c.key, c.point, c.seed) for c in expected]
+    assert [c.resolved.to_yaml() for c in cells] == [c.resolved.to_yaml() for c in expected]
+    assert len({c.key for c in cells}) == len(cells) == 16
+
+
+def test_component_is_shown_by_its_kind() -> None:
+    cells = list(plan_cells("double-descent", [], parse_grid(["regularizer=plain,ggpo"]), 1))
+    assert [c.point for c in cells] == [{"regularizer": "plain"}, {"regularizer": "ggpo"}]
+
+
+def test_random_whole_settings_stay_whole() -> None:
+    axes = parse_grid(["data.train.limit=10..1000:log", "optimizer.lr=1e-4..1e-2:log"])
+    cells = list(plan_cells("double-descent", [], axes, 1, design="random", points=30))
+    limits = [c.resolved.recipe.data.train.limit for c in cells]
+    assert all(isinstance(n, int) and 10 <= n <= 1000 for n in limits) and len(set(limits)) > 20
+
+
+def test_plan_is_fast() -> None:
+    axes = parse_grid([f"train.steps={','.join(map(str, range(1, 1001)))}"])
+    next(plan_cells("double-descent", [], axes, 1))  # digests of the inputs
+    began = time.process_time()
+    assert len(list(plan_cells("double-descent", [], axes, 1))) == 1000
+    assert time.process_time() - began < 3, "10,000 points must be planned in 20 s, on a busy machine too"
+
+
+def test_import_leaves_the_thread_pools_alone() -> None:
+    """A worker sets its share of the cores after this import and before BLAS is loaded."""
+    code = "import sys, experiments.sweep.worker; sys.exit(bool({'numpy', 'torch', 'pyarrow'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------- bisection flags
+
+
+@pytest.mark.parametrize(
+    ("text", "epsilon", "words"),
+    [
+        ("adapter.rank", 0.1, "only data.train.limit"),
+        ("data.train.limit=5", 0.1, "lo..hi"),
+        ("data.train.limit=1..9:log", 0.1, "lo..hi"),
+        ("data.train.limit=0..9", 0.1, "at least 1 row"),
+        ("data.train.limit", 1.0, "--epsilon"),
+    ],
+)
+def test_bad_bisections(text: str, epsilon: float, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse_bisection(text, epsilon, load_recipe("double-descent").recipe)
+
+
+def test_bisection_reaches_from_few_rows_to_all() -> None:
+    from finetune.data import describe
+
+    recipe = load_recipe("double-descent", [from_override("data.holdout", "0.25")]).recipe
+    (train,) = describe(recipe.data.train.files)
+    found = parse_bisection("data.train.limit", 0.1, recipe)
+    assert (found.low, found.high) == (8, math.floor(train["rows"] * 0.75))  # test has its file, dev is held out
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def trace(step: int, **figures: float | None) -> str:
+    return json.dumps(
+        {"stage": "fine-tune", "attempt": 1, "step": step, "tokens": 10 * step, "lr": 1e-3, "time_s": 0.1} | figures
+    )
+
+
+def test_tables(tmp_path: Path) -> None:
+    base = Base.of("double-descent", [])
+    cells = list(
+        base.cells([{"adapter.rank": r, "adapter.targets": t} for r, t in ((1, "all-linear"), (2, ("q", "k")))], 2)
+    )
+    for place, cell in enumerate(cells[:3]):
+        directory = tmp_path / "cells" / cell.key
+        directory.mkdir(parents=True)
+        lines = [
+            trace(0, **{"train.error": 0.9, "stable_rank": None}),
+            trace(4, **{"train.error": 0.5, "stable_rank": 1}),
+        ]
+        lines += [trace(2, **{"train.error": 0.7}), trace(4, **{"train.error": 0.25 + place, "stable_rank": 2.5})]
+        (directory / "trace.jsonl").write_text("\n".join(lines) + '\n{"stage": "fine', encoding="utf-8")
+        failed = place == 2
+        metrics = {} if failed else {"test": {"accuracy": {"value": 0.75}, "loss": {"value": place}}}
+        finish_cell(directory, cell, Outcome("failed" if failed else "done", "boom" if failed else None, metrics, 1.5))
+    rows = write_table(tmp_path, cells, more={cells[0].key: {"emc": 44.5}})
+    assert [row["cell"] for row in rows] == [cell.key for cell in cells[:3]], "cells without a result are left out"
+    table = pq.read_table(tmp_path / "cells.parquet").to_pydict()
+    assert table["adapter.rank"] == [1, 1, 2] and table["adapter.targets"] == ["all-linear", "all-linear", "q, k"]
+    assert table["seed"] == [0, 1, 0] and table["status"] == ["done", "done", "failed"]
+    assert table["reason"] == [None, None, "boom"] and table["seconds"] == [1.5] * 3
+    assert table["test.error"] == [0.25, 0.25, None] and table["test.loss"] == [0.0, 1.0, None]
+    assert table["train.error"] == [0.25, 1.25, None], "the last line of the last step"
+    assert table["stable_rank"] == [2.5, 2.5, None] and table["emc"] == [44.5, None, None]
+    assert not {"step", "lr", "tokens", "stage"} & table.keys()
+    curves = pq.read_table(tmp_path / "curves.parquet").to_pydict()
+    assert curves["cell"] == [cells[0].key] * 3 + [cells[1].key] * 3, "failed cells have no curve"
+    assert curves["step"] == [0, 2, 4] * 2 and curves["train.error"][:3] == [0.9, 0.7, 0.25]
+    assert curves["adapter.rank"] == [1] * 6 and curves["seed"] == [0] * 3 + [1] * 3
+    with (tmp_path / "points.csv").open(newline="", encoding="utf-8") as file:
+        points = list(csv.DictReader(file))
+    assert [p["adapter.rank"] for p in points] == ["1", "1", "2"] and points[2]["test.loss"] == ""
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_columns_fill_what_rows_lack() -> None:
+    columns = Columns()
+    columns.add({"a": 1})
+    columns.add({"b": 2.5}, {"b": 3, "c": "x"})
+    columns.add({"a": 2.5, "c": 4})
+    assert columns.table().to_pydict() == {"a": [1.0, None, 2.5], "b": [None, 3, None], "c": [None, "x", "4"]}
+
+
+def test_tables_without_traces_have_no_curves(tmp_path: Path) -> None:
+    cells = list(Base.of("double-descent", []).cells([{"adapter.rank": 1}], 1))
+    (tmp_path / "curves.parquet").write_bytes(b"of an older plan")
+    finish_cell(tmp_path / "cells" / cells[0].key, cells[0], Outcome("done", None, {"test": {"loss": {"value": None}}}))
+    (row,) = write_table(tmp_path, cells)
+    assert row["test.loss"] is None and not (tmp_path / "curves.parquet").exists()

@@ -1,0 +1,307 @@
+"""The work queue: dead workers, cells that kill, full disks, two sweeps in one directory, results of other code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from experiments.console import Console
+from experiments.sweep import queue, run_cells
+from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
+from experiments.sweep.cost import CostModel, work_of
+from experiments.sweep.directory import at_work, await_orphans, locked, results_of, stale
+from experiments.sweep.placing import Places, choose_devices, memory_of, place
+from experiments.sweep.progress import Progress
+from finetune.errors import Interrupted, UserError
+from tests.sweep_cells import Unloadable, behave, cells_that, starts
+
+QUIET = Console(quiet=True)
+
+
+def spoken() -> tuple[Console, list[str]]:
+    lines: list[str] = []
+    return Console(quiet=True, log=lines.append), lines
+
+
+# ------------------------------------------------------------------------------------------- workers that end
+
+
+def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -> None:
+    cells = cells_that(["ok", "die once", "ok", "die", "boom", "stop once", "ok", "ok"], seeds=2)
+    console, lines = spoken()
+    run_cells(tmp_path, cells, 2, console, run=behave)
+    results = {cell.key: read_result(tmp_path / "cells" / cell.key) for cell in cells}
+    assert all(results.values()), "a cell was lost"
+    tries = Counter(starts(tmp_path))
+    for cell in cells:
+        result, name = results[cell.key], cell.point["behaves"]
+        assert result is not None
+        assert result["status"] == ("failed" if name in ("die", "boom") else "done")
+        assert tries[cell.key] == (2 if name in ("die", "die once", "stop once") else 1), name
+        if name == "die":
+            assert "SIGKILL" in result["reason"] and "2 times" in result["reason"]
+        if name == "boom":
+            assert result["reason"] == "RuntimeError: a device failed"
+            assert "Traceback" in (tmp_path / "cells" / cell.key / "log.txt").read_text(encoding="utf-8")
+        if name == "ok":
+            figures = result["metrics"]["test"]
+            assert figures["threads"]["value"] == figures["blas"]["value"] == max(1, len(os.sched_getaffinity(0)) // 2)
+            assert figures["process"]["value"] != os.getpid()
+    assert lines[0] == "sweep: 16 cells, 0 done before, 16 to run"
+    assert lines[-1].startswith("sweep: 16/16 cells, 4 failed")
+    assert not list(tmp_path.rglob("*.tmp")), "what dead workers were making is still there"
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/result.json")}
+    (tmp_path / "cells" / ".0000.0123.tmp").mkdir()
+    run_cells(tmp_path, cells, 2, console, run=behave)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/result.json")} == stamps
+    assert Counter(starts(tmp_path)) == tries, "finished cells ran again"
+
+
+def test_stack_with_a_killer_is_halved_until_the_killer_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = cells_that(["ok", "ok", "die", "ok"])
+    monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
+    run_cells(tmp_path, cells, 2, QUIET, run=behave, stack=None)
+    found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
+    assert [r["status"] for r in found if r] == ["done", "done", "failed", "done"]
+    assert Counter(starts(tmp_path))[cells[2].key] == 4  # with three others, with one, and alone twice
+
+
+def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    import experiments.sweep.stacking as stacking
+
+    asked: list[int] = []
+
+    def stacks(cells: list, *, width: int, memory: int) -> list:
+        asked.append(width)
+        assert 0 < memory < 1 << 50
+        return [stacking.Stack(tuple(cells[i : i + width])) for i in range(0, len(cells), width)]
+
+    monkeypatch.setattr(stacking, "stacks", stacks)
+    cells = cells_that(["ok"] * 10)
+    assert [len(unit) for unit in queue.units_of(cells, Places(4), stack=None)] == [3, 3, 3, 1]
+    assert [len(unit) for unit in queue.units_of(cells, Places(1), stack=2)] == [2] * 5
+    assert [len(unit) for unit in queue.units_of(cells, Places(4), stack=1)] == [1] * 10
+    assert asked == [3, 2]
+
+
+def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import experiments.sweep.stacking as stacking
+    from experiments.sweep import worker
+
+    def run_stack(directories: list[Path], cells: list[Cell], threads: int | None) -> None:
+        if len(cells) > 2:
+            raise RuntimeError("CUDA out of memory")
+        for directory, cell in zip(directories, cells, strict=True):
+            finish_cell(directory, cell, Outcome("done", stacked=len(cells)))
+
+    def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
+        finish_cell(directory, cell, Outcome("done"))
+        return True
+
+    monkeypatch.setattr(stacking, "stacks", lambda cells, **_: [stacking.Stack(tuple(cells))])
+    monkeypatch.setattr(stacking, "run_stack", run_stack)
+    monkeypatch.setattr(worker, "run_cell", run_cell)
+    cells = cells_that(["ok"] * 3)
+    run_cells(tmp_path, cells, 1, QUIET, stack=None)
+    found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
+    assert [result["stacked"] for result in found if result] == [2, 2, None]
+    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
+    assert "a stack of 3 cells failed: out of memory" in log and log.count(" start ") == 6
+
+
+def test_workers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.parallel import devices
+
+    monkeypatch.setattr(devices, "_machine_memory", lambda: 1200)
+    monkeypatch.setattr(devices, "_process_limit", lambda: None)
+    assert memory_of(Places(4), "cpu") == 225 and memory_of(Places(1, ("cpu",)), "auto") == 900
+    free = 20 << 30
+    monkeypatch.setattr(devices, "_cuda_devices", lambda: [free, free])
+    one = memory_of(Places(2, ("cuda:0", "cuda:1")), "auto")
+    assert one is not None and 0.6 * free < one < 0.75 * free
+    assert memory_of(Places(4, ("cuda:0", "cuda:1")), "auto") == pytest.approx(one / 2, abs=1)
+
+
+def test_workers_that_cannot_start_end_the_sweep_and_blame_no_cell(tmp_path: Path) -> None:
+    cells = cells_that(["ok", "ok"])
+    with pytest.raises(Interrupted, match="3 workers in a row ended with code 7"):
+        run_cells(tmp_path, cells, 2, QUIET, run=Unloadable())  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("cells/*"))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_full_disk_ends_the_sweep_and_keeps_what_was_finished(tmp_path: Path, jobs: int) -> None:
+    cells = cells_that(["ok", "ok", "full", "ok"])
+    with pytest.raises(Interrupted, match="the disk is full"):
+        run_cells(tmp_path, cells[:3], jobs, QUIET, run=behave)
+    kept = results_of(tmp_path, cells)
+    assert cells[2].key not in kept and kept.keys() <= {cells[0].key, cells[1].key}
+    assert jobs == 2 or len(kept) == 2
+    assert not list(tmp_path.rglob(".*.tmp"))
+    again = [cell for cell in cells if cell.point["behaves"] == "ok"]
+    run_cells(tmp_path, again, jobs, QUIET, run=behave)
+    tries = Counter(starts(tmp_path))
+    assert all(tries[key] == 1 for key in kept)
+
+
+def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(self: Progress, note: str = "") -> None:
+        if self.done == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "tick", pressed)
+    with pytest.raises(Interrupted, match="2 of 4 cells finished; the same command goes on"):
+        run_cells(tmp_path, cells_that(["ok"] * 4), 1, QUIET, run=behave)
+
+
+def test_signal_to_the_only_process_stops_the_sweep(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match="1 of 2 cells finished"):
+        run_cells(tmp_path, cells_that(["ok", "stop once"]), 1, QUIET, run=behave)
+
+
+def test_whole_seeds_come_first(tmp_path: Path) -> None:
+    cells = cells_that(["ok", "ok", "ok"], seeds=2)
+    run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    assert starts(tmp_path) == [c.key for c in cells if c.seed == 0] + [c.key for c in cells if c.seed == 1]
+
+
+# ------------------------------------------------------------------------------------------- whose directory it is
+
+
+def test_second_sweep_is_told_who_is_at_work_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom experiments.sweep.directory import at_work, locked\n"
+        f"with locked(Path({str(tmp_path)!r})), at_work(Path({str(tmp_path)!r})):\n"
+        "    print('held', flush=True); time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"process {holder.pid}\b"), locked(tmp_path):
+            raise AssertionError("two sweeps in one directory")
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        await_orphans(tmp_path)
+        with locked(tmp_path):
+            assert (tmp_path / ".lock").read_text(encoding="utf-8") == f"{os.getpid()}\n"
+    finally:
+        holder.kill()
+
+
+def test_sweep_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:
+    code = (
+        "import time\nfrom pathlib import Path\nfrom experiments.sweep.directory import at_work\n"
+        f"with at_work(Path({str(tmp_path)!r})):\n    print('held', flush=True); time.sleep(0.5)\n"
+    )
+    orphan = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert orphan.stdout is not None and orphan.stdout.readline() == "held\n"
+    began = time.monotonic()
+    await_orphans(tmp_path)
+    assert time.monotonic() - began > 0.3
+    orphan.wait()
+    with at_work(tmp_path), at_work(tmp_path):
+        pass  # workers do not exclude each other
+
+
+def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: Path) -> None:
+    cells = cells_that(["ok"] * 3)
+    run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    for cell, other in ((cells[0], {"code": "0" * 12}), (cells[1], {"flatshift": "0.0.1"})):
+        path = tmp_path / "cells" / cell.key / RESULT
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | other), encoding="utf-8")
+    made = stale(results_of(tmp_path, cells))
+    assert made.keys() == {cells[0].key, cells[1].key}
+    assert made[cells[0].key].endswith("0" * 12) and made[cells[1].key].startswith("0.0.1 ")
+    run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    assert len(starts(tmp_path)) == 3
+    run_cells(tmp_path, cells, 1, QUIET, run=behave, rerun=set(made))
+    assert Counter(starts(tmp_path)) == {cells[0].key: 2, cells[1].key: 2, cells[2].key: 1}
+    assert not stale(results_of(tmp_path, cells))
+
+
+def test_damaged_result_is_named(tmp_path: Path) -> None:
+    (cell,) = cells_that(["ok"])
+    path = tmp_path / "cells" / cell.key / RESULT
+    path.parent.mkdir(parents=True)
+    path.write_text('{"status": "do', encoding="utf-8")
+    with pytest.raises(UserError, match=r"result\.json: not a cell's result"):
+        run_cells(tmp_path, [cell], 1, QUIET, run=behave)
+
+
+# ------------------------------------------------------------------------------------------- devices
+
+
+def test_devices() -> None:
+    assert choose_devices("auto", "auto", count=lambda: 2) == ("cuda:0", "cuda:1")
+    assert choose_devices("auto", "auto", count=lambda: 0) == ()
+    assert choose_devices("auto", "cpu", count=lambda: 2) == ()
+    assert choose_devices("cpu", "auto", count=lambda: 2) == ("cpu",)
+    assert choose_devices("1,cuda:0", "auto", count=lambda: 2) == ("cuda:1", "cuda:0")
+    for flag, words in (("3", "no cuda:3"), ("gpu", "CUDA numbers"), ("0,0", "twice")):
+        with pytest.raises(UserError, match=words):
+            choose_devices(flag, "auto", count=lambda: 2)
+    assert [Places(4, ("cuda:0", "cuda:1")).device(worker) for worker in range(4)] == ["cuda:0", "cuda:1"] * 2
+    (cell,) = cells_that(["ok"])
+    moved = place(cell, "cuda:1")
+    assert moved.resolved.recipe.train.device == "cuda:1" and moved.key == cell.key
+    assert place(cell, None) is cell
+
+
+# ------------------------------------------------------------------------------------------- what is said
+
+
+def test_cost_is_learned() -> None:
+    from experiments.recipe import from_override
+    from experiments.sweep.plan import Base
+
+    base = Base.of("double-descent", [from_override("train.max_length", 64)])
+    points = [{"adapter.rank": r, "train.steps": s} for r in (1, 4, 16, 64) for s in (50, 200)]
+    cells = list(base.cells(points, 1))
+    truth = {c.key: 2 + 3e-5 * work_of(c)[1] + 4e-6 * work_of(c)[2] for c in cells}
+    model = CostModel()
+    assert model.predict(cells) is None
+    model.observe(cells[0], truth[cells[0].key])
+    ratio = work_of(cells[1])[1] / work_of(cells[0])[1]
+    assert model.predict([cells[1]]) == pytest.approx(truth[cells[0].key] * ratio)
+    for cell in cells[1:6]:
+        model.observe(cell, truth[cell.key])
+    for cell in cells[6:]:
+        assert model.predict([cell]) == pytest.approx(truth[cell.key], rel=1e-6)
+    assert model.predict(cells) == pytest.approx(sum(truth.values()), rel=1e-6)
+
+
+def test_progress_counts_by_point_and_weighs_what_is_left() -> None:
+    now = [0.0]
+    cells = cells_that(["ok"] * 3, seeds=2)
+    console, lines = spoken()
+    before = {cells[0].key: {"status": "done", "seconds": 10.0, "reason": None}}
+    progress = Progress(cells, before, console, label="sweep", workers=2, clock=lambda: now[0])
+    progress.began(cells[1:3])
+    # 3 wait at 10 s each, 2 run and count half: 40 s for two workers
+    assert progress.eta() == pytest.approx(20)
+    now[0] = 30.0
+    progress.ended(cells[1], {"status": "done", "seconds": 10.0, "reason": None})
+    assert lines == ["sweep: 2/6 cells, 2 cells/min, ETA 18 s  behaves=ok place=0 seed=1"]
+    progress.ended(cells[2], {"status": "failed", "seconds": 1.0, "reason": "no rows"})
+    progress.began(cells[3:4])
+    assert lines[1] == f"failed {cells[2].key} (behaves=ok place=1 seed=0): no rows"
+    rows, hidden = progress.rows()
+    assert rows == [
+        ("behaves=ok place=0", 2, 2, 0, 0),
+        ("behaves=ok place=1", 2, 0, 1, 1),
+        ("behaves=ok place=2", 2, 0, 0, 0),
+    ]
+    assert hidden == 0
+    assert [row[0] for row in progress.rows(limit=1)[0]] == ["behaves=ok place=1"] and progress.rows(limit=1)[1] == 2
+    assert "ok" in str(progress._renderable().columns[0]._cells)
