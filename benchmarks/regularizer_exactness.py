@@ -67,7 +67,9 @@ def classifier() -> tuple[Any, Callable[[], Any]] | None:
     return _prepared(Path(found.submodule_search_locations[0]) / "model", texts, labels, tokens=32)
 
 
-def _prepared(path: Any, texts: list[str], labels: list[Any] | None, *, tokens: int = 64) -> tuple[Any, Callable[[], Any]]:
+def _prepared(
+    path: Any, texts: list[str], labels: list[Any] | None, *, tokens: int = 64
+) -> tuple[Any, Callable[[], Any]]:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import (

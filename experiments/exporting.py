@@ -153,7 +153,7 @@ def card(path: Path, recipe: Recipe) -> str:
         for name, m in metrics.items()
     ]
     inputs = [f"- `{Path(i['path']).name}`: {i['rows']:,} rows, SHA-256 `{i['sha256']}`" for i in manifest["inputs"]]
-    adapter = recipe.adapter
+    adapter, train = recipe.adapter, recipe.train
     lines = [
         "---",
         "library_name: peft",
@@ -164,8 +164,8 @@ def card(path: Path, recipe: Recipe) -> str:
         f"# {recipe.task.kind} adapter on {Path(recipe.backbone).name}",
         "",
         f"LoRA of rank {adapter.rank} (alpha {adapter.numerator:g}) on {adapter.targets}; regularizer "
-        f"`{recipe.regularizer.kind}`; {recipe.train.steps} updates of {recipe.train.batch_size * recipe.train.accumulate} rows, seed "
-        f"{recipe.train.seed}" + (f", after a warm-up of {recipe.warmup.steps} updates." if recipe.warmup else "."),
+        f"`{recipe.regularizer.kind}`; {train.steps} updates of {train.batch_size * train.accumulate} rows, seed "
+        f"{train.seed}" + (f", after a warm-up of {recipe.warmup.steps} updates." if recipe.warmup else "."),
         "",
         f"    {command}",
         "",

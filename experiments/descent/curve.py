@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class Curve:
         """The curve at no more than `at_most` points, evenly spread on a log axis and chosen without its values."""
         chosen = list(thin(self.values, at_most))
         tables = {name: getattr(self, name) for name in _TABLES}
-        kept = {name: None if table is None else table[:, chosen] for name, table in tables.items()}
+        kept: dict[str, Any] = {name: None if table is None else table[:, chosen] for name, table in tables.items()}
         return replace(self, values=[self.values[j] for j in chosen], **kept)
 
     def at(self, point: int) -> str:
