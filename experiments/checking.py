@@ -79,6 +79,7 @@ def check_choice(
         console.say(f"note: the selection was not checked on parts of the data: {error}")
         return None
     if found is None:
+        console.say("note: all features coincide; the selection was not checked")
         return None
     rows, g = found.targets, found.g
     # In rounds the selector's own potentials are those of a part of the target.

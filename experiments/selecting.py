@@ -139,8 +139,9 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
         warnings.simplefilter("always", UserWarning)
         selector.fit(pool_set, target_set, progress=progress, **more)
     _say(caught, console)
-    if selector.diagnostics_.get("resumed"):
-        console.say(f"the transport solve went on after pass {selector.diagnostics_['resumed']}")
+    said = selector.diagnostics_
+    if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):
+        console.say(f"the transport solve went on after pass {resumed}")
     order = np.asarray(selector.select(len(pool.rows)))
     solved = time.monotonic()
     peak["scores"] = _peak_bytes()

@@ -40,7 +40,7 @@ def unfinished(out: Path, recipe_yaml: str) -> Iterator[Work]:
     """The work on `out`, begun or gone on with. What fails before anything was kept leaves `out` as it was.
 
     Raises:
-        UserError: `out` holds something else, the unfinished work of another recipe, or another process is at it.
+        UserError: `out` holds something else, what another recipe's unfinished work kept, or another process is at it.
         Interrupted: Ctrl-C or a stop signal, after something was kept.
     """
     state = out / _STATE
@@ -95,10 +95,12 @@ def _holds_files(directory: Path) -> bool:
 
 
 def _refuse_others(out: Path, recipe_yaml: str) -> None:
-    """Raise UserError unless `out` holds nothing but unfinished work of this very recipe."""
+    """Raise UserError if `out` holds results, or what another recipe's unfinished work kept."""
     more = sorted(path.name for path in out.iterdir() if path.name != _STATE)
     if more:
         refuse_nonempty(out)
+    if not _holds_files(out / _STATE / _KEPT):  # nothing is lost to a changed command
+        return
     theirs = _flat(yaml.safe_load((out / _STATE / RECIPE).read_text(encoding="utf-8")))
     ours = _flat(yaml.safe_load(recipe_yaml))
     other = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))

@@ -8,6 +8,7 @@ the slice of logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,15 +62,6 @@ def memory_plan(model: nn.Module, *, train: Train) -> MemoryPlan:
 
 def _saved_bytes(model: nn.Module, tokens: int, train: Train) -> int:
     """Bytes of the storages that autograd keeps for one row of `tokens` tokens, parameters apart."""
-    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    storages: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # with its history, an output that its own node saves would keep the graph alive
-
     device = next(model.parameters()).device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -79,19 +71,28 @@ def _saved_bytes(model: nn.Module, tokens: int, train: Train) -> int:
     devices = [device] if device.type == "cuda" else []
     model.train()
     try:
-        # `output` lives until the sum is taken: freed storages would hand their addresses on.
-        with (
-            torch.random.fork_rng(devices=devices),
-            autocast(train, device),
-            without_input_casts(model, train),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
-        ):
-            output = model(**inputs).logits
-            total = sum(storages.values())
-            del output
-        return total
+        with torch.random.fork_rng(devices=devices), autocast(train, device), without_input_casts(model, train):
+            return saved_bytes(model, lambda: model(**inputs).logits)
     finally:
         model.train(training)
+
+
+def saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Bytes of the storages that autograd keeps while what `forward` returns lives, the model's own apart."""
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # with its history, an output that its own node saves would keep the graph alive
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        output = forward()  # lives until the sum is taken: freed storages would hand their addresses on
+        total = sum(storages.values())
+        del output
+    return total
 
 
 def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer) -> list[str]:

@@ -97,8 +97,8 @@ class SweepFlags:
     """How many points to draw (--design random)."""
     bisect: str | None = None
     """data.train.limit[=lo..hi]: find for each point how many training rows it still fits; written to emc.json."""
-    epsilon: float = 0.1
-    """Mean train error up to which rows count as fitted (--bisect)."""
+    epsilon: float | None = None
+    """Mean train error up to which rows count as fitted (--bisect); 0.1 by default."""
     jobs: int | None = None
     """Processes that work on cells at the same time; by default one for each CUDA device, else 1."""
     stack: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 
 from experiments.recipe import load_recipe
@@ -15,7 +16,7 @@ from finetune.rundir import RunDirectory
 
 
 def cells_that(behaviours: list[str], *, seeds: int = 1) -> list[Cell]:
-    """One point per behaviour: `ok`, `die`, `die once`, `boom`, `full` or `stop once`."""
+    """One point per behaviour: `ok`, `die`, `die once`, `die late once`, `boom`, `full` or `stop once`."""
     resolved = load_recipe("double-descent")
     return [
         Cell(f"{place:04d}{seed:04d}", {"behaves": name, "place": place}, seed, resolved)
@@ -32,6 +33,11 @@ def behave(out: Path, unit: Unit, threads: int | None) -> bool:
         name = cell.point["behaves"]
         if name == "die" or (name == "die once" and _first(out, cell)):
             (out / "cells" / f".{cell.key}.{os.getpid()}.tmp").mkdir(parents=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "die late once" and _first(out, cell):
+            while len(list((out / "cells").glob("*/result.json"))) < 2:
+                time.sleep(0.05)
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         if name == "stop once" and _first(out, cell):
             raise Interrupted("stopped by a signal")

@@ -9,7 +9,7 @@ from experiments.report import formats
 from experiments.report.blocks import Block, Chapter, Figures, Notes, Section, Table, Tile
 from experiments.report.figure import Canvas, Chart, colour
 from experiments.report.page import render
-from experiments.report.plots_run import WIDE, _interval, _rows
+from experiments.report.plots_run import WIDE, draw_interval, label_rows
 
 Document = Mapping[str, Any]
 
@@ -173,7 +173,7 @@ def forest(document: Document) -> Chart:
             p = primary["p_holm"]
             token = "muted" if p is None or p >= 0.05 else "blue" if primary["value"] > 0 else "orange"
             ends = [_points(primary[k]) for k in ("low", "high")]
-            _interval(ax, 100 * primary["value"], ends[0], ends[1], y, token, hollow=not m["confirmatory"])
+            draw_interval(ax, 100 * primary["value"], ends[0], ends[1], y, token, hollow=not m["confirmatory"])
             ax.annotate(
                 _effect(primary)[0],
                 (1, y),
@@ -184,7 +184,7 @@ def forest(document: Document) -> Chart:
                 color=colour(token),
                 fontweight="bold",
             )
-        _rows(ax, [name for name, _ in ranked])
+        label_rows(ax, [name for name, _ in ranked])
         ax.margins(x=0.06)
         canvas.text(left, 11, "better →", colour="blue", weight="bold")
         return canvas.chart(

@@ -1,8 +1,7 @@
 """A sweep's table as the curves that the peak test and the verdict are about.
 
-data = read_sweep(Path("sweeps/rank"))
-for judged in judge_sweep(data, "adapter.rank"):
-    print(judged.where, judged.verdict.kind, *judged.evidence)
+judged = judge(read_sweep(Path("sweeps/rank")), "adapter.rank", {}, test="test.error")
+print(judged.verdict.kind, *judged.evidence)
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from finetune.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from experiments.report.sweepdata import SweepData
     from experiments.report.sweeptable import SweepTable
 
 _SHORT = {"data.train.limit": "training rows", "train.steps": "steps"}
-_CAPACITY = ("rank", "steps", "step", "limit", "epochs", "alpha")
+_CAPACITY = ("adapter.rank", "adapter.alpha", "train.steps", "step", "data.train.limit")
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def is_judged(axis: str) -> bool:
 
     A peak over a learning rate or a share of noise is no double descent, whatever its shape.
     """
-    return axis.rpartition(".")[2] in _CAPACITY
+    return axis in _CAPACITY
 
 
 def curve_of(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float) -> Curve:
@@ -117,20 +115,3 @@ def judge(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, 
     """The verdict of one curve. Raises UserError as `curve_of` and the peak test do."""
     curve = curve_of(table, axis, where, test=test, epsilon=epsilon)
     return Judged(axis, dict(where), curve, judge_curve(curve))
-
-
-def judge_sweep(data: SweepData, axis: str, *, epsilon: float = 0.1) -> list[Judged]:
-    """The verdict of every curve along `axis` that can be tested: `step` from the trace, other axes from the cells.
-
-    Every curve is judged alone, nothing is corrected for their number.
-    """
-    table: SweepTable | None = data.trace if axis == "step" else data
-    if table is None or not is_judged(axis):
-        return []
-    found = []
-    for where in table.settings([a for a in table.axes if a != axis]):
-        try:
-            found.append(judge(table, axis, where, test=data.error_columns()[0], epsilon=epsilon))
-        except UserError:
-            continue
-    return found

@@ -76,7 +76,7 @@ def judge_curve(
     except UserError as error:
         return Verdict("undecided", (_capital(str(error)) + ".",))
     bump = find_instability(curve, level=level, draws=draws, seed=seed)
-    threshold = _threshold(curve)
+    threshold = _threshold(curve, peak)
     judged = _Judged(curve, peak, shape_of(curve, peak), bump, threshold, level)
     kind, evidence = judged.with_peak() if peak.rejected else judged.without_peak(delta)
     holdout = None
@@ -104,10 +104,14 @@ def judge_curve(
     )
 
 
-def _threshold(curve: Curve) -> Crossing | None:
-    if curve.train_error is None or not np.isfinite(curve.train_error).all(1).any():
+def _threshold(curve: Curve, peak: PeakTest) -> Crossing | None:
+    """Of the same seeds and points as the peak test."""
+    if curve.train_error is None:
         return None
-    return crossing(curve.values, curve.train_error, curve.epsilon)
+    errors = np.delete(curve.train_error, list(peak.diverged), axis=0)[:, list(peak.points)]
+    if not np.isfinite(errors).all(1).any():
+        return None
+    return crossing([curve.values[j] for j in peak.points], errors, curve.epsilon)
 
 
 @dataclass
@@ -200,8 +204,9 @@ class _Judged:
             return False, "Training error was not measured, so the interpolation threshold is unknown."
         if found.value is None:
             return False, self._axis_sentences()[0]
-        first, last = self.peak.location[0], self.peak.location[-1]
-        low, high = curve.values[max(first - 1, 0)], curve.values[min(last + 1, len(curve.values) - 1)]
+        points = self.peak.points
+        first, last = points.index(self.peak.location[0]), points.index(self.peak.location[-1])
+        low, high = curve.values[points[max(first - 1, 0)]], curve.values[points[min(last + 1, len(points) - 1)]]
         inside = low <= found.value <= high
         span = "" if found.low is None or found.high is None else f" ({found.low:.3g} to {found.high:.3g})"
         return inside, (

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.cells.files import Result
+from experiments.cells.rows import split_rows
 from experiments.quality.answers import answers
 from experiments.quality.plan import Plan
 from experiments.quality.protocol import protocol
@@ -30,9 +31,10 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "baseline": study.baseline,
         "focus": study.focus,
         "primary_budget": budget,
+        "exploratory": budget != study.primary_budget,
         "seeds": study.seeds,
-        "protocol": protocol(plan),
-        "pool": {name: outcome.pool[name] for name in ("passages", "kept", "dropped", "domains")},
+        "protocol": protocol(plan, budget),
+        "pool": {name: outcome.pool[name] for name in ("passages", "kept", "skipped", "dropped", "domains")},
         "targets": {target: _target(plan, outcome, target, budget) for target in study.targets},
         "arms": {
             arm: {"note": study.arms[arm].note, "source": study.arms[arm].source}
@@ -134,11 +136,10 @@ def _target(plan: Plan, outcome: Outcome, target: str, primary: int | None) -> d
     found: dict[str, Any] = {
         "file": spec.file,
         "domains": list(spec.domains),
-        "texts": spec.texts,
-        "labels": spec.labels,
-        "validation": spec.validation,
-        "test": spec.test,
+        **_rows(plan, target),
+        "asked": {"texts": spec.texts, "labels": spec.labels, "test": spec.test},
         "fine_tune_lr": outcome.fine_tune[target],
+        "fine_tune_edge": outcome.fine_tune_edge[target],
         **_floor(outcome, target, cold[0] if cold else outcome.finals[study.baseline, target, plan.budgets[target][0]]),
         "budgets": {},
         "controls": {},
@@ -152,6 +153,19 @@ def _target(plan: Plan, outcome: Outcome, target: str, primary: int | None) -> d
         arm: _cell(plan, outcome, arm, target, None, beside) for arm in study.arms if not study.has_budget(arm)
     }
     return found
+
+
+def _rows(plan: Plan, target: str) -> dict[str, int]:
+    """How many rows a target has for what the recipe asks: its file may hold fewer."""
+    cell = plan.selection(plan.study.baseline, target, 0)
+    rows = cell.rows
+    train, test, _ = split_rows(rows.file, cell.recipe.task, (rows.validation, rows.test, rows.test_split), "test")
+    return {
+        "texts": min(rows.texts, len(train)),
+        "labels": min(rows.labels, len(train)),
+        "validation": rows.validation,
+        "test": len(test),
+    }
 
 
 def _floor(outcome: Outcome, target: str, results: Sequence[Result]) -> dict[str, Any]:

@@ -13,7 +13,14 @@ Document = Mapping[str, Any]
 
 def answers(document: Document) -> list[str]:
     """One sentence for each question of the study that its figures can answer."""
-    found = [_primary(document), _accuracy(document), _against(document), *_controls(document), _recall(document)]
+    found = [
+        _exploratory(document),
+        _primary(document),
+        _accuracy(document),
+        _against(document),
+        *_controls(document),
+        _recall(document),
+    ]
     found += [_losses(document), _embedders(document), _uninformative(document)]
     return [sentence for sentence in found if sentence]
 
@@ -25,6 +32,12 @@ def _percent(nats: float) -> str:
 
 def _clear(found: Mapping[str, Any] | None) -> bool:
     return found is not None and found["p_holm"] is not None and found["p_holm"] < 0.05
+
+
+def _exploratory(document: Document) -> str:
+    if not document["exploratory"]:
+        return ""
+    return "This part of the study was run without its primary budget: its figures are exploratory."
 
 
 def _primary(document: Document) -> str:
@@ -58,7 +71,7 @@ def _accuracy(document: Document) -> str:
     if clear:
         return f"Few-label accuracy differs from {base}'s after Holm's correction with {_and(clear)}."
     size = max((f["detectable"] for f in arms.values() if f["detectable"] is not None), default=1.0)
-    seen = f"; an effect of {100 * size:.1f} points would have been found" if size < 1 else ""
+    seen = f"; a single uncorrected test finds {100 * size:.1f} points with 80 % power" if size < 1 else ""
     return f"No warm-up changes the few-label accuracy clearly, beside {base}'s{seen}."
 
 
@@ -140,12 +153,24 @@ def _embedders(document: Document) -> str:
     found = {name: e for name, e in document["embedders"].items() if e["nats"] is not None and e["recall"] is not None}
     if len(found) < 2:
         return ""
-    by_nats = min(found, key=lambda name: found[name]["nats"]["value"])
+    first, *others = found
     by_recall = max(found, key=lambda name: found[name]["recall"]["value"])
+    told: dict[str, list[str]] = {"lower": [], "higher": [], "not clearly different": []}
+    for name in others:
+        told[_side(found[name]["difference"])].append(name)
+    parts = [f"{verdict} with {_and(names)}" for verdict, names in told.items() if names]
     return (
-        f"Of the embedders, {by_nats} gives {document['focus']} the lowest perplexity and {by_recall} the highest "
-        f"recall ({formats.percent(found[by_recall]['recall']['value'])})."
+        f"Perplexity after {document['focus']} by another embedder than {first} is {'; '.join(parts)} (uncorrected "
+        f"intervals, exploratory); mean recall is highest with {by_recall} "
+        f"({formats.percent(found[by_recall]['recall']['value'])})."
     )
+
+
+def _side(difference: Mapping[str, Any] | None) -> str:
+    """Where a paired interval of nats lies."""
+    if difference is None or difference["low"] is None or difference["low"] <= 0 <= difference["high"]:
+        return "not clearly different"
+    return "lower" if difference["high"] < 0 else "higher"
 
 
 def _uninformative(document: Document) -> str:

@@ -10,7 +10,7 @@ from experiments.report import formats
 from experiments.report.blocks import Block, Chapter, Figures, Notes, Pairs, Section, Table, Tile
 from experiments.report.figure import Canvas, Chart, colour
 from experiments.report.page import render
-from experiments.report.plots_run import WIDE, _interval, _rows
+from experiments.report.plots_run import WIDE, draw_interval, label_rows
 
 Document = Mapping[str, Any]
 Found = Mapping[str, Any] | None
@@ -152,7 +152,7 @@ def forest(document: Document) -> Chart:
             found = arm["nats"]
             p = found["p_holm"]
             token = "muted" if p is None or p >= 0.05 else "blue" if found["value"] < 0 else "orange"
-            _interval(ax, found["value"], found["low"], found["high"], y, token, hollow=arm["source"] != "selector")
+            draw_interval(ax, found["value"], found["low"], found["high"], y, token, hollow=arm["source"] != "selector")
             ax.annotate(
                 effect(found)[0],
                 (1, y),
@@ -163,7 +163,7 @@ def forest(document: Document) -> Chart:
                 color=colour(token),
                 fontweight="bold",
             )
-        _rows(ax, [name for name, _ in arms])
+        label_rows(ax, [name for name, _ in arms])
         ax.margins(x=0.06)
         canvas.text(left, 11, "← better", colour="blue", weight="bold")
         return canvas.chart(
@@ -245,10 +245,17 @@ def _target_section(document: Document, name: str) -> Section:
         if rows:
             blocks.append(Table(columns, rows, f"{title}; 95 % t-intervals, not corrected.", frozenset(range(1, 10))))
     lead = (
-        f"{target['texts']} texts for the selectors, {target['labels']} labels, {target['test']} test rows; served by "
-        f"{', '.join(target['domains'])}. Fine-tune learning rate {formats.number(target['fine_tune_lr'])}."
+        f"{_counted(target, 'texts')} texts for the selectors, {_counted(target, 'labels')} labels, "
+        f"{_counted(target, 'test')} test rows; served by {', '.join(target['domains'])}. Fine-tune learning rate "
+        f"{formats.number(target['fine_tune_lr'])}{', on the edge of those tried' * target['fine_tune_edge']}."
     )
     return Section(f"Target {name}", blocks, lead)
+
+
+def _counted(target: Mapping[str, Any], what: str) -> str:
+    """How many rows there were, and how many were asked for where that is more."""
+    asked = target["asked"][what]
+    return str(target[what]) if target[what] == asked else f"{target[what]} (not the {asked} asked for)"
 
 
 def _embedders(document: Document) -> list[Block]:
@@ -294,12 +301,17 @@ def _trials(document: Document) -> list[Block]:
     columns = ["target", "arm", "trials", "failed", "learning rate", "tried", "validation nats", "still on an edge"]
     tuned = [
         [target, formats.number(document["targets"][target]["fine_tune_lr"]),
-         ", ".join(f"{lr}: {formats.percent(value)}" for lr, value in some.items())]
+         ", ".join(f"{lr}: {formats.percent(value)}" for lr, value in some.items()),
+         "yes" if document["targets"][target]["fine_tune_edge"] else "no"]
         for target, some in document["fine_tune_trials"].items()
     ]  # fmt: skip
     return [
         Table(columns, rows, "Warm-up.", frozenset({2, 3, 4, 6})),
-        Table(["target", "learning rate", "validation accuracy by rate"], tuned, "Fine-tune, without a warm-up."),
+        Table(
+            ["target", "learning rate", "validation accuracy by rate", "on an edge"],
+            tuned,
+            "Fine-tune, without a warm-up.",
+        ),
     ]
 
 
@@ -322,6 +334,8 @@ def _costs(document: Document) -> list[Block]:
 def _pool(document: Document) -> Block:
     pool = document["pool"]
     items = [("read", f"{pool['passages']:,}"), ("kept", f"{pool['kept']:,}")]
+    if pool["skipped"]:
+        items.append(("skipped as malformed", f"{pool['skipped']:,}"))
     items += [(f"dropped: {cause}", f"{count:,}") for cause, count in pool["dropped"].items()]
     return Pairs([*items, *((f"domain {name}", f"{count:,}") for name, count in pool["domains"].items())])
 

@@ -8,16 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells.inputs import chosen, digest, locate
-from experiments.config import Recipe
+from experiments.config import Recipe, Select
 from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
 from experiments.quality.settings import Quality
 from experiments.recipe import from_override, load_recipe, recipe_key
 from experiments.recipe.key import settings_tree, short_hash
 from experiments.recipe.resolve import recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Tree, merge
-from finetune.config import Classify
+from finetune.config import Classify, Data
 from finetune.errors import UserError
 from selection.config import Features, needs
+
+_UNREAD = {
+    "pool": "name the pool in quality.pool",
+    "target": "name targets in quality.targets",
+    "negative": "leave it out",
+    "eval": "leave it out, its pool is kept clear of every target's rows",
+    "budget": "set quality.budgets",
+    "chunk": "leave it out and cut the pool's file beforehand",
+    "relevance": "leave it out",
+    "cache": "leave it out, features are kept in its own directory",
+    "domain_column": "name domains in quality.tags",
+}
+"""Keys of `select` that a study never reads, and what to do instead."""
 
 
 class Plan:
@@ -71,6 +84,7 @@ class Plan:
             name: tuple(budget for budget in self.study.budgets_of(name) if budget in kept)
             for name in self.study.targets
         }
+        self._check_budgets()
         # judged rows of every target, not only of those that run: the pool is the same for any part of the study
         self.pool = self._pool(whole, data)
         self.features = self._features("", {}, "", None)
@@ -208,7 +222,8 @@ class Plan:
         key = short_hash(
             [
                 "pool", digest(file), _file_digest(tags), whole.pool_rows, settings_tree(recipe.select.hygiene),
-                settings_tree(recipe.select.columns), [r.identity for r in rows] if recipe.select.hygiene.on else None,
+                settings_tree(recipe.select.columns), recipe.select.bad_rows,
+                [r.identity for r in rows] if recipe.select.hygiene.on else None,
             ]
         )  # fmt: skip
         return PoolCell(key, file, tags, whole.pool_rows, recipe, rows)
@@ -228,6 +243,14 @@ class Plan:
         key = short_hash(["features", self.pool.key, settings_tree(embedder), distil, rows, backbone, stored])
         return FeaturesCell(key, name, recipe, self.pool, distil, rows)
 
+    def _check_budgets(self) -> None:
+        for name, budgets in self.budgets.items():
+            if not budgets:
+                own = ", ".join(map(str, self.study.budgets_of(name)))
+                raise UserError(
+                    f"--budgets: target {name} has none of them; leave it out with --targets, or add one of {own}"
+                )
+
     def _check_blocks(self, whole: Quality) -> None:
         from finetune.parallel.rules import Settings, check_settings
 
@@ -236,6 +259,7 @@ class Plan:
             raise UserError("quality.pool, quality.targets and quality.arms must name a pool, a target and two arms")
         if recipe.select is None or recipe.warmup is None:
             raise UserError("a study of selectors needs the blocks `select` and `warmup`: both are its settings")
+        _check_read(recipe, "")
         if not isinstance(recipe.task, Classify):
             raise UserError(f"a study of selectors fine-tunes classifiers, not task.kind: {recipe.task.kind}")
         if recipe.mesh.size > 1 or recipe.train.quantization is not None:
@@ -247,6 +271,7 @@ class Plan:
 
     def _check_arm(self, arm: str, target: str, recipe: Recipe) -> None:
         assert recipe.select is not None
+        _check_read(recipe, f"quality.arms.{arm}, target {target}: ")
         if self.study.arms[arm].source != "selector":
             return
         short = needs(recipe.select.method) - {"features", "texts"}
@@ -255,6 +280,16 @@ class Plan:
                 f"quality.arms.{arm}: method {recipe.select.method.kind} needs {', '.join(sorted(short))}, which a "
                 "study of selectors does not hand in"
             )
+
+
+def _check_read(recipe: Recipe, where: str) -> None:
+    """Raise UserError for a setting that says something to other commands and nothing to a study."""
+    if recipe.data != Data():
+        raise UserError(f"{where}data: a study of selectors does not read it; name its files in quality.targets")
+    default = Select()
+    for name, instead in _UNREAD.items():
+        if getattr(recipe.select, name) != getattr(default, name):
+            raise UserError(f"{where}select.{name}: a study of selectors does not read it; {instead}")
 
 
 def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Quality:

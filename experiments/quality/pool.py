@@ -69,7 +69,12 @@ def store_pool(root: Path, cell: PoolCell) -> dict[str, Any]:
 
     select = cell.recipe.select
     assert select is not None
-    rows = list(read_rows([cell.file], columns=select.columns, bad_rows=select.bad_rows))
+    skipped: list[str] = []
+    rows = list(
+        read_rows(
+            [cell.file], columns=select.columns, bad_rows=select.bad_rows, skipped=skipped, setting="select.columns"
+        )
+    )
     if not rows:
         raise UserError(f"quality.pool: {cell.file} has no passage")
     ids, texts = [row.id for row in rows], [str(row.values["text"]) for row in rows]
@@ -86,13 +91,11 @@ def store_pool(root: Path, cell: PoolCell) -> dict[str, Any]:
         if not ids:
             raise UserError(f"select.hygiene leaves no passage of the pool's {total:,}; loosen it")
     names, counts = np.unique(np.array(domains, dtype=object).astype(str), return_counts=True)
-    wanted = {domain for target in cell.targets for domain in target.domains}
-    if missing := sorted(wanted - set(names.tolist())):
-        raise UserError(f"quality.targets: the pool has no domain {missing[0]!r}; it has {', '.join(names.tolist())}")
     _write(pool_file(root, cell.key), ids, texts, domains)
     return {
         "passages": total,
         "kept": len(ids),
+        "skipped": len(skipped),
         "dropped": dropped,
         "domains": dict(zip(names.tolist(), counts.tolist(), strict=True)),
     }

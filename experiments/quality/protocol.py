@@ -5,15 +5,15 @@ from __future__ import annotations
 from experiments.quality.plan import Plan
 
 
-def protocol(plan: Plan) -> list[str]:
-    """Sentences, in order."""
+def protocol(plan: Plan, budget: int | None) -> list[str]:
+    """Sentences, in order. budget: the one that endpoints are computed at."""
     study, recipe = plan.study, plan.resolved.recipe
     warmup, train = recipe.warmup, recipe.train
     assert warmup is not None
     rows = warmup.batch_size * warmup.accumulate
     supervised = warmup.steps * rows * (study.packed - 1)
     base, focus = study.baseline, study.focus
-    return [
+    sentences = [
         f"Primary endpoint, named beforehand: nats per token of the targets' test texts after the warm-up at a budget "
         f"of {study.primary_budget:,}, arm minus {base}, mean over targets, per seed; its mean over seeds with a "
         "two-sided paired t-test, Holm-corrected over all arms. Lower is better. Arms without a budget are compared as "
@@ -42,3 +42,16 @@ def protocol(plan: Plan) -> list[str]:
         "training, validation or test text.",
         "A diverged run has no figure: its seed is left out for both sides, and it is listed.",
     ]
+    if budget != study.primary_budget:
+        at = "at no common budget" if budget is None else f"at a budget of {budget:,}"
+        sentences.insert(
+            0,
+            f"This part of the study was run without its primary budget of {study.primary_budget:,}: its figures, {at}, "
+            "are exploratory.",
+        )
+    if study.embedders:
+        sentences.append(
+            f"The embedder comparison is exploratory: every embedder takes the learning rate that was tuned for {focus} "
+            "on the study's own features."
+        )
+    return [*sentences, *study.notes]

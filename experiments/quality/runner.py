@@ -18,6 +18,8 @@ from experiments.comparison.tuning import FAILED, Score, Setting, best_of, next_
 from experiments.console import Console
 from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
 from experiments.quality.plan import Plan
+from experiments.recipe.build import nearest
+from finetune.atomic import sweep_leftovers
 from finetune.errors import UserError
 
 Pair = tuple[str, str]
@@ -44,6 +46,8 @@ class Outcome:
     fine_tune: dict[str, float] = field(default_factory=dict)
     """Target → learning rate of the fine-tune."""
     fine_tune_trials: dict[str, dict[float, Result]] = field(default_factory=dict)
+    fine_tune_edge: dict[str, bool] = field(default_factory=dict)
+    """Target → whether that rate lies on an edge of those tried."""
     finals: dict[Point, list[Result]] = field(default_factory=dict)
     """By seed."""
     embedded: dict[Pair, list[tuple[Result, Result]]] = field(default_factory=dict)
@@ -99,6 +103,8 @@ def run_study(
     Raises UserError if `out` holds something else, or where nothing can be judged.
     """
     claim(out, plan.resolved.to_yaml(), "study")
+    for made in ("pool", "selections"):
+        sweep_leftovers(out / made)
     total = _count(plan)
     with Runner(
         out / "cells", run_cell, jobs=jobs, console=console, total=total, on_cell=on_cell, label="quality"
@@ -116,7 +122,7 @@ def _count(plan: Plan) -> int:
     pairs = len(study.targets) * len(plan.warm_arms())
     selections = len(study.targets) * len(plan.arms_with_budget()) * (study.seeds + 1)
     trials = pairs * (len(study.lr) + study.rounds) + len(study.targets) * len(study.fine_tune_lr)
-    embedders = len(study.embedders) * (1 + 2 * len(study.targets) * study.embedder_seeds)
+    embedders = len(study.embedders) * (1 + 2 * len(study.targets) * min(study.embedder_seeds, study.seeds))
     return 2 + selections + trials + len(plan.points()) * study.seeds + embedders
 
 
@@ -130,10 +136,11 @@ class _Stages:
 
     def inputs(self) -> None:
         """The pool and its features, and the result of every selection."""
-        self._run([self.plan.pool])
+        self._run([self.plan.pool], again=self._refused)
         self.outcome.pool = self._good(self.plan.pool)
+        self._check_pool()
         cells = [self.plan.features, *self.plan.embedders.values()]
-        self._run(cells)
+        self._run(cells, again=self._refused)
         self.outcome.features = {cell.name: self._good(cell) for cell in cells}
         # by seed, so that an interrupted study has whole seeds
         for arm in self.plan.arms_with_budget():
@@ -147,6 +154,28 @@ class _Stages:
             for target, some in chosen.items():
                 first, *others = map(self.runner.result, some)
                 self.outcome.tuned_on[arm, target], self.outcome.selections[arm, target] = first, others
+
+    def _check_pool(self) -> None:
+        """Raise UserError for domains that the pool has not, and for budgets above it."""
+        study, kept = self.study, self.outcome.pool["kept"]
+        there = self.outcome.pool["domains"]
+        for name, target in study.targets.items():
+            for domain in target.domains:
+                if domain not in there:
+                    raise UserError(
+                        f"quality.targets.{name}.domains: the pool has no domain {domain!r}{nearest(domain, there)}"
+                    )
+            if (largest := study.budgets_of(name)[-1]) > kept:
+                raise UserError(
+                    f"quality.budgets: {largest:,} for target {name} is above the {kept:,} passages of the cleaned "
+                    "pool; lower it"
+                )
+        part = min(kept, study.embedder_rows)
+        if study.embedders and study.embedder_budget > part:
+            raise UserError(
+                f"quality.embedder_budget: {study.embedder_budget:,} is above the {part:,} passages that embedders "
+                "choose from; lower it"
+            )
 
     def tune(self) -> None:
         """Equal trials of every arm's warm-up on every target, and of the fine-tune on every target."""
@@ -177,6 +206,7 @@ class _Stages:
             if best is None:
                 raise UserError(f"every trial of the fine-tune on {target} failed: {self._reason(some.values())}")
             self.outcome.fine_tune[target], self.outcome.fine_tune_trials[target] = best.lr, results
+            self.outcome.fine_tune_edge[target] = on_edge(done)
 
     def finals(self) -> None:
         """Final runs, seed by seed."""
@@ -218,12 +248,16 @@ class _Stages:
 
     # ---------------------------------------------------------------------------------------- running
 
-    def _run(self, cells: Sequence[Any]) -> None:
-        """Run cells; first, again, what they need and is not on this disk."""
-        todo = [cell for cell in cells if not self.runner.done(cell)]
+    def _run(self, cells: Sequence[Any], *, again: Callable[[Any], bool] = lambda cell: False) -> None:
+        """Run cells; first, again, what they need and is not on this disk. again: cells to run though they ended."""
+        todo = [cell for cell in cells if again(cell) or not self.runner.done(cell)]
         if any(not isinstance(cell, PoolCell) for cell in todo):
             self._provide(todo)
-        self.runner.run(cells)
+        self.runner.run(cells, again=again)
+
+    def _refused(self, cell: Any) -> bool:
+        """Whether an input was refused by an earlier start: what it is made of, files and tags, may be mended since."""
+        return self.runner.done(cell) and bool(self.runner.result(cell)["status"] == "refused")
 
     def _provide(self, todo: Sequence[Any]) -> None:
         from experiments.quality.choosing import selection_file
@@ -232,6 +266,7 @@ class _Stages:
         pool = self.plan.pool
         if not pool_file(self.out, pool.key).is_file():
             self.runner.run([pool], again=lambda cell: True)
+            self._good(pool)
         missing = {}
         for cell in todo:
             for needed in self._selections_of(cell):

@@ -115,6 +115,8 @@ class Quality:
     """Passages to select from it."""
     embedder_seeds: int = 3
     """Runs of each embedder, with the first of the same seeds."""
+    notes: tuple[str, ...] = ()
+    """Sentences that the protocol ends with: what a reader must know of how this study came about."""
 
     def __post_init__(self) -> None:
         check_bounds(

@@ -76,7 +76,7 @@ def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart
             if broken:
                 said.append(f"{broken} values that were not finite are left out: the run diverged there.")
             title = f"Loss during {stage}"
-            charts.append(canvas.chart(f"loss-{_slug(stage)}", title=title, caption=" ".join(said)))
+            charts.append(canvas.chart(f"loss-{slug(stage)}", title=title, caption=" ".join(said)))
     return charts
 
 
@@ -110,7 +110,7 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
                     canvas.text(4, 141, f"×10{str(power).translate(formats.SUPERSCRIPT)}", colour="muted")
                 title = f"{_upper(name)} · {stage}"
                 last = formats.number(curve[-1][1])
-                charts.append(canvas.chart(f"{_slug(key)}-{_slug(stage)}", title=title, caption=f"Ends at {last}."))
+                charts.append(canvas.chart(f"{slug(key)}-{slug(stage)}", title=title, caption=f"Ends at {last}."))
     return charts[:12]
 
 
@@ -130,7 +130,7 @@ def _power(top: float) -> int:
     return 0 if top == 0 or 0.01 <= top < 1e4 else math.floor(math.log10(top))
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text.lower()).strip("-") or "x"
 
 
@@ -167,7 +167,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
             for position, (metric, split, cell) in enumerate(rows):
                 y += 1.0 if position and rows[position - 1][0] == metric else 1.7 if position else 1.0
                 token = SPLIT_COLOUR.get(split, "purple")
-                _interval(ax, cell["value"], cell.get("low"), cell.get("high"), y, token)
+                draw_interval(ax, cell["value"], cell.get("low"), cell.get("high"), y, token)
                 if metric == "accuracy" and split in floors:
                     ax.plot([floors[split]] * 2, [y - 0.5, y + 0.5], color=colour("ink"), linewidth=1.8)
                 ticks.append((y, metric))
@@ -201,7 +201,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
             if floors and "accuracy" in members:
                 caption += " Upright mark: the majority floor, which is always answering the commonest class."
             title = _upper(", ".join(names))
-            charts.append(canvas.chart(f"eval-{_slug(name)}", title=f"{title} by split", caption=caption))
+            charts.append(canvas.chart(f"eval-{slug(name)}", title=f"{title} by split", caption=caption))
     return charts
 
 
@@ -209,7 +209,7 @@ def _upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _interval(
+def draw_interval(
     ax: Any, value: float, low: float | None, high: float | None, y: float, token: str, hollow: bool = False
 ) -> None:
     """A dot at `value` on row `y` with its interval as a bar."""
@@ -219,7 +219,7 @@ def _interval(
     ax.plot([value], [y], "o", markersize=8, markerfacecolor=face, markeredgecolor=colour(token), markeredgewidth=2)
 
 
-def _rows(ax: Any, labels: list[str]) -> None:
+def label_rows(ax: Any, labels: list[str]) -> None:
     """Rows 0, 1, … from the top with these names at their left."""
     ax.set_ylim(len(labels) - 0.4, -0.6)
     ax.set_yticks(range(len(labels)), labels, color=colour("ink"))
@@ -301,7 +301,7 @@ def domain_mix(selection: Selection) -> Chart | None:
                 va="center",
                 color=colour("ink" if after > before else "muted"),
             )
-        _rows(ax, [name if len(name) <= 20 else name[:19] + "…" for name, _, _ in rows])
+        label_rows(ax, [name if len(name) <= 20 else name[:19] + "…" for name, _, _ in rows])
         ax.set_xlim(left=-0.01)
         ax.xaxis.set_major_formatter(lambda v, _: f"{100 * v:g} %")
         height = 74 + 25 * len(rows)

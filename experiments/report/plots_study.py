@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from experiments.report import formats
 from experiments.report.figure import Canvas, Chart, colour
 from experiments.report.load import Study
-from experiments.report.plots_run import _interval, _rows, _slug
+from experiments.report.plots_run import draw_interval, label_rows, slug
 from experiments.stats import Interval, paired_difference, t_interval
 
 WARMUPS = {"cold": "cold", "random": "random warm-up", "gotd": "GOT-D warm-up"}
@@ -84,7 +84,7 @@ def study_means(study: Study, metric: str, height: int) -> Chart | None:
         for y, (arm, values) in enumerate(rows):
             mean = means[arm]
             token = _ARM_COLOUR.get(arm[0], "purple")
-            _interval(ax, mean.value, mean.low, mean.high, y, token, hollow=arm[1] == "ggpo")
+            draw_interval(ax, mean.value, mean.low, mean.high, y, token, hollow=arm[1] == "ggpo")
             ax.plot(list(values.values()), [y + 0.3] * len(values), "o", markersize=3, color=colour(token), alpha=0.7)
             shown = f"{mean.value:,.{places}f}"
             ax.annotate(
@@ -97,7 +97,7 @@ def study_means(study: Study, metric: str, height: int) -> Chart | None:
                 fontweight="bold",
                 color=colour(token),
             )
-        _rows(ax, [arm_name(*arm) for arm, _ in rows])
+        label_rows(ax, [arm_name(*arm) for arm, _ in rows])
         ax.margins(x=0.06)
         ax.locator_params(axis="x", nbins=6)
         if floor is not None:
@@ -110,7 +110,7 @@ def study_means(study: Study, metric: str, height: int) -> Chart | None:
             f"Mean over {count} with its 95 % t-interval; small dots are the seeds; hollow marks are GGPO; {better}."
         )
         title = f"{formats.metric_name(metric)[:1].upper()}{formats.metric_name(metric)[1:]} of every arm"
-        return canvas.chart(f"study-{_slug(metric)}", title=title, caption=caption)
+        return canvas.chart(f"study-{slug(metric)}", title=title, caption=caption)
 
 
 def forest(study: Study, metric: str, height: int) -> Chart | None:
@@ -138,7 +138,7 @@ def forest(study: Study, metric: str, height: int) -> Chart | None:
             i = row.interval
             good = (i.value < 0) == lower
             token = "muted" if not i.excludes_zero else "green" if good else "orange"
-            _interval(ax, i.value, i.low, i.high, y, token)
+            draw_interval(ax, i.value, i.low, i.high, y, token)
             ax.annotate(
                 formats.estimate(i.value, i.low, i.high, plus=True, places=places)[0],
                 (1, y),
@@ -150,7 +150,7 @@ def forest(study: Study, metric: str, height: int) -> Chart | None:
                 fontweight="bold",
             )
             labels.append(row.name)
-        _rows(ax, labels)
+        label_rows(ax, labels)
         for position in heads:
             ax.get_yticklabels()[position].set(color=colour("muted"), style="italic")
         ax.margins(x=0.06)
@@ -163,4 +163,4 @@ def forest(study: Study, metric: str, height: int) -> Chart | None:
             "grey: the interval holds zero. Each interval stands alone; nothing is corrected for their number."
         )
         title = f"Paired differences in {formats.metric_name(metric)}"
-        return canvas.chart(f"study-{_slug(metric)}-differences", title=title, caption=caption)
+        return canvas.chart(f"study-{slug(metric)}-differences", title=title, caption=caption)

@@ -21,8 +21,8 @@ def _distance(found: dict[str, Any]) -> list[Section]:
     blocks: list[Block] = []
     if found["warnings"]:
         blocks.append(Notes([sentence[:1].upper() + sentence[1:] + "." for sentence in found["warnings"]]))
-    blocks += [Figures([plots_checks.distance_change(found)]), _table(found)]
     sampled = found["rows"] < found["of"] or found["targets"] < found["of_targets"]
+    blocks += [Figures([plots_checks.distance_change(found)]), _table(found, sampled)]
     told = (
         f"Measured on {found['rows']:,} of {found['of']:,} records, drawn by seed and half of them among the best "
         f"ranks ({found['budget_rows']:,} stand for the selection), and {found['targets']:,} of "
@@ -37,8 +37,8 @@ def _distance(found: dict[str, Any]) -> list[Section]:
     return [Section("Does the selection bring the pool nearer to the target?", blocks, lead)]
 
 
-def _table(found: dict[str, Any]) -> Table:
-    """A row for each λ."""
+def _table(found: dict[str, Any], sampled: bool) -> Table:
+    """A row for each λ. sampled: the best possible is an estimate, a bound for the rows looked at alone."""
     distance = found["distance"]
     other = plots_checks.other_arm(found)
     held = found["held_out"]
@@ -51,15 +51,16 @@ def _table(found: dict[str, Any]) -> Table:
             _change(own["predicted"] / distance),
             _change(own["realised"] / distance),
             "–" if own["ratio"] is None else formats.number(float(own["ratio"]), 2),
-            f"≥ {_change((own['realised'] - own['gap']) / distance)}",
+            f"{'≈' if sampled else '≥'} {_change((own['realised'] - own['gap']) / distance)}",
             _change(own["debiased"] / distance),
         ]
         if held:
             cells += [_range(plots_checks.relative(found, name, place)) for name in ("selection", "random", other)]
         rows.append([f"{share:g}", *cells])
+    bound = "an estimate from the sample, no bound for the whole pool" if sampled else "a bound"
     caption = (
         "All in per cent of the distance before. Promised: λ times the mean score. Best possible: no selection of this "
-        "size can change the distance by more (a bound). Divergence: the change with entropy's own part taken out."
+        f"size can change the distance by more ({bound}). Divergence: the change with entropy's own part taken out."
     )
     if held:
         caption += (

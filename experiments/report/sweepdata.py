@@ -16,6 +16,7 @@ from experiments.report.sweepplan import (
     beta1,
     declared_axes,
     is_planned,
+    only_planned,
     planned_cells,
     read_plan,
     read_searched,
@@ -184,6 +185,11 @@ def read_sweep(folder: Path) -> SweepData | None:
     names = [n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file()]
     cells = _parquet(folder / "cells.parquet")
     known = set(cells.column("cell").to_pylist()) if cells is not None and "cell" in cells.column_names else set()
+    curves = _parquet(folder / "curves.parquet")
+    if cells is not None:  # the tables may still be those of an earlier plan
+        whole, cells = cells.num_rows, only_planned(cells, plan)
+        if cells.num_rows < whole and curves is not None:
+            curves = _of_cells(curves, cells)
     late: list[Path] = []
     if cells is None or (planned is not None and cells.num_rows < planned):
         late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
@@ -193,7 +199,7 @@ def read_sweep(folder: Path) -> SweepData | None:
     if plan.get("design") == "paired":
         axes = _leading(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
-    curves = _joined(_parquet(folder / "curves.parquet"), list(_late_traces(late, cells, axes)))
+    curves = _joined(curves, list(_late_traces(late, cells, axes)))
     trace = SweepTable(_one_stage(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
     design = str(plan.get("design") or "grid")
     data = SweepData(
@@ -221,6 +227,15 @@ def _parquet(path: Path) -> pa.Table | None:
         return pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file; {AGAIN}") from error
+
+
+def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
+    """The curves of those cells; all where the tables do not name cells."""
+    import pyarrow.compute as pc
+
+    if "cell" not in curves.column_names or "cell" not in cells.column_names:
+        return curves
+    return curves.filter(pc.is_in(curves.column("cell"), value_set=cells.column("cell").combine_chunks()))
 
 
 def _joined(table: pa.Table | None, rows: list[dict[str, Any]]) -> pa.Table:

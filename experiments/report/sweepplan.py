@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 AGAIN = "run the sweep again, it keeps its cells"
 
@@ -47,24 +52,57 @@ def planned_cells(plan: dict[str, Any]) -> int | None:
 
 def is_planned(row: dict[str, Any], plan: dict[str, Any]) -> bool:
     """Whether a finished cell is one of the plan's: a directory may hold cells of an earlier grid as well."""
+    return all(key in row and fits(row[key]) for key, fits in _tests(plan).items())
+
+
+def only_planned(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
+    """The rows of a table of cells for which `is_planned`; a column is judged by its distinct values."""
+    import numpy as np
+    import pyarrow as pa
+
+    kept = np.ones(table.num_rows, dtype=bool)
+    for key, fits in _tests(plan).items():
+        if key not in table.column_names:
+            kept[:] = False
+            continue
+        column = table.column(key).combine_chunks()
+        if pa.types.is_nested(column.type) or pa.types.is_null(column.type):
+            continue  # as for one row: lists and nothing are taken as planned
+        encoded = column.dictionary_encode(null_encoding="encode")
+        fitting = np.array([fits(value) for value in encoded.dictionary.to_pylist()], dtype=bool)
+        kept &= fitting[encoded.indices.to_numpy(zero_copy_only=False)]
+    return table if kept.all() else table.filter(pa.array(kept))
+
+
+def _tests(plan: dict[str, Any]) -> dict[str, Callable[[Any], bool]]:
+    """Column → whether a value in it is the plan's."""
     grid, seeds = plan.get("grid"), plan.get("seeds")
     if not isinstance(grid, dict):
-        return True
-    if isinstance(seeds, int) and isinstance(row["seed"], int) and row["seed"] >= seeds:
-        return False
-    return all(key in row and _among(row[key], values) for key, values in grid.items())
+        return {}
+    tests: dict[str, Callable[[Any], bool]] = {key: partial(_among, written=values) for key, values in grid.items()}
+    if isinstance(seeds, int):
+        tests["seed"] = lambda seed: not isinstance(seed, int) or seed < seeds
+    return tests
 
 
 def _among(value: Any, written: Any) -> bool:
     """Whether a resolved value is one of those written in the plan, where `5e-4` and `0.0005` are the same."""
-    texts = [str(text) for text in written] if isinstance(written, list) else [str(written)]
+    given = written if isinstance(written, list) else [written]
+    texts = [str(text) for text in given]
     if any(".." in text for text in texts):  # a range that values were drawn from
+        return True
+    # a table holds lists as text and components by their kind
+    if isinstance(value, list | dict) or any(_is_collection(text) for text in given):
         return True
     if isinstance(value, str):
         return value in texts
     if value is None or isinstance(value, bool):  # YAML spells them in more than one way
         return True
     return any(_same(text, value) for text in texts)
+
+
+def _is_collection(written: Any) -> bool:
+    return isinstance(written, list | dict) or str(written).lstrip().startswith(("[", "{"))
 
 
 def _same(text: str, value: float) -> bool:

@@ -6,15 +6,16 @@ A point is fitted with n rows when its mean train error over the seeds is at mos
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from experiments.config import Recipe
 from experiments.sweep.axes import Range, parse_range
-from experiments.sweep.cell import Cell, label_of
+from experiments.sweep.cell import Cell, label_of, read_result
 from experiments.sweep.plan import Base
 from experiments.sweep.table import Row, final_figures
 from finetune.atomic import write_json
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 KEY = "data.train.limit"
 FILE = "emc.json"
+_EPSILON = 0.1
 _FEWEST = 8
 """Rows that a search begins with where it is not told."""
 
@@ -42,11 +44,11 @@ class Bisection:
 
     def document(self) -> dict[str, Any]:
         """For sweep.json."""
-        return asdict(self)
+        return dataclasses.asdict(self)
 
 
-def parse_bisection(text: str, epsilon: float, recipe: Recipe) -> Bisection:
-    """`data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`.
+def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisection:
+    """`data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`; ε is 0.1 if None.
 
     Raises UserError for another key, an impossible range or ε.
     """
@@ -54,6 +56,7 @@ def parse_bisection(text: str, epsilon: float, recipe: Recipe) -> Bisection:
     key = key.strip().replace("-", "_")
     if key != KEY:
         raise UserError(f"--bisect {key}: only {KEY} can be searched, the number of training rows")
+    epsilon = _EPSILON if epsilon is None else epsilon
     if not 0 < epsilon < 1:
         raise UserError(f"--epsilon must lie between 0 and 1, got {epsilon}")
     if not equals:
@@ -67,14 +70,14 @@ def parse_bisection(text: str, epsilon: float, recipe: Recipe) -> Bisection:
 
 
 def _rows(recipe: Recipe) -> int:
-    """Training rows that there are."""
-    from finetune.data import describe
+    """Training rows that a cell gets at most: without bad rows and those set apart."""
+    from experiments.preparing import read_splits
 
-    counts = [entry["rows"] for entry in describe(recipe.data.train.files)]
-    if not counts or None in counts:
-        raise UserError(f"--bisect {KEY}: how many rows there are is not known; say so with {KEY}=lo..hi")
-    held_out = recipe.data.holdout * ((not recipe.data.dev.files) + (not recipe.data.test.files))
-    return max(_FEWEST + 1, math.floor(sum(counts) * (1 - held_out)))
+    train = dataclasses.replace(recipe.data.train, limit=None)
+    rows = len(read_splits(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train))).train)
+    if rows <= _FEWEST:
+        raise UserError(f"--bisect {KEY}: there are only {rows} training rows; say between which with {KEY}=lo..hi")
+    return rows
 
 
 class Run(Protocol):
@@ -175,14 +178,24 @@ def _finite(value: float) -> float | None:
 
 
 def _train_error(out: Path, cell: Cell) -> float:
-    """Final train error of a cell; NaN if it failed. Raises UserError if cells do not measure it."""
-    figures = final_figures(out / "cells" / cell.key)
-    if not figures:
-        return math.nan
-    error = figures.get("train.error")
+    """Final train error of a cell; NaN if it diverged, which fits nothing.
+
+    Raises UserError if it failed in another way, which says nothing about rows, or if cells do not measure it.
+    """
+    directory = out / "cells" / cell.key
+    result = read_result(directory)
+    assert result is not None
+    if result["status"] == "failed":
+        if result.get("diverged"):
+            return math.nan
+        raise UserError(
+            f"--bisect: cell {cell.key} ({cell.label}) failed: {result['reason']}; whether its rows are fitted is "
+            f"not known. Delete {directory} to try it again"
+        )
+    error = final_figures(directory).get("train.error")
     if error is None:
         raise UserError(
             f"--bisect: cell {cell.key} has no train error; judge training rows too (eval.train_limit) and, for "
-            "language models, record them (record.steps)"
+            "language models, record them (record.steps) with train.eval_every at 0"
         )
     return float(error)

@@ -12,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import hashlib
 import json
 import shutil
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from finetune.errors import Interrupted, UserError, is_out_of_memory
 from finetune.rundir import RunDirectory, disk_full_interrupts
 
 RESULT = "result.json"
+_DONE = Path("stages", "fine-tune", "done.json")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Cell:
         return f"{label_of(self.point)} seed={self.seed}".strip()
 
 
-def label_of(point: dict[str, Any]) -> str:
+def label_of(point: Mapping[str, Any]) -> str:
     """`adapter.rank=4 train.steps=100`."""
     return " ".join(f"{key}={value}" for key, value in point.items())
 
@@ -64,6 +66,8 @@ class Outcome:
     """Its eval.json: {split: {metric: {"value", …}}}; empty when failed."""
     seconds: float = 0.0
     """Wall time; of a stack, this cell's share."""
+    diverged: bool = False
+    """Whether it failed because its loss or a gradient was no finite number."""
     stacked: int | None = None
     """Cells that trained in one stack with it, itself counted; None: alone."""
 
@@ -71,12 +75,30 @@ class Outcome:
 def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int) -> Cell:
     """The cell of a resolved recipe, keyed by all that its result depends on.
 
-    That is every value but the sweep block itself, device and threads, and the bytes of the input files.
+    That is every value but the sweep block itself, device and threads, and the bytes of the input files and of a
+    backbone that is a local directory.
     """
     from experiments.pipeline import recipe_inputs
 
     digests = [_digest(path) for path in recipe_inputs(resolved.recipe)]
+    digests += _backbone_digests(resolved.recipe.backbone)
     return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved)
+
+
+@functools.cache
+def _backbone_digests(name: str) -> list[list[str]]:
+    """[file, digest] of configuration and weights in a local directory; none for a shipped, packaged or hub name."""
+    from finetune import assets
+
+    directory = Path(name).expanduser()
+    if name.startswith("package:") or assets.backbone(name) is not None or not directory.is_dir():
+        return []
+    found = []
+    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
+        if path.is_file():
+            with path.open("rb") as file:
+                found.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
+    return found
 
 
 @functools.cache
@@ -129,7 +151,10 @@ def outcome_of(measure: Callable[[], dict[str, Any]], directory: Path) -> tuple[
     except Interrupted:
         raise
     except ValueError as error:
-        outcome = Outcome("failed", str(error), seconds=time.monotonic() - started)
+        from finetune.loop import Diverged
+
+        seconds = time.monotonic() - started
+        outcome = Outcome("failed", str(error), seconds=seconds, diverged=isinstance(error, Diverged))
     except Exception as error:
         fit = False
         reason = f"{'out of memory' if is_out_of_memory(error) else type(error).__name__}: {error}"
@@ -151,10 +176,20 @@ def finish_cell(directory: Path, cell: Cell, outcome: Outcome) -> None:
             "seed": cell.seed,
             **dataclasses.asdict(outcome),
             "seconds": round(outcome.seconds, 2),
+            "best_step": _best_step(directory),
             "flatshift": flatshift_version(),
             "code": source_digest(),
         },
     )
+
+
+def _best_step(directory: Path) -> int | None:
+    """The step whose adapter was judged: the best on dev; None without a dev set, or if training did not end."""
+    try:
+        done = json.loads((directory / _DONE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return done.get("best_step")
 
 
 def read_result(directory: Path) -> dict[str, Any] | None:

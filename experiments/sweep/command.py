@@ -41,7 +41,7 @@ def sweep(
     design: Design | None = None,
     points: int | None = None,
     bisection: str | None = None,
-    epsilon: float = 0.1,
+    epsilon: float | None = None,
     jobs: int | None = None,
     stack: str | None = None,
     devices: str = "auto",
@@ -51,8 +51,9 @@ def sweep(
     """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell failed.
 
     recipe: file or shipped name. overrides: laid over it. grid: `key=v1,v2,…` texts, else the recipe's own with its
-    design and points. bisection: `data.train.limit[=lo..hi]`. jobs: worker processes, by default one for each CUDA
-    device. stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`.
+    design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs: worker
+    processes, by default one for each CUDA device. stack: `auto` or how many cells may share a backbone. devices: see
+    `choose_devices`.
     Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's, before any cell
     runs; Interrupted when stopped or when the disk is full.
     """
@@ -61,6 +62,8 @@ def sweep(
     workers = jobs if jobs is not None else max(1, len(placed))
     if workers < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")
+    if devices != "auto" and workers < len(placed):
+        raise UserError(f"--jobs {jobs} leaves some of --devices {devices} without work; give at least {len(placed)}")
     cells = list(plan_cells(recipe, overrides, asked.axes, asked.seeds, design=asked.design, points=asked.points))
     check_directory(out)
     console = Console(quiet=quiet)
@@ -127,7 +130,7 @@ def _asked(
     design: Design | None,
     points: int | None,
     bisection: str | None,
-    epsilon: float,
+    epsilon: float | None,
     stack: str | None,
 ) -> _Asked:
     base = Base.of(recipe, overrides)
@@ -137,6 +140,8 @@ def _asked(
     else:
         axes = {key: as_values(key, values) for key, values in block.grid.items()}
         design, points = design or block.design, points if points is not None else block.points
+    if epsilon is not None and bisection is None:
+        raise UserError("--epsilon has a meaning with --bisect only")
     search = parse_bisection(bisection, epsilon, base.recipe) if bisection is not None else None
     if search is not None and search.key in axes:
         raise UserError(f"--bisect {search.key}: the key is an axis of the grid too; leave it out there")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe import Resolved
+from experiments.sweep.bisection import FILE as EMC
 from experiments.sweep.cell import RESULT, Cell, read_result
 from experiments.sweep.source import flatshift_version, source_digest
 from experiments.sweep.table import CELLS, CURVES, POINTS
@@ -122,13 +123,13 @@ def await_orphans(out: Path) -> None:
 def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
     """Write sweep.json and where it came from; returns the format that the directory had before, 0 if it is new.
 
-    Tables of another plan are removed: what they hold is in the cells.
+    Tables and emc.json of another plan are removed: what they hold is in the cells.
     """
     with disk_full_interrupts(f"writing {out / MARKER}"):
         sweep_leftovers(out)
         before = read_marker(out) if (out / MARKER).is_file() else {}
-        if before and {**before, **_stamps()} != {**plan, **_stamps()}:
-            for name in (CELLS, CURVES, POINTS):
+        if before and _asked(before) != _asked(plan):
+            for name in (CELLS, CURVES, POINTS, EMC):
                 (out / name).unlink(missing_ok=True)
         write_provenance(out, recipe_yaml=base.to_yaml())
     write_marker(out, plan)
@@ -139,6 +140,15 @@ def write_marker(out: Path, plan: dict[str, Any]) -> None:
     """Write sweep.json."""
     with disk_full_interrupts(f"writing {out / MARKER}"):
         write_json(out / MARKER, {"format": FORMAT, **plan, **_stamps()})
+
+
+def _asked(document: dict[str, Any]) -> dict[str, Any]:
+    """A sweep.json without what code wrote it, and without the rows that a bisection came to try."""
+    found = {**document, **_stamps()}
+    if search := document.get("bisection"):
+        found.pop("cells", None)
+        found["grid"] = {key: values for key, values in document["grid"].items() if key != search["key"]}
+    return found
 
 
 def _stamps() -> dict[str, Any]:

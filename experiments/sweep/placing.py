@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from experiments.sweep.cell import Cell
@@ -37,6 +37,14 @@ def place(cell: Cell, device: str | None) -> Cell:
     train = dataclasses.replace(recipe.train, device=device)
     resolved = dataclasses.replace(cell.resolved, recipe=dataclasses.replace(recipe, train=train))
     return dataclasses.replace(cell, resolved=resolved)
+
+
+def on_cuda(places: Places, cells: Sequence[Cell]) -> bool:
+    """Whether any of the cells computes on a CUDA device."""
+    from finetune.parallel.devices import at_hand
+
+    wanted = set(places.devices) or {cell.resolved.recipe.train.device for cell in cells}
+    return any(device != "cpu" and at_hand(device).kind == "cuda" for device in wanted)
 
 
 def memory_of(places: Places, wanted: str) -> int | None:

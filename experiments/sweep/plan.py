@@ -13,7 +13,7 @@ from experiments.recipe import Resolved, from_override
 from experiments.recipe.resolve import get_dotted, recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Tree, merge
 from experiments.sweep.axes import Axes, Design, Range, Values, points_of
-from experiments.sweep.cell import Cell, cell_of
+from experiments.sweep.cell import Cell, cell_of, label_of
 from finetune.errors import UserError
 
 
@@ -92,13 +92,34 @@ class Base:
         return owner
 
     def cells(self, points: Iterable[Mapping[str, Any]], seeds: int) -> Iterator[Cell]:
-        """Every point under every seed."""
+        """Every point under every seed.
+
+        Raises UserError for a point that no run can be made of, and for two that would be the same runs.
+        """
+        seen: dict[str, str] = {}
         for laid in points:
             overrides = [from_override(key, value, f"--grid {key}") for key, value in laid.items()]
             resolved = resolve_tree(self.tree, [*overrides, from_override("train.seed", 0, "--seeds")], name=self.name)
             point = {key: _named(get_dotted(resolved.recipe, key)) for key in laid}
+            written = label_of(laid)
+            _check_point(resolved.recipe, written)
             for seed in range(seeds):
-                yield cell_of(_under(resolved, seed), point=point, seed=seed)
+                cell = cell_of(_under(resolved, seed), point=point, seed=seed)
+                if seed == 0 and (other := seen.setdefault(cell.key, written)) != written:
+                    raise UserError(
+                        f"--grid: {other} and {written} are the same run (0 is 0.0, and device and threads are no "
+                        "part of a result); leave one of them out"
+                    )
+                yield cell
+
+
+def _check_point(recipe: Recipe, written: str) -> None:
+    from experiments.pipeline import check_recipe
+
+    try:
+        check_recipe(recipe)
+    except ValueError as error:
+        raise UserError(f"{f'--grid {written}: ' if written else ''}{error}") from None
 
 
 def _named(value: Any) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from experiments.console import Console
 from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
 from experiments.sweep.directory import await_orphans, results_of
-from experiments.sweep.placing import Places, memory_of, place
+from experiments.sweep.placing import Places, memory_of, on_cuda, place
 from experiments.sweep.progress import Progress
 from experiments.sweep.worker import Answer, RunUnit, Unit, run_unit, serve, was_signal
 from finetune.atomic import sweep_leftovers
@@ -46,7 +46,9 @@ def run_cells(
     rerun: Collection[str] = (),
     run: RunUnit = run_unit,
 ) -> None:
-    """Run the cells that have no result yet, in `jobs` processes that share out the cores (1: in this one).
+    """Run the cells that have no result yet, in `jobs` processes that share out the cores.
+
+    A single one is this process, unless it computes on a CUDA device: one that failed goes on failing in its process.
 
     stack: cells trained together on one backbone at most; None: as many as memory allows. devices: given to the workers
     in turn; none: each cell's own choice. rerun: keys of finished cells that run anew. run: how a unit is run.
@@ -62,12 +64,13 @@ def run_cells(
     if not todo:
         return
     places = Places(jobs, tuple(devices))
+    here = jobs == 1 and not on_cuda(places, todo)
     units = units_of(todo, places, stack=stack)
     progress = Progress(list(unique.values()), results, console, label=label, workers=min(jobs, len(units)))
     queue = _Queue(out, deque(units), places, progress, run, rerun)
     try:
         with progress.shown():
-            queue.work_here() if jobs == 1 else queue.work()
+            queue.work_here() if here else queue.work()
     except (KeyboardInterrupt, Stopped):
         done = progress.done + progress.failed
         raise Interrupted(
@@ -130,6 +133,9 @@ class _Queue:
         try:
             while self.waiting or any(worker.unit for worker in self.workers.values()):
                 self._staff()
+                for worker in self.workers.values():
+                    if worker.ready and not worker.unit:  # idle, and another's unit may have come back
+                        self._hand_out(worker)
                 ready = wait([worker.connection for worker in self.workers.values()], timeout=1.0)
                 for worker in [w for w in self.workers.values() if w.connection in ready]:
                     self._hear(worker)

@@ -4,7 +4,7 @@
         run_stack([out / "cells" / cell.key for cell in stack.cells], stack.cells, threads=1)
 
 A stack leaves for every cell what `experiments.sweep.run_cell` leaves, with the same figures to rounding; a cell that
-fails fails alone, and a stack that is stopped leaves no result for the cells under way.
+fails fails alone; a stack that is stopped, or in which a device fails, leaves no result for the cells under way.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def run_stack(directories: Sequence[Path], cells: Sequence[Cell], threads: int |
     """Train and judge `cells` together; each gets in its directory what `run_cell` would leave, and its result last.
 
     threads: of this process, where the recipes do not say. Cells that turn out not to go together run one by one.
-    Raises Interrupted for a signal or a full disk; cells without a result then begin anew the next time.
+    Raises Interrupted for a signal or a full disk, and RuntimeError for an error of any cell that nobody foresaw: a
+    device that failed goes on failing. Cells without a result then begin anew the next time.
     """
     members = []
     for directory, cell in zip(directories, cells, strict=True):
@@ -176,9 +177,11 @@ def run_stack(directories: Sequence[Path], cells: Sequence[Cell], threads: int |
                 _train(group, clock, stop, len(cells))
             except NotStackable as error:
                 for member in clock.left(group):
-                    run_cell(member.directory, member.cell, threads)
+                    fit = run_cell(member.directory, member.cell, threads)
                     RunDirectory(member.directory).log(f"alone: {error}")
                     clock.end(member)
+                    if not fit:
+                        raise RuntimeError(f"cell {member.cell.key} failed in a way that nobody foresaw") from None
 
 
 class _Clock:
@@ -201,6 +204,14 @@ class _Clock:
         return [member for member in members if any(member is other for other in self._live)]
 
 
+def _outcome_of(measure: Callable[[], dict[str, Any]], directory: Path) -> Outcome:
+    """What came of a cell. Raises RuntimeError if this process is not fit for the others."""
+    outcome, fit = outcome_of(measure, directory)
+    if not fit:
+        raise RuntimeError(outcome.reason)
+    return outcome
+
+
 def _end(member: _Member, outcome: Outcome, clock: _Clock, stacked: int) -> None:
     clock.end(member)
     outcome = dataclasses.replace(outcome, seconds=member.seconds, stacked=stacked)
@@ -216,7 +227,7 @@ def _prepare(member: _Member, clock: _Clock, stacked: int) -> bool:
         member.run = RunDirectory.create(member.directory, recipe_yaml=member.cell.resolved.to_yaml())
         return {}
 
-    outcome, _ = outcome_of(measure, member.directory)
+    outcome = _outcome_of(measure, member.directory)
     if outcome.status == "failed":
         _end(member, outcome, clock, stacked)
         return False
@@ -259,7 +270,7 @@ def _train(group: Sequence[_Member], clock: _Clock, stop: Callable[[], bool], st
     with host, contextlib.closing(run_together(host, stages, stop=stop)) as ends:
         for place, end in ends:
             member = begun[place]
-            outcome, _ = outcome_of(_judged(member, tokenizer, end), member.directory)
+            outcome = _outcome_of(_judged(member, tokenizer, end), member.directory)
             _end(member, outcome, clock, stacked)
     gc.collect()  # PEFT models refer to themselves
 
@@ -285,7 +296,7 @@ def _arguments(member: _Member, tokenizer: Any, clock: _Clock, stacked: int) -> 
         )
         return {}
 
-    outcome, _ = outcome_of(measure, member.directory)
+    outcome = _outcome_of(measure, member.directory)
     if outcome.status == "failed":
         _end(member, outcome, clock, stacked)
         return False

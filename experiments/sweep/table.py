@@ -62,7 +62,7 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
 
 
 def final_figures(directory: Path) -> Row:
-    """`<split>.<metric>` and what the last trace line has of a finished cell; empty for one that failed."""
+    """`<split>.<metric>` and the trace's figures of the judged adapter; empty for a cell that failed."""
     result = read_result(directory)
     if result is None or result["status"] != "done":
         return {}
@@ -77,8 +77,13 @@ def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
 
 
 def _measured(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    """Final figures: those of the last trace line, over them what the finished adapter was judged with."""
-    row = {key: value for key, value in trace[-1].items() if key not in _PROGRESS} if trace else {}
+    """Final figures: those that the trace has of the judged adapter's step, over them what it was judged with.
+
+    That is the last step, or the best on dev; if that one was not recorded the trace gives nothing.
+    """
+    best = result.get("best_step")
+    lines = trace[-1:] if best is None else [line for line in trace if line["step"] == best]
+    row = {key: value for key, value in lines[-1].items() if key not in _PROGRESS} if lines else {}
     for split, metrics in result["metrics"].items():
         row |= {f"{split}.{name}": _number(metric["value"]) for name, metric in metrics.items()}
         if "accuracy" in metrics and metrics["accuracy"]["value"] is not None:

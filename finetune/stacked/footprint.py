@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ..config import Adapter, Classify, Mesh, Train
 from ..data.batches import MicroBatch
+from ..memory import saved_bytes
 from ..numerics import autocast
 from .passes import TOKENS, split
 
@@ -83,15 +83,6 @@ def _kept(host: Host, seats: Sequence[int], shapes: Sequence[tuple[int, int]], t
 def _saved_bytes(host: Host, rows: Mapping[int, int], tokens: int, train: Train) -> int:
     """Bytes of the storages that autograd keeps for `rows` of each seat, `tokens` long, parameters apart."""
     device = host.backbone.device
-    weights = {t.untyped_storage().data_ptr() for t in (*host.backbone.parameters(), *host.backbone.buffers())}
-    storages: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # with its history, an output that its own node saves would keep the graph alive
-
     micros = {}
     for seat, count in rows.items():
         ids = torch.zeros(count, tokens, dtype=torch.long)
@@ -102,12 +93,8 @@ def _saved_bytes(host: Host, rows: Mapping[int, int], tokens: int, train: Train)
         micros[seat] = MicroBatch({"input_ids": ids, **told}, labels, 1, count, ())
     first = host.seats[next(iter(rows))].engine
     head = first.find_head(next(iter(micros.values())).to(device).inputs, task=host.task)
-    # `sums` lives until the sum is taken: freed storages would hand their addresses on
-    with autocast(train, device), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        sums, _ = host.forward(list(rows), micros, plain=head is not None)
-        total = sum(storages.values())
-        del sums
-    return total
+    with autocast(train, device):
+        return saved_bytes(host.backbone, lambda: host.forward(list(rows), micros, plain=head is not None)[0])
 
 
 def estimate(directory: Path, cells: Sequence[tuple[Adapter, Train]], *, device: str = "cpu") -> int:

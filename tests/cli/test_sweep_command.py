@@ -22,6 +22,7 @@ from experiments.pipeline import execute
 from experiments.preparing import prepare
 from experiments.recipe import from_override, load_recipe
 from experiments.sweep.directory import locked
+from finetune.loop import Diverged
 from finetune.rundir import RunDirectory
 from flatshift.cli import run
 
@@ -32,13 +33,16 @@ Sweep = Callable[..., int]
 def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     """`flatshift sweep double-descent --out sweep …` whose cells cost nothing.
 
-    A cell of rank r fits 40·r rows; of n > 40·r rows it gets a share 1 − 40·r/n wrong. Rank 7 fails.
+    A cell of rank r fits 40·r rows; of n > 40·r rows it gets a share 1 − 40·r/n wrong. Rank 7 fails,
+    rank 9 diverges.
     """
 
     def fitted(run: Any, recipe: Any, prepared: None, console: Any, *, report: bool) -> dict[str, Any]:
         rank, rows = recipe.adapter.rank, recipe.data.train.limit
         if rank == 7:
             raise ValueError("rank 7 is unlucky")
+        if rank == 9:
+            raise Diverged("the loss is not a finite number")
         error = max(0.0, 1 - 40 * rank / rows)
         return {"train": {"error": {"value": error}}, "test": {"accuracy": {"value": 1 - error}}}
 
@@ -165,6 +169,7 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
         (["--devices", "tpu"], "--devices"),
         (["--design", "paired", "--grid", "adapter.rank=1,2", "train.steps=1"], "adapter.rank 2, train.steps 1"),
         (["--points", "3"], "--design random"),
+        (["--epsilon", "0.2"], "--bisect"),
         (["--bisect", "adapter.rank"], "data.train.limit"),
         (["--bisect", "data.train.limit", "--grid", "data.train.limit=5"], "axis of the grid"),
     ],
@@ -208,8 +213,8 @@ def test_full_disk_keeps_what_was_finished(
 
 def test_bisection_finds_how_many_rows_each_point_fits(cheap: Sweep, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    words = ["--grid", "adapter.rank=1,2,7,64", "--seeds", "2", "--bisect", "data.train.limit=10..1000"]
-    assert cheap(*words, "--epsilon", "0.2") == 1  # rank 7 fails everywhere
+    words = ["--grid", "adapter.rank=1,2,9,64", "--seeds", "2", "--bisect", "data.train.limit=10..1000"]
+    assert cheap(*words, "--epsilon", "0.2") == 1  # rank 9 diverges everywhere
     found = json.loads((out / "emc.json").read_text(encoding="utf-8"))
     assert (found["key"], found["epsilon"], found["seeds"]) == ("data.train.limit", 0.2, 2)
     one, two, unlucky, all_rows = found["points"]
@@ -230,6 +235,11 @@ def test_bisection_finds_how_many_rows_each_point_fits(cheap: Sweep, tmp_path: P
     assert set(counts.values()) == {1}
     assert cheap(*words, "--epsilon", "0.2") == 1
     assert started(out) == counts and json.loads((out / "emc.json").read_text(encoding="utf-8")) == found
+
+
+def test_bisection_ends_at_a_cell_that_fails_otherwise(cheap: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cheap("--grid", "adapter.rank=7", "--seeds", "1", "--bisect", "data.train.limit=10..100") == 2
+    assert "rank 7 is unlucky" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------- for real

@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from experiments.descent import Curve, crossing, effective_model_complexity, emc_from_curve, judge_curve
+from experiments.descent.curves import is_judged
 from experiments.descent.dynamics import gradient_flow_curve, noise_curve, unstable_curve
 from experiments.descent.known import bump
 from experiments.descent.random_features import random_features_curve
@@ -163,6 +164,24 @@ def test_diverged_seeds_are_told_and_too_few_are_no_error():
     assert verdict.kind == "double descent" and "1 of 6 seeds diverged" in text(verdict)
     few = judge_curve(interpolating(seeds=2))
     assert few.kind == "undecided" and few.peak is None and "at least 3 seeds" in text(few)
+
+
+def test_the_threshold_is_of_the_seeds_and_points_that_are_judged():
+    curve = interpolating(seeds=6)
+    test, train_error = curve.test.copy(), curve.train_error.copy()
+    test[0, 7] = test[1:, 8] = np.nan
+    train_error[0] = 0.45  # it diverged later, and never fitted
+    train_error[1:, 8] = np.nan
+    verdict = judge_curve(replace(curve, test=test, train_error=train_error))
+    assert verdict.peak.diverged == (0,) and verdict.peak.points == tuple(range(8))
+    assert verdict.crossing == crossing(RANKS[:8], curve.train_error[1:, :8], 0.1)
+    assert verdict.kind == "double descent"
+
+
+def test_verdicts_are_given_along_axes_of_capacity():
+    judged = ["adapter.rank", "adapter.alpha", "train.steps", "step", "data.train.limit"]
+    assert all(map(is_judged, judged))
+    assert not any(map(is_judged, ["data.test.limit", "warmup.steps", "optimizer.lr", "data.label_noise", "x.rank"]))
 
 
 def test_bad_curves_are_refused():

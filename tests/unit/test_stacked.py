@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.recipe import from_override, load_recipe
-from experiments.sweep.cell import cell_of
+from experiments.sweep import stacking
+from experiments.sweep.cell import cell_of, read_result
 from experiments.sweep.stacking import stackable, stacks
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel, Optimizer, Seq2Seq, Train
@@ -362,6 +363,21 @@ def test_a_small_memory_makes_narrow_stacks():
     found = stacks(cells, memory=four + 1)
     assert [len(stack.cells) for stack in found] == [4, 4]
     assert [len(stack.cells) for stack in stacks(cells, memory=0)] == [1] * 8
+
+
+def test_an_error_that_nobody_foresaw_is_the_whole_stacks(tmp_path, monkeypatch):
+    def prepare(recipe):
+        if recipe.train.seed == 1:
+            raise RuntimeError("a device failed")
+        raise ValueError("bad rows")
+
+    monkeypatch.setattr(stacking, "prepare", prepare)
+    cells = [cell(seed) for seed in range(3)]
+    directories = [tmp_path / each.key for each in cells]
+    with pytest.raises(RuntimeError, match="RuntimeError: a device failed"):
+        stacking.run_stack(directories, cells, 1)
+    found = [read_result(directory) for directory in directories]
+    assert found[0]["reason"] == "bad rows" and found[1] is found[2] is None
 
 
 def test_warm_up_runs_alone():

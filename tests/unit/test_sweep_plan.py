@@ -19,10 +19,12 @@ from experiments.recipe import from_override, load_recipe
 from experiments.recipe.resolve import get_dotted
 from experiments.sweep import Outcome, cell_of, finish_cell, parse_grid, plan_cells, write_table
 from experiments.sweep.axes import Range, points_of
-from experiments.sweep.bisection import parse_bisection
+from experiments.sweep.bisection import _train_error, parse_bisection
+from experiments.sweep.cell import _backbone_digests, outcome_of
 from experiments.sweep.plan import Base
 from experiments.sweep.table import Columns
 from finetune.errors import UserError
+from finetune.loop import Diverged
 
 # ------------------------------------------------------------------------------------------- points
 
@@ -83,6 +85,9 @@ def test_small_random_space_is_exhausted_without_repeats() -> None:
         (["adapter.rnk=1"], "grid", None, "'rank'"),
         (["adapter.rank=x"], "grid", None, "whole number"),
         (["train.seed=1"], "grid", None, "--seeds"),
+        (["train.threads=1,2"], "grid", None, r"train\.threads=1 and train\.threads=2 are the same run"),
+        (["data.label_noise=0,0.0"], "grid", None, "=0 and data.label_noise=0.0 are the same run"),
+        (["train.steps=3", "mesh.dp=1,2"], "grid", None, r"train\.steps=3 mesh\.dp=2: record"),
     ],
 )
 def test_bad_grids_are_refused_before_anything_runs(
@@ -112,6 +117,24 @@ def test_cells_are_those_of_single_recipes() -> None:
     assert [(c.key, c.point, c.seed) for c in cells] == [(c.key, c.point, c.seed) for c in expected]
     assert [c.resolved.to_yaml() for c in cells] == [c.resolved.to_yaml() for c in expected]
     assert len({c.key for c in cells}) == len(cells) == 16
+
+
+def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
+    def key() -> str:
+        _backbone_digests.cache_clear()
+        (cell,) = plan_cells("double-descent", [from_override("backbone", str(tmp_path / "model"))], {}, 1)
+        return cell.key
+
+    absent = key()
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_bytes(b"1")
+    first = key()
+    (tmp_path / "model" / "README.md").write_bytes(b"x")
+    assert key() == first != absent, "a name that is no directory is only a name"
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"2")
+    assert key() != first
+    assert _backbone_digests("flatshift-5m") == _backbone_digests("package:x/y") == []
 
 
 def test_component_is_shown_by_its_kind() -> None:
@@ -164,7 +187,31 @@ def test_bisection_reaches_from_few_rows_to_all() -> None:
     recipe = load_recipe("double-descent", [from_override("data.holdout", "0.25")]).recipe
     (train,) = describe(recipe.data.train.files)
     found = parse_bisection("data.train.limit", 0.1, recipe)
-    assert (found.low, found.high) == (8, math.floor(train["rows"] * 0.75))  # test has its file, dev is held out
+    assert (found.low, found.high) == (8, train["rows"] - round(train["rows"] * 0.25))  # test has its file, dev has not
+
+
+def test_bisection_counts_the_rows_that_a_cell_gets(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"row {i}", "label": "ab"[i % 2]}) for i in range(13)]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows, "{"]), encoding="utf-8")
+    laid = {"data.train.files": str(tmp_path / "rows.jsonl"), "data.bad_rows": "skip", "data.holdout": 0.1}
+    recipe = load_recipe("double-descent", [from_override(key, value) for key, value in laid.items()]).recipe
+    assert parse_bisection("data.train.limit", None, recipe).high == 12  # 13 usable, a tenth rounded for dev
+    fewer = load_recipe("double-descent", [from_override(k, v) for k, v in (laid | {"data.holdout": 0.4}).items()])
+    with pytest.raises(UserError, match="only 8 training rows"):
+        parse_bisection("data.train.limit", None, fewer.recipe)
+
+
+def test_only_a_diverged_cell_has_fitted_nothing(tmp_path: Path) -> None:
+    def diverge() -> dict:
+        raise Diverged("the loss at step 3 is not a finite number")
+
+    (cell,) = Base.of("double-descent", []).cells([{"adapter.rank": 1}], 1)
+    directory = tmp_path / "cells" / cell.key
+    finish_cell(directory, cell, outcome_of(diverge, directory)[0])
+    assert math.isnan(_train_error(tmp_path, cell))
+    finish_cell(directory, cell, Outcome("failed", "limit: 400 is above the 300 rows"))
+    with pytest.raises(UserError, match=rf"{cell.key} \(adapter\.rank=1 seed=0\) failed: limit: 400"):
+        _train_error(tmp_path, cell)
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -211,6 +258,20 @@ def test_tables(tmp_path: Path) -> None:
         points = list(csv.DictReader(file))
     assert [p["adapter.rank"] for p in points] == ["1", "1", "2"] and points[2]["test.loss"] == ""
     assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_row_takes_the_trace_of_the_judged_step(tmp_path: Path) -> None:
+    cells = list(Base.of("double-descent", []).cells([{"adapter.rank": r} for r in (1, 2)], 1))
+    for cell, best in zip(cells, (2, 3), strict=True):
+        stage = tmp_path / "cells" / cell.key / "stages" / "fine-tune"
+        stage.mkdir(parents=True)
+        (stage / "done.json").write_text(json.dumps({"steps": 4, "best_step": best}), encoding="utf-8")
+        lines = [trace(2, **{"train.error": 0.2}), trace(4, **{"train.error": 0.4})]
+        (stage.parent.parent / "trace.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        finish_cell(stage.parent.parent, cell, Outcome("done", None, {"test": {"loss": {"value": 1.0}}}))
+    rows = write_table(tmp_path, cells)
+    assert [row.get("train.error") for row in rows] == [0.2, None], "step 3 was judged and not recorded"
+    assert [row["test.loss"] for row in rows] == [1.0, 1.0]
 
 
 def test_columns_fill_what_rows_lack() -> None:

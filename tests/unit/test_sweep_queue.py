@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from experiments.console import Console
+from experiments.recipe import load_recipe
 from experiments.sweep import queue, run_cells
 from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
 from experiments.sweep.cost import CostModel, work_of
-from experiments.sweep.directory import at_work, await_orphans, locked, results_of, stale
-from experiments.sweep.placing import Places, choose_devices, memory_of, place
+from experiments.sweep.directory import at_work, await_orphans, claim, locked, results_of, stale, write_marker
+from experiments.sweep.placing import Places, choose_devices, memory_of, on_cuda, place
 from experiments.sweep.progress import Progress
 from finetune.errors import Interrupted, UserError
 from tests.sweep_cells import Unloadable, behave, cells_that, starts
@@ -77,6 +78,25 @@ def test_stack_with_a_killer_is_halved_until_the_killer_is_alone(
     assert Counter(starts(tmp_path))[cells[2].key] == 4  # with three others, with one, and alone twice
 
 
+@pytest.mark.timeout(60)
+def test_unit_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
+    cells = cells_that(["ok", "ok", "die late once"])
+    run_cells(tmp_path, cells, 3, QUIET, run=behave)
+    found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
+    assert [result["status"] for result in found if result] == ["done"] * 3
+
+
+def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.parallel import devices
+
+    cells = cells_that(["ok"])
+    monkeypatch.setattr(devices, "_cuda_devices", lambda: [1 << 30])
+    assert on_cuda(Places(1, ("cuda:0",)), cells) and on_cuda(Places(1), cells), "auto is that device"
+    assert not on_cuda(Places(1, ("cpu",)), cells)
+    monkeypatch.setattr(devices, "_cuda_devices", list)
+    assert not on_cuda(Places(1), cells)
+
+
 def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     import experiments.sweep.stacking as stacking
 
@@ -113,7 +133,7 @@ def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, mo
     monkeypatch.setattr(stacking, "run_stack", run_stack)
     monkeypatch.setattr(worker, "run_cell", run_cell)
     cells = cells_that(["ok"] * 3)
-    run_cells(tmp_path, cells, 1, QUIET, stack=None)
+    run_cells(tmp_path, cells, 1, QUIET, stack=None, devices=("cpu",))
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [result["stacked"] for result in found if result] == [2, 2, None]
     log = (tmp_path / "log.txt").read_text(encoding="utf-8")
@@ -131,6 +151,21 @@ def test_workers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     one = memory_of(Places(2, ("cuda:0", "cuda:1")), "auto")
     assert one is not None and 0.6 * free < one < 0.75 * free
     assert memory_of(Places(4, ("cuda:0", "cuda:1")), "auto") == pytest.approx(one / 2, abs=1)
+
+
+def test_tables_survive_the_same_bisection_and_no_other_plan(tmp_path: Path) -> None:
+    base = load_recipe("double-descent")
+    search = {"key": "data.train.limit", "low": 8, "high": 90, "epsilon": 0.1}
+    plan = {"recipe": "x", "grid": {"data.train.limit": []}, "design": "grid", "seeds": 2, "bisection": search}
+    claim(tmp_path, plan, base)
+    write_marker(tmp_path, {**plan, "grid": {"data.train.limit": ["8", "27"]}, "cells": 4})
+    made = [tmp_path / name for name in ("cells.parquet", "points.csv", "emc.json")]
+    for path in made:
+        path.touch()
+    claim(tmp_path, plan, base)
+    assert all(path.exists() for path in made)
+    claim(tmp_path, {**plan, "bisection": {**search, "high": 91}}, base)
+    assert not any(path.exists() for path in made)
 
 
 def test_workers_that_cannot_start_end_the_sweep_and_blame_no_cell(tmp_path: Path) -> None:
