@@ -46,12 +46,12 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         at = "at no common budget" if budget is None else f"at a budget of {budget:,}"
         sentences.insert(
             0,
-            f"This part of the study was run without its primary budget of {study.primary_budget:,}: its figures, {at}, "
-            "are exploratory.",
+            f"This part of the study was run without its primary budget of {study.primary_budget:,}: its figures, "
+            f"{at}, are exploratory.",
         )
     if study.embedders:
         sentences.append(
-            f"The embedder comparison is exploratory: every embedder takes the learning rate that was tuned for {focus} "
-            "on the study's own features."
+            f"The embedder comparison is exploratory: every embedder takes the learning rate that was tuned for "
+            f"{focus} on the study's own features."
         )
     return [*sentences, *study.notes]

@@ -89,7 +89,7 @@ def _among(value: Any, written: Any) -> bool:
     """Whether a resolved value is one of those written in the plan, where `5e-4` and `0.0005` are the same."""
     given = written if isinstance(written, list) else [written]
     texts = [str(text) for text in given]
-    if any(".." in text for text in texts):  # a range that values were drawn from
+    if not texts or any(".." in text for text in texts):  # nothing is said, or a range that values were drawn from
         return True
     # a table holds lists as text and components by their kind
     if isinstance(value, list | dict) or any(_is_collection(text) for text in given):

@@ -134,6 +134,13 @@ def test_a_kill_before_the_first_pass_is_no_obstacle(words, tmp_path: Path) -> N
             (out / "state" / left).touch()
         assert run([*short, "--out", str(out)]) == 0
         assert (out / "scores.parquet").is_file() and not (out / "state").exists()
+    out = tmp_path / "changed"
+    (out / "state" / "kept").mkdir(parents=True)
+    (out / "state" / "recipe.resolved.yaml").write_text("select: {budget: 9}\n", encoding="utf-8")
+    (out / "state" / "kept" / "pass-3.npz").touch()
+    assert run([*short, "--out", str(out)]) == 2  # another command kept something
+    (out / "state" / "kept" / "pass-3.npz").unlink()
+    assert run([*short, "--out", str(out)]) == 0
     foreign = tmp_path / "foreign"
     (foreign / "state" / "step-1").mkdir(parents=True)
     assert run([*short, "--out", str(foreign)]) == 2

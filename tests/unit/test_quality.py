@@ -263,6 +263,9 @@ def test_a_part_of_the_study_shares_its_cells(made) -> None:
     )
     assert set((out / "cells").iterdir()) == before
     assert part["primary_budget"] == 10 and set(part["arms"]) == {"random", "gotd"}
+    assert part["exploratory"] and "budget of 10, are exploratory" in part["protocol"][0]
+    assert not document["exploratory"] and "exploratory" not in document["protocol"][0]
+    assert document["targets"]["science"]["fine_tune_edge"]  # of two rates, both are edges
     ours, whole = (d["targets"]["science"]["budgets"]["10"]["gotd"]["nats"] for d in (part, document))
     assert ours == whole
 
@@ -284,6 +287,10 @@ def test_what_cannot_run_is_refused_before_anything_runs(made, tmp_path: Path) -
     refuse("--budgets: the study has no 7", budgets=[7])
     refuse("matched follows gotd; name that too", selectors=["matched"])
     refuse("--jobs must be at least 1", jobs=0)
+    refuse("--budgets: target bank has none of them; leave it out with --targets, or add one of 30", budgets=[10])
+    refuse("select.budget: a study of selectors does not read it; set quality.budgets", ("select.budget", "7"))
+    refuse("select.cache: a study", ("quality.arms.gotd.set", "{select.cache: somewhere}"))
+    refuse("data: a study of selectors does not read it", ("data.holdout", "0.2"))
     refuse("no such file", ("quality.tags", "nowhere.tsv"))
     refuse("no such file", ("quality.pool", "nowhere.jsonl"))
     refuse("needs the blocks `select` and `warmup`", ("warmup", "null"))
@@ -303,12 +310,60 @@ def test_a_pool_that_cannot_serve_is_one_clear_error(made, tmp_path: Path) -> No
         [
             ({"quality.tags": "short.tsv"}, "has no domain for the passage"),
             ({"select.hygiene.length.min_words": "5000"}, "leaves no passage of the pool's 400"),
-            ({"quality.targets.bank.domains": "[banks]"}, "the pool has no domain 'banks'"),
+            ({"quality.targets.bank.domains": "[dialog]"}, r"bank\.domains: the pool .* did you mean 'dialogue'"),
+            ({"quality.targets.bank.budgets": "[30, 399999]"}, r"399,999 for target bank is above the \d+ passages"),
+            ({"quality.embedder_budget": "61"}, "61 is above the 60 passages that embedders choose from"),
         ]
     ):
         laid = [from_override(key, value, f"--{key}") for key, value in keys.items()]
         with pytest.raises(UserError, match=words):
             study_quality(str(recipe), tmp_path / str(number), data=place, overrides=laid, jobs=1, quiet=True)
+        assert not [cell for cell in cells(tmp_path / str(number)) if cell["kind"] == "features"]
+
+
+def inputs_of(plan: Plan, out: Path, monkeypatch) -> None:
+    """The first cells of a study: its pool and features."""
+    from experiments.console import Console
+    from experiments.quality import runner
+
+    monkeypatch.setattr(plan, "arms_with_budget", list)
+    for later in ("tune", "finals", "embedders"):
+        monkeypatch.setattr(runner._Stages, later, lambda self: None)
+    runner.run_study(plan, out, jobs=1, console=Console(quiet=True))
+
+
+def test_an_input_that_was_refused_is_tried_again(made, tmp_path: Path, monkeypatch) -> None:
+    recipe, out, _ = made
+    plan = Plan(str(recipe), [], data=recipe.parent)
+    (tmp_path / "cells").mkdir()
+    shutil.copyfile(out / "study.recipe.yaml", tmp_path / "study.recipe.yaml")
+    for cell in (plan.pool, plan.features):
+        told = {"cell": cell.key, "kind": cell.kind, "status": "refused", "reason": "mended since"}
+        (tmp_path / "cells" / f"{cell.key}.json").write_text(json.dumps(told))
+    inputs_of(plan, tmp_path, monkeypatch)
+    assert {cell["status"] for cell in cells(tmp_path)} == {"done"}
+    assert {cell["kind"] for cell in cells(tmp_path)} == {"pool", "features"}
+
+
+def test_bad_records_are_counted_and_skipping_them_is_another_pool(made, tmp_path: Path) -> None:
+    from experiments.quality.pool import store_pool
+
+    recipe, _, _ = made
+    bad = recipe.parent / "bad.jsonl"
+    bad.write_text('{"id": "x"}\n' + (recipe.parent / "pool.jsonl").read_text(encoding="utf-8"), encoding="utf-8")
+    plans = [
+        Plan(
+            str(recipe),
+            [from_override("quality.pool", "bad.jsonl", "--"), from_override("select.bad_rows", how, "--")],
+            data=recipe.parent,
+        )
+        for how in ("refuse", "skip")
+    ]
+    assert plans[0].pool.key != plans[1].pool.key
+    with pytest.raises(UserError, match=r"select\.columns|text"):
+        store_pool(tmp_path, plans[0].pool)
+    found = store_pool(tmp_path, plans[1].pool)
+    assert (found["skipped"], found["passages"]) == (1, 400)
 
 
 def test_a_budget_above_the_pool_fails_that_selection_with_its_reason(made, tmp_path: Path) -> None:

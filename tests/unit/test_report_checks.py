@@ -60,6 +60,7 @@ def test_every_figure_is_a_share_of_the_distance(tmp_path: Path, checks: dict) -
     words = page(tmp_path / "run", checks)
     assert "Does the selection bring the pool nearer to the target?" in words
     assert "Measured on the whole pool and target." in words
+    assert "≥ " in words and "≈" not in words and "(a bound)" in words
     for place, share in enumerate(checks["shares"]):
         own = checks["fitted"]["selection"][place]
         for value in (own["predicted"], own["realised"], own["realised"] - own["gap"], own["debiased"]):
@@ -83,6 +84,7 @@ def test_targets_that_cannot_be_served_are_named(tmp_path: Path, checks: dict) -
 def test_samples_and_small_targets_are_said(tmp_path: Path, checks: dict) -> None:
     words = page(tmp_path / "run", {**checks, "of": 1_000_000, "budget_rows": 3, "held_out": None, "held_distance": []})
     assert "Measured on 60 of 1,000,000 records" in words and "3 stand for the selection" in words
+    assert "≈ " in words and "≥" not in words and "an estimate from the sample" in words
     assert "too few rows to hold half of them out" in words and "Unseen:" not in words
 
 

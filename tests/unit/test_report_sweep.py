@@ -177,6 +177,44 @@ def test_cells_that_finished_after_the_table_are_added(tmp_path):
     assert data.values("adapter.rank") == [1, 2, 4] and data.unfinished == 0
 
 
+def test_tables_of_an_earlier_plan_are_cut_to_the_plan(tmp_path):
+    folder = tmp_path / "s"
+    curves = [
+        {"cell": f"{rank}-0", "adapter.rank": rank, "seed": 0, "step": step, "train.loss": float(rank)}
+        for rank in (1, 2, 8)
+        for step in (0, 4)
+    ]
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(curves), folder / "curves.parquet")
+    pq.write_table(pa.Table.from_pylist(rows({1: 0.5, 2: 0.4, 8: 0.1}, seeds=3)), folder / "cells.parquet")
+    plan = {"recipe": "r", "grid": {"adapter.rank": ["1", "2.0"]}, "seeds": 2}
+    (folder / "sweep.json").write_text(json.dumps(plan))
+    data = read_run(folder).sweep
+    assert data.values("adapter.rank") == [1, 2] and len(data) == 4 and data.unfinished == 0
+    assert sorted(data.trace.table.column("cell").to_pylist()) == ["1-0", "1-0", "2-0", "2-0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "written", "planned"),
+    [
+        ([0.9, 0.95], [[0.9, 0.95], [0.9, 0.999]], True),
+        ("0.9, 0.95", [[0.9, 0.95]], True),
+        ("0.9, 0.95", ["[0.9, 0.95]"], True),
+        ("ggpo", ["{kind: ggpo}"], True),
+        ({"kind": "ggpo"}, ["ggpo"], True),
+        ("ggpo", ["plain"], False),
+        (3e-4, ["0.0003"], True),
+        (4e-4, ["0.0003"], False),
+    ],
+)
+def test_a_planned_value_is_found_however_it_is_written(value, written, planned):
+    from experiments.report.sweepplan import is_planned, only_planned
+
+    plan = {"grid": {"x": written}, "seeds": 1}
+    assert is_planned({"x": value, "seed": 0}, plan) == planned
+    assert only_planned(pa.table({"x": [value], "seed": [0]}), plan).num_rows == planned
+
+
 def test_figures_of_a_trace_and_their_largest_per_cell(tmp_path):
     report_runs.laboratory(tmp_path / "s", ranks=(1, 4), rates=(0.002,), kinds=("plain",), seeds=2)
     data = read_run(tmp_path / "s").sweep
