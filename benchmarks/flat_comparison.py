@@ -88,7 +88,8 @@ def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float,
 
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/which-regularizer.md, from the results alone."""
-    from experiments.comparison.page import _effect, compared
+    from experiments.comparison.page import compared
+    from experiments.report import formats
 
     base = document["baseline"]
     head = ["method", "gain, points", "95 % interval", "p (Holm)", "seeds", "step time ÷", "sharpness ÷", "what it is"]
@@ -104,7 +105,7 @@ def guide(document: dict[str, Any]) -> str:
     ]
     for name, m in compared(document):
         primary, sharp = m["primary"], m["sharpness"]
-        mean, interval = _effect(primary)
+        mean, interval = formats.effect(primary, 100.0)
         cells = [
             f"`{name}`" + ("" if m["confirmatory"] else " (exploratory)"),
             mean,

@@ -110,7 +110,7 @@ def recalls(document: dict[str, Any]) -> dict[str, float]:
 
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/selection.md, from the results alone."""
-    from experiments.quality.page import effect, ranked
+    from experiments.quality.page import ranked
     from experiments.report import formats
 
     base, budget, focus = document["baseline"], document["primary_budget"], document["focus"]
@@ -133,9 +133,9 @@ def guide(document: dict[str, Any]) -> str:
         cells = [
             f"`{name}`",
             f"{100 * math.expm1(nats['value']):+.1f}".replace("-", "−"),
-            *effect(nats),
+            *formats.effect(nats),
             formats.number(nats["p_holm"]),
-            *effect(accuracy, 100.0),
+            *formats.effect(accuracy, 100.0),
             formats.number(100 * share[name]) if name in share else "–",
             arm["note"],
         ]

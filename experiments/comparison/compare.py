@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.cells.study import carry_out
 from experiments.comparison.analysis import analyse
 from experiments.comparison.page import page
 from experiments.comparison.plan import Plan
 from experiments.comparison.runner import run_study
 from experiments.console import Console
 from experiments.recipe.tree import Branch
-from finetune.atomic import write_json, write_text
-from finetune.errors import Interrupted, UserError
 
 DOCUMENT = "comparison.json"
 
@@ -42,27 +41,24 @@ def compare(
     Raises:
         UserError: bad input, before any cell runs. Interrupted: stopped; the same call goes on.
     """
-    if jobs < 1:
-        raise UserError(f"--jobs must be at least 1, got {jobs}")
-    plan = Plan(recipe, overrides, data=data, methods=methods, tasks=tasks)
-    console = Console(quiet=quiet)
-    try:
-        outcome = run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell)
-    except KeyboardInterrupt as error:
-        raise Interrupted("finished cells are kept; the same command goes on from there") from error
-    document = {**analyse(plan, outcome), "command": f"flatshift compare {recipe} --data DIR --out OUT"}
-    write_json(out / DOCUMENT, document)
-    write_text(out / "report.html", page(document))
-    return document
+
+    def measure(plan: Plan, console: Console) -> dict[str, Any]:
+        return analyse(plan, run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell))
+
+    def plan() -> Plan:
+        return Plan(recipe, overrides, data=data, methods=methods, tasks=tasks)
+
+    return carry_out(recipe, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)
 
 
 def summary(document: dict[str, Any]) -> list[str]:
     """The primary endpoint in lines for a terminal."""
-    from experiments.comparison.page import _effect, compared
+    from experiments.comparison.page import compared
+    from experiments.report import formats
 
     lines = []
     for name, m in compared(document):
-        mean, interval = _effect(m["primary"])
+        mean, interval = formats.effect(m["primary"], 100.0)
         p = m["primary"]["p_holm"]
         shown = "–" if p is None else f"{p:.3g}"
         kind = "confirmatory" if m["confirmatory"] else "exploratory"

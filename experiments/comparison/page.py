@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.report import formats
+from experiments.report import formats, plots_forest
 from experiments.report.blocks import Block, Chapter, Figures, Notes, Section, Table, Tile
-from experiments.report.figure import Canvas, Chart, colour
+from experiments.report.figure import Chart
 from experiments.report.page import render
-from experiments.report.plots_run import WIDE, draw_interval, label_rows
 
 Document = Mapping[str, Any]
 
@@ -73,17 +72,8 @@ def _points(value: float | None) -> float | None:
     return None if value is None else 100 * value
 
 
-def _effect(found: Mapping[str, Any] | None, scale: float = 100.0) -> tuple[str, str]:
-    """(mean, interval) of a difference, in percentage points by default."""
-    if found is None:
-        return "–", "–"
-    low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
-    mean, interval = formats.estimate(scale * found["value"], low, high, plus=True)
-    return mean, interval or "–"
-
-
 def _tile(name: str, m: Mapping[str, Any]) -> Tile:
-    mean, interval = _effect(m["primary"])
+    mean, interval = formats.effect(m["primary"], 100.0)
     p = m["primary"]["p_holm"]
     note = "one seed" if p is None else f"p = {formats.number(p)} (Holm), {m['primary']['n']} seeds"
     return Tile(f"{name}, points", mean, interval, note)
@@ -96,7 +86,7 @@ def _primary(document: Document) -> list[Block]:
     rows = []
     for name, m in ranked:
         primary = m["primary"]
-        mean, interval = _effect(primary)
+        mean, interval = formats.effect(primary, 100.0)
         boot = primary.get("bootstrap")
         rows.append(
             [
@@ -106,7 +96,7 @@ def _primary(document: Document) -> list[Block]:
                 ", ".join(primary["tasks"]),
                 mean,
                 interval,
-                _effect({"value": primary["value"], **boot})[1] if boot else "–",
+                formats.effect({"value": primary["value"], **boot}, 100.0)[1] if boot else "–",
                 formats.number(primary["p"]),
                 formats.number(primary["p_holm"]),
                 formats.number(_points(primary["detectable"])),
@@ -136,7 +126,7 @@ def _primary(document: Document) -> list[Block]:
     if document["controls"]:
         body = []
         for control in document["controls"]:
-            mean, interval = _effect(control["difference"])
+            mean, interval = formats.effect(control["difference"], 100.0)
             found = control["difference"]
             body.append(
                 [
@@ -159,40 +149,17 @@ def _primary(document: Document) -> list[Block]:
 
 def forest(document: Document) -> Chart:
     """Every method's primary endpoint with its t-interval; filled confirmatory, hollow exploratory."""
-    ranked = compared(document)
-    left, width, height = 170, WIDE, 70 + 27 * len(ranked)
-    with Canvas(width, height) as canvas:
-        ax = canvas.axes(
-            left=left, right=90, top=16, bottom=44, x=f"test accuracy minus {document['baseline']}, points"
-        )
-        ax.grid(axis="x")
-        ax.grid(visible=False, axis="y")
-        ax.axvline(0, color=colour("muted"), linewidth=1.3)
-        for y, (_, m) in enumerate(ranked):
-            primary = m["primary"]
-            p = primary["p_holm"]
-            token = "muted" if p is None or p >= 0.05 else "blue" if primary["value"] > 0 else "orange"
-            ends = [_points(primary[k]) for k in ("low", "high")]
-            draw_interval(ax, 100 * primary["value"], ends[0], ends[1], y, token, hollow=not m["confirmatory"])
-            ax.annotate(
-                _effect(primary)[0],
-                (1, y),
-                xycoords=("axes fraction", "data"),
-                xytext=(8, 0),
-                textcoords="offset points",
-                va="center",
-                color=colour(token),
-                fontweight="bold",
-            )
-        label_rows(ax, [name for name, _ in ranked])
-        ax.margins(x=0.06)
-        canvas.text(left, 11, "better →", colour="blue", weight="bold")
-        return canvas.chart(
-            "comparison-forest",
-            title="Primary endpoint of every method",
-            caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
-            "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
-        )
+    return plots_forest.forest(
+        "comparison-forest",
+        [plots_forest.Row(name, m["primary"], not m["confirmatory"]) for name, m in compared(document)],
+        x=f"test accuracy minus {document['baseline']}, points",
+        title="Primary endpoint of every method",
+        caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
+        "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
+        left=170,
+        lower_is_better=False,
+        scale=100.0,
+    )
 
 
 def _task_section(document: Document, task: str) -> Section:
@@ -201,13 +168,8 @@ def _task_section(document: Document, task: str) -> Section:
     scale = 100.0 if shares else 1.0
     rows = []
     for name, m in found["methods"].items():
-        mean = m["mean"]
-        shown, interval = ("–", "–")
-        if mean is not None:
-            low, high = (None if mean[k] is None else scale * mean[k] for k in ("low", "high"))
-            shown, interval = formats.estimate(scale * mean["value"], low, high)
-        difference, spread = _effect(m["difference"], scale)
-        row = [name, shown, interval or "–", difference, spread]
+        difference = formats.effect(m["difference"], scale)
+        row = [name, *formats.effect(m["mean"], scale, plus=False), *difference]
         row.append(formats.number(m["difference"]["p"]) if m["difference"] else "–")
         row.append(formats.number(_points(m["f1_macro"])) if shares else "–")
         row += [formats.number(m["loss"]), formats.number(m["sharpness"])]
@@ -251,7 +213,7 @@ def _costs(document: Document) -> Block:
             [
                 name,
                 formats.number(m["step_ratio"]),
-                *(_effect(equal) if equal else ("as above", "–")),
+                *(formats.effect(equal, 100.0) if equal else ("as above", "–")),
                 formats.number(sharp["ratio"]) if sharp else "–",
                 f"{formats.number(sharp['low'])} to {formats.number(sharp['high'])}" if sharp and sharp["low"] else "–",
                 m["note"],

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.cells.inputs import chosen, digest, locate
+from experiments.cells.study import study_recipe
 from experiments.comparison.settings import Comparison
 from experiments.comparison.tuning import Setting, first_trials
 from experiments.config import Recipe
-from experiments.recipe import from_override, load_recipe, recipe_key
-from experiments.recipe.resolve import recipe_tree, resolve_tree
-from experiments.recipe.tree import Branch, Tree, merge
+from experiments.recipe import from_override, recipe_key
+from experiments.recipe.resolve import resolve_tree
+from experiments.recipe.tree import Branch
 from finetune.config import Classify
 from finetune.errors import UserError
 from regularizers.config import RegularizerConfig
@@ -75,18 +76,8 @@ class Plan:
         Raises:
             UserError: no such block, an unknown name, a missing file, a method that cannot be built.
         """
-        self.resolved = load_recipe(reference, overrides)
-        tree: Tree = recipe_tree(reference)
-        for override in overrides:
-            tree = merge(tree, override)
-        assert isinstance(tree, Branch)
-        # what cells are resolved from: they know nothing of the study
-        self._tree = dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != "comparison"})
-        if self.resolved.recipe.comparison is None:
-            raise UserError(
-                f"recipe {self.resolved.name!r} has no `comparison` block; start from `flatshift recipes copy "
-                "flat-comparison`"
-            )
+        self.resolved, self._tree = study_recipe(reference, overrides, block="comparison", example="flat-comparison")
+        assert self.resolved.recipe.comparison is not None
         self.study = _only(self.resolved.recipe.comparison, methods, tasks)
         self.files = {
             name: locate(task.file, data, f"comparison.tasks.{name}.file") for name, task in self.study.tasks.items()

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.report import formats
+from experiments.report import formats, plots_forest
 from experiments.report.blocks import Block, Chapter, Figures, Notes, Pairs, Section, Table, Tile
-from experiments.report.figure import Canvas, Chart, colour
+from experiments.report.figure import Chart
 from experiments.report.page import render
-from experiments.report.plots_run import WIDE, draw_interval, label_rows
 
 Document = Mapping[str, Any]
 Found = Mapping[str, Any] | None
@@ -62,15 +61,6 @@ def ranked(document: Document, metric: str = "nats") -> list[tuple[str, Mapping[
     return sorted(found, key=lambda item: item[1][metric]["value"] * (1 if metric == "nats" else -1))
 
 
-def effect(found: Found, scale: float = 1.0) -> tuple[str, str]:
-    """(mean, interval) of a difference."""
-    if found is None:
-        return "–", "–"
-    low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
-    mean, interval = formats.estimate(scale * found["value"], low, high, plus=True)
-    return mean, interval or "–"
-
-
 def level(found: Found, scale: float = 1.0) -> str:
     """A mean with its interval in one text."""
     if found is None:
@@ -89,7 +79,7 @@ def perplexity(found: Found) -> str:
 
 
 def _tile(name: str, arm: Mapping[str, Any]) -> Tile:
-    mean, interval = effect(arm["nats"])
+    mean, interval = formats.effect(arm["nats"])
     p = arm["nats"]["p_holm"]
     note = "one seed" if p is None else f"p = {formats.number(p)} (Holm), {arm['nats']['n']} seeds"
     return Tile(f"{name}, nats", mean, interval, note)
@@ -98,7 +88,7 @@ def _tile(name: str, arm: Mapping[str, Any]) -> Tile:
 def _tests(pairs: Sequence[tuple[str, Mapping[str, Any], str]], scale: float, unit: str) -> list[list[str]]:
     rows = []
     for name, found, note in pairs:
-        mean, interval = effect(found, scale)
+        mean, interval = formats.effect(found, scale)
         row = [name, mean, interval, str(found["n"]), formats.number(found["p"]), formats.number(found["p_holm"])]
         detectable = found["detectable"]
         row.append(formats.number(None if detectable is None else scale * detectable))
@@ -139,39 +129,17 @@ def _primary(document: Document) -> list[Block]:
 
 def forest(document: Document) -> Chart:
     """Every arm's primary endpoint with its t-interval; filled selectors, hollow controls."""
-    arms = ranked(document)
-    left, width, height = 130, WIDE, 70 + 27 * len(arms)
-    with Canvas(width, height) as canvas:
-        ax = canvas.axes(
-            left=left, right=90, top=16, bottom=44, x=f"nats per token minus {document['baseline']}, mean over targets"
-        )
-        ax.grid(axis="x")
-        ax.grid(visible=False, axis="y")
-        ax.axvline(0, color=colour("muted"), linewidth=1.3)
-        for y, (_, arm) in enumerate(arms):
-            found = arm["nats"]
-            p = found["p_holm"]
-            token = "muted" if p is None or p >= 0.05 else "blue" if found["value"] < 0 else "orange"
-            draw_interval(ax, found["value"], found["low"], found["high"], y, token, hollow=arm["source"] != "selector")
-            ax.annotate(
-                effect(found)[0],
-                (1, y),
-                xycoords=("axes fraction", "data"),
-                xytext=(8, 0),
-                textcoords="offset points",
-                va="center",
-                color=colour(token),
-                fontweight="bold",
-            )
-        label_rows(ax, [name for name, _ in arms])
-        ax.margins(x=0.06)
-        canvas.text(left, 11, "← better", colour="blue", weight="bold")
-        return canvas.chart(
-            "quality-forest",
-            title="Perplexity after the warm-up, every arm",
-            caption="Seed-paired, with 95 % t-intervals. Filled: selectors; hollow: controls. In colour where Holm's "
-            "correction leaves p below 0.05 (blue better, orange worse).",
-        )
+    return plots_forest.forest(
+        "quality-forest",
+        [plots_forest.Row(name, arm["nats"], arm["source"] != "selector") for name, arm in ranked(document)],
+        x=f"nats per token minus {document['baseline']}, mean over targets",
+        title="Perplexity after the warm-up, every arm",
+        caption="Seed-paired, with 95 % t-intervals. Filled: selectors; hollow: controls. In colour where Holm's "
+        "correction leaves p below 0.05 (blue better, orange worse).",
+        left=130,
+        lower_is_better=True,
+        scale=1.0,
+    )
 
 
 def _accuracy(document: Document) -> list[Block]:
@@ -222,14 +190,14 @@ def _target_section(document: Document, name: str) -> Section:
     for title, arms in groups:
         rows = []
         for arm, cell in arms.items():
-            own, interval = effect(cell["nats_difference"])
-            mine, spread = effect(cell["accuracy_difference"], 100.0)
+            own, interval = formats.effect(cell["nats_difference"])
+            mine, spread = formats.effect(cell["accuracy_difference"], 100.0)
             rows.append(
                 [
                     arm,
                     perplexity(cell["nats"]),
                     f"{own} ({interval})" if own != "–" else "–",
-                    effect(cell["nats_focus"])[0],
+                    formats.effect(cell["nats_focus"])[0],
                     level(cell["accuracy"], 100.0),
                     f"{mine} ({spread})" if mine != "–" else "–",
                     _share(cell.get("words")),
@@ -265,7 +233,7 @@ def _embedders(document: Document) -> list[Block]:
     first = next(iter(found))
     rows = []
     for name, e in found.items():
-        mean, interval = effect(e["difference"])
+        mean, interval = formats.effect(e["difference"])
         rows.append(
             [
                 name, _share(e["recall"]), perplexity(e["nats"]), mean, interval, str(e["dim"]),

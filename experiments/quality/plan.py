@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells.inputs import chosen, digest, locate
+from experiments.cells.study import study_recipe
 from experiments.config import Recipe, Select
 from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
 from experiments.quality.settings import Quality
-from experiments.recipe import from_override, load_recipe, recipe_key
+from experiments.recipe import from_override, recipe_key
 from experiments.recipe.key import settings_tree, short_hash
-from experiments.recipe.resolve import recipe_tree, resolve_tree
-from experiments.recipe.tree import Branch, Tree, merge
+from experiments.recipe.resolve import resolve_tree
+from experiments.recipe.tree import Branch
 from finetune.config import Classify, Data
 from finetune.errors import UserError
 from selection.config import Features, needs
@@ -57,19 +58,9 @@ class Plan:
         Raises:
             UserError: no such block, an unknown name, a missing file, settings that cannot serve.
         """
-        self.resolved = load_recipe(reference, overrides)
-        tree: Tree = recipe_tree(reference)
-        for override in overrides:
-            tree = merge(tree, override)
-        assert isinstance(tree, Branch)
-        # what cells are resolved from: they know nothing of the study
-        self._tree = dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != "quality"})
-        if self.resolved.recipe.quality is None:
-            raise UserError(
-                f"recipe {self.resolved.name!r} has no `quality` block; start from `flatshift recipes copy "
-                "selection-quality`"
-            )
+        self.resolved, self._tree = study_recipe(reference, overrides, block="quality", example="selection-quality")
         whole = self.resolved.recipe.quality
+        assert whole is not None
         self._check_blocks(whole)
         files = {name: locate(t.file, data, f"quality.targets.{name}.file") for name, t in whole.targets.items()}
         self._rows = {

@@ -62,6 +62,15 @@ def estimate(
     return show(value), f"{show(low)} to {show(high)}" if high > low else ""
 
 
+def effect(found: Mapping[str, Any] | None, scale: float = 1.0, *, plus: bool = True) -> tuple[str, str]:
+    """(mean, interval) of {value, low, high}, each a dash where there is none; signed, as differences are."""
+    if found is None:
+        return "–", "–"
+    low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
+    mean, interval = estimate(scale * found["value"], low, high, plus=plus)
+    return mean, interval or "–"
+
+
 def common_decimals(intervals: Sequence[tuple[float, float | None, float | None]]) -> int:
     """One number of decimals for many (value, low, high): what their median half width asks for."""
     widths = sorted(

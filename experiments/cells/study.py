@@ -1,0 +1,69 @@
+"""A study from plan to page: what is the same for every kind of study that `flatshift compare` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from experiments.console import Console
+from experiments.recipe import Resolved, load_recipe
+from experiments.recipe.resolve import recipe_tree
+from experiments.recipe.tree import Branch, Tree, merge
+from finetune.atomic import write_json, write_text
+from finetune.errors import Interrupted, UserError
+
+P = TypeVar("P")
+Document = dict[str, Any]
+
+
+def study_recipe(reference: str, overrides: Sequence[Branch], *, block: str, example: str) -> tuple[Resolved, Branch]:
+    """The recipe of a study, and the tree that its cells are resolved from, which knows nothing of the study.
+
+    Args:
+        block: the recipe's key that makes it a study.
+        example: shipped recipe to start from, for the refusal.
+
+    Raises:
+        UserError: a recipe without the block, or one that cannot be built.
+    """
+    resolved = load_recipe(reference, overrides)
+    tree: Tree = recipe_tree(reference)
+    for override in overrides:
+        tree = merge(tree, override)
+    assert isinstance(tree, Branch)
+    if getattr(resolved.recipe, block) is None:
+        raise UserError(
+            f"recipe {resolved.name!r} has no `{block}` block; start from `flatshift recipes copy {example}`"
+        )
+    return resolved, dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != block})
+
+
+def carry_out(
+    recipe: str,
+    out: Path,
+    name: str,
+    *,
+    plan: Callable[[], P],
+    measure: Callable[[P, Console], Document],
+    page: Callable[[Document], str],
+    jobs: int,
+    quiet: bool,
+) -> Document:
+    """Plan, run and judge a study; write what it found to `out`/`name` and its page to `out`/report.html.
+
+    Raises:
+        UserError: bad input, before any cell runs. Interrupted: stopped; the same call goes on.
+    """
+    if jobs < 1:
+        raise UserError(f"--jobs must be at least 1, got {jobs}")
+    planned = plan()
+    try:
+        found = measure(planned, Console(quiet=quiet))
+    except KeyboardInterrupt as error:
+        raise Interrupted("finished cells are kept; the same command goes on from there") from error
+    document = {**found, "command": f"flatshift compare {recipe} --data DIR --out OUT"}
+    write_json(out / name, document)
+    write_text(out / "report.html", page(document))
+    return document
