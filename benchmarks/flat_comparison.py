@@ -111,6 +111,8 @@ def guide(document: dict[str, Any]) -> str:
             m["note"],
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "Step times here are of cells that ran on different days, so a drift of the machine is in them;"]
+    lines += ["`python -m benchmarks.regularizer_step` times the methods in turns."]
     lines += ["", *advice(document), "", "Protocol:", ""]
     lines += [f"- {sentence}" for sentence in document["protocol"]]
     return "\n".join(lines) + "\n"

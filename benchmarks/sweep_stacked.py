@@ -31,8 +31,13 @@ TURN = {64: 3, 256: 2, 1024: 1}
 """Updates of every cell in one timing."""
 
 
-def _cells(shape: tuple[int, int], steps: int, folder: Path, device: str, noisy: bool) -> tuple[Any, list[Any]]:
-    """The backbone, and for every cell how to make its engine and its stage."""
+def _cells(
+    shape: tuple[int, int], steps: int, folder: Path, device: str, *, noisy: bool = False, last: bool = False
+) -> tuple[Any, list[Any]]:
+    """The backbone, and for every cell how to make its engine and its stage.
+
+    noisy: every second cell trains with GGPO. last: adapters in the last block, and the same rows for all cells.
+    """
     from finetune.backbone import load_backbone, load_tokenizer
     from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
     from finetune.data import Batches, encode, read_rows
@@ -45,8 +50,11 @@ def _cells(shape: tuple[int, int], steps: int, folder: Path, device: str, noisy:
     rows = [row for row, _ in zip(read_rows(["sample:pool"]), range(1500), strict=False)]
     examples = encode(rows, task=task, tokenizer=tokenizer, max_length=shape[1]).examples
 
-    def cell(rank: int, seed: int) -> Any:
-        adapter = Adapter(rank=rank)
+    targets = tuple(name for name in _linear(backbone) if f".{backbone.config.num_hidden_layers - 1}." in name)
+
+    def cell(rank: int, number: int) -> Any:
+        adapter = Adapter(rank=rank, targets=targets if last else "all-linear")
+        seed = 0 if last else number
         train = Train(steps=steps, batch_size=shape[0], seed=seed, max_length=shape[1], save_every=0, device=device)
 
         def stage(engine: Any, name: str) -> Any:
@@ -60,17 +68,24 @@ def _cells(shape: tuple[int, int], steps: int, folder: Path, device: str, noisy:
                     pad_id=tokenizer.pad_token_id,
                 ),
                 dev=[],
-                optimizer=Optimizer(lr=1e-3 * 2.0 ** (seed % 3)),
+                optimizer=Optimizer(lr=1e-3 * 2.0 ** (number % 3)),
                 train=train,
                 evaluate=Evaluate(),
-                regularizer=build(GGPO() if noisy and seed % 2 else Plain()),
-                run=RunDirectory.create(folder / f"{name}-{rank}-{seed}"),
+                regularizer=build(GGPO() if noisy and number % 2 else Plain()),
+                run=RunDirectory.create(folder / f"{name}-{rank}-{number}"),
                 seed=seed,
             )  # fmt: skip
 
         return adapter, train, stage
 
-    return backbone, [cell(rank, seed) for rank in RANKS for seed in range(SEEDS)]
+    return backbone, [cell(rank, number) for rank in RANKS for number in range(SEEDS)]
+
+
+def _linear(backbone: Any) -> list[str]:
+    """Names of the linear layers of the blocks."""
+    import torch
+
+    return [n for n, m in backbone.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
 
 
 class _Stacked:
@@ -118,7 +133,7 @@ class _Alone:
                 self.waiting[place] = stage.send(loss)
 
 
-def times(tokens: int, rounds: int, turn: int, device: str = "cpu") -> dict[str, list[float]]:
+def times(tokens: int, rounds: int, turn: int, device: str = "cpu", last: bool = False) -> dict[str, list[float]]:
     """Seconds per cell and update: `stacked`, `alone` (paired), and `floor`; of CPU time, or of wall time on a GPU."""
     limit_threads(1)
 
@@ -132,7 +147,7 @@ def times(tokens: int, rounds: int, turn: int, device: str = "cpu") -> dict[str,
         return time.perf_counter() - started
 
     with tempfile.TemporaryDirectory() as folder:
-        backbone, cells = _cells(SHAPES[tokens], 10_000, Path(folder), device, noisy=False)
+        backbone, cells = _cells(SHAPES[tokens], 10_000, Path(folder), device, last=last)
         alone = _Alone(backbone, cells)  # before the backbone serves the stack
         stacked = _Stacked(backbone, cells)
         stacked.update(1)
@@ -144,7 +159,7 @@ def times(tokens: int, rounds: int, turn: int, device: str = "cpu") -> dict[str,
             measure=cpu_seconds if device == "cpu" else wall_seconds,
         )
         each = len(cells) * turn
-        floor = floor_seconds(backbone, SHAPES[tokens]) if device == "cpu" else 0.0
+        floor = floor_seconds(backbone, SHAPES[tokens]) if device == "cpu" and not last else 0.0
     return {"stacked": [t / each for t in mine], "alone": [t / each for t in theirs], "floor": [floor]}
 
 
@@ -162,9 +177,8 @@ def _pass_seconds(backbone: Any, ranks: Sequence[int], each: int) -> float:
     """CPU-seconds of the products of one pass of cells of these ranks, `each` tokens a cell."""
     import torch
 
-    names = [n for n, m in backbone.named_modules() if type(m) is torch.nn.Linear]
     head, tokens, total = backbone.lm_head.weight.detach(), each * len(ranks), 0.0
-    for name in set(names) - {"lm_head"}:
+    for name in _linear(backbone):
         weight = backbone.get_submodule(name).weight.detach()
         m, n = weight.shape
         x, y = torch.randn(tokens, n), torch.randn(tokens, m)
@@ -192,14 +206,14 @@ def _seconds(products: Sequence[tuple[Any, Any]], repeats: int = 2) -> float:
     return best
 
 
-def difference(device: str = "cpu") -> dict[str, float]:
+def difference(device: str = "cpu", last: bool = False) -> dict[str, float]:
     """Largest relative difference of the losses over all updates, and of the trained tensors after the last one.
 
     Every second cell of a rank trains with GGPO.
     """
     limit_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        backbone, cells = _cells(SHAPES[64], 10_000, Path(folder), device, noisy=True)
+        backbone, cells = _cells(SHAPES[64], 10_000, Path(folder), device, noisy=True, last=last)
         alone = _Alone(backbone, cells)  # before the backbone serves the stack
         stacked = _Stacked(backbone, cells)
         stacked.update(PARITY_STEPS)
@@ -217,13 +231,13 @@ def difference(device: str = "cpu") -> dict[str, float]:
     return {"losses": losses, "tensors": tensors}
 
 
-def stack_memory(tokens: int) -> dict[str, float]:
+def stack_memory(tokens: int, last: bool = False) -> dict[str, float]:
     """Bytes alive at the worst moment of an update of the stack, and what its plan said."""
     from finetune.stacked import stack_plan
 
     limit_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        backbone, cells = _cells(SHAPES[tokens], 10_000, Path(folder), "cpu", noisy=False)
+        backbone, cells = _cells(SHAPES[tokens], 10_000, Path(folder), "cpu", last=last)
         stacked = _Stacked(backbone, cells)
         plan = stack_plan(stacked.host, [SHAPES[tokens]] * len(cells), train=cells[0][1])
         stacked.update(2)
@@ -256,32 +270,45 @@ def main() -> None:
             f"{what}: beside the products alone", ours=found["stacked"], peer=floor, peer_name="floor", unit="CPU-s"
         )
     for tokens in SHAPES:
-        held = in_child(f"{HERE}:stack_memory", tokens=tokens)
+        found = in_child(f"{HERE}:times", tokens=tokens, rounds=ROUNDS[tokens], turn=TURN[tokens], last=True)
         bench.row(
-            f"memory of {count} cells, {tokens} tokens: distance from the plan",
+            f"update of one of {count} cells, {tokens} tokens, last block, same rows",
+            ours=found["stacked"],
+            peer=found["alone"],
+            peer_name="alone",
+            unit="CPU-s",
+        )
+    for tokens, last in [*((tokens, False) for tokens in SHAPES), (256, True)]:
+        held = in_child(f"{HERE}:stack_memory", tokens=tokens, last=last)
+        which = ", last block, same rows" if last else ""
+        bench.row(
+            f"memory of {count} cells, {tokens} tokens{which}: distance from the plan",
             ours=abs(held["measured"] / held["planned"] - 1),
             unit="of the plan",
             bar_op="<=",
             bar_value=0.1,
         )
         bench.row(
-            f"memory of {count} cells, {tokens} tokens",
+            f"memory of {count} cells, {tokens} tokens{which}",
             ours=held["measured"],
             peer=held["planned"],
             peer_name="plan",
             unit="B",
         )
-    gaps = in_child(f"{HERE}:difference")
-    bench.row(
-        f"largest loss difference over {PARITY_STEPS} updates of {count} cells, plain and GGPO, fp32",
-        ours=gaps["losses"],
-        unit="relative",
-        bar_op="<=",
-        bar_value=1e-5,
-    )
-    bench.row(
-        f"largest difference of the trained tensors after {PARITY_STEPS} updates", ours=gaps["tensors"], unit="relative"
-    )
+    for last, which in ((False, ""), (True, ", last block, same rows")):
+        gaps = in_child(f"{HERE}:difference", last=last)
+        bench.row(
+            f"largest loss difference over {PARITY_STEPS} updates of {count} cells, plain and GGPO, fp32{which}",
+            ours=gaps["losses"],
+            unit="relative",
+            bar_op="<=",
+            bar_value=1e-5,
+        )
+        bench.row(
+            f"largest difference of the trained tensors after {PARITY_STEPS} updates{which}",
+            ours=gaps["tensors"],
+            unit="relative",
+        )
     what = f"update of one of {count} cells, 64 tokens, one GPU"
     judged: dict[str, Any] = {"peer_name": "alone", "bar_op": "<=", "bar_value": 0.15}
     if torch.cuda.is_available():

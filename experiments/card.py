@@ -316,11 +316,11 @@ def _prompt(recipe: Recipe) -> str:
     return (getattr(recipe.task, "prefix", None) or "") + "".join(filled)
 
 
-def _generating(recipe: Recipe, tokenizer: Any) -> str:
+def _generating(recipe: Recipe, tokenizer: Any, ends: Any) -> str:
     tokens = getattr(recipe.task, "max_new_tokens", 64)
     return (
         f"answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens={tokens}, "
-        f"do_sample=False, use_cache=True, eos_token_id={end_token(tokenizer)}, pad_token_id={tokenizer.pad_token_id})"
+        f"do_sample=False, use_cache=True, eos_token_id={ends}, pad_token_id={tokenizer.pad_token_id})"
     )
 
 
@@ -331,7 +331,7 @@ def _causal(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: 
         _ids(Specials.of(tokenizer).prefix, (), "prompt"),
         "with torch.no_grad():",
         "    logits = model(input_ids=ids).logits",
-        "    " + _generating(recipe, tokenizer),
+        "    " + _generating(recipe, tokenizer, end_token(tokenizer)),
         "print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))",
     ]
     return "\n".join(lines)
@@ -351,9 +351,7 @@ def _chatting(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base
         _ids((), (), "prompt"),
         "with torch.no_grad():",
         "    logits = model(input_ids=ids).logits",
-        f"    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, "
-        f"max_new_tokens={task.max_new_tokens}, use_cache=True, eos_token_id={sorted(ends)}, "
-        f"pad_token_id={tokenizer.pad_token_id})",
+        "    " + _generating(recipe, tokenizer, sorted(ends)),
         "print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))",
     ]
     return "\n".join(lines)
@@ -368,7 +366,7 @@ def _seq2seq(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base:
         "start = torch.tensor([[model.config.decoder_start_token_id]])",
         "with torch.no_grad():",
         "    logits = model(input_ids=ids, decoder_input_ids=start).logits",
-        "    " + _generating(recipe, tokenizer),
+        "    " + _generating(recipe, tokenizer, end_token(tokenizer)),
         "print(tokenizer.decode(answer[0], skip_special_tokens=True))",
     ]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.config import Recipe
+from experiments.config import Recipe, WarmUp
 from experiments.preparing import warm_up_task
 from experiments.sources import check_data
 from finetune.backbone import resolve_device
@@ -10,9 +10,11 @@ from finetune.compiling import refuse_compile
 from finetune.config import Chat, MaskedLM
 from finetune.data.chat import template_record
 from finetune.errors import UserError
+from finetune.kinds import check_task, has_both_sides
 from finetune.lowbit import check_optimizer
 from finetune.parallel.rules import Settings, check_settings
 from finetune.quantised import check_available
+from finetune.stage import check_best
 from finetune.tracking import check_trackers
 from regularizers import build as build_regularizer
 
@@ -24,43 +26,72 @@ def check_recipe(recipe: Recipe) -> None:
     check_available(recipe.train.quantization)
     check_data(recipe)
     _check_loop(recipe)
+    check_best(recipe.train, recipe.task)
     if recipe.record is not None and (recipe.mesh.size > 1 or recipe.mesh.auto):
         raise UserError("record: a run on a mesh is not recorded; leave every axis of mesh at 1, or take the block out")
-    if recipe.warmup is not None and recipe.warmup.batch_size % (recipe.mesh.replicate * recipe.mesh.dp):
+    of_factors = recipe.record is not None and (recipe.record.dynamics or recipe.record.sharpness)
+    if of_factors and recipe.adapter.soft_tokens is not None:
         raise UserError(
-            f"warmup.batch_size: {recipe.warmup.batch_size} rows do not divide among the "
-            f"{recipe.mesh.replicate * recipe.mesh.dp} data ranks of the mesh; take a multiple of them"
+            "record: dynamics and sharpness are of LoRA factors, and adapter.soft_tokens trains none; set "
+            "record.dynamics: false and leave record.sharpness out"
         )
-    if recipe.warmup is not None and recipe.task.kind == "seq2seq":
-        raise UserError(
-            "the recipe's `warmup` block trains a decoder or an encoder alone, and task.kind: seq2seq has both; leave "
-            "it out"
-        )
+    if recipe.warmup is not None:
+        _check_warm_up(recipe, recipe.warmup)
     if isinstance(recipe.task, Chat):
         template_record(recipe.task)
         if recipe.data.label_noise:
             raise UserError(
                 "data.label_noise: a conversation has no label to make wrong; set it to 0 for task.kind: chat"
             )
-        if recipe.warmup is not None:
-            raise UserError(
-                "the recipe's `warmup` block moves towards the target's texts, and conversations (task.kind: chat) "
-                "have none; leave it out"
-            )
-    if recipe.warmup is not None:
-        check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, warm_up_task(recipe)[0]))
-    begun = recipe.adapter.init != "default" or recipe.adapter.under is not None
-    if recipe.warmup is not None and begun and isinstance(warm_up_task(recipe)[0], MaskedLM):
-        what = "adapter.under" if recipe.adapter.under is not None else f"adapter.init: {recipe.adapter.init}"
-        raise UserError(
-            f"{what} does not go with the warm-up of an encoder, whose stages differ in their heads; leave one out"
-        )
     if recipe.record is not None and recipe.task.kind == "regress":
         raise UserError("record: task.kind: regress has no right and wrong to record; take the block out")
     if recipe.data.label_noise and recipe.task.kind == "masked-lm":
         raise UserError("data.label_noise: task.kind: masked-lm has no labels to make wrong; set it to 0")
-    if recipe.warmup is not None and recipe.select is None:
+
+
+def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
+    """Refuse a warm-up that could not be trained, and a fine-tune after it that would be refused only then."""
+    if recipe.adapter.soft_tokens is not None:
+        why = "adapter.soft_tokens: a warm-up hands on the factors of LoRA, and its soft tokens would be thrown away"
+        if recipe.adapter.projector is not None:
+            why = "adapter.projector: the rows of a warm-up are texts without features"
+        raise UserError(f"{why}; leave the recipe's `warmup` block out")
+    if recipe.select is None:
         raise UserError("the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files")
+    ranks = recipe.mesh.replicate * recipe.mesh.dp
+    if warmup.batch_size % ranks:
+        raise UserError(
+            f"warmup.batch_size: {warmup.batch_size} rows do not divide among the {ranks} data ranks of the mesh; take "
+            "a multiple of them"
+        )
+    if isinstance(recipe.task, Chat):
+        raise UserError(
+            "the recipe's `warmup` block moves towards the target's texts, and conversations (task.kind: chat) have "
+            "none; leave it out"
+        )
+    both = "task.kind: seq2seq" if recipe.task.kind == "seq2seq" else f"backbone {recipe.backbone!r}"
+    if recipe.task.kind == "seq2seq" or has_both_sides(recipe.backbone):
+        raise UserError(
+            f"the recipe's `warmup` block trains a decoder or an encoder alone, and {both} has both; leave it out"
+        )
+    task, _ = warm_up_task(recipe)
+    try:
+        check_task(recipe.backbone, task)
+    except UserError as error:
+        if warmup.task is None:
+            raise
+        raise UserError(f"warmup.task: {error}; without warmup.task the backbone decides") from None
+    check_task(recipe.backbone, recipe.task)
+    try:
+        check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, task))
+    except UserError as error:
+        raise UserError(f"the recipe's `warmup` block: {error}") from None
+    begun = recipe.adapter.init != "default" or recipe.adapter.under is not None
+    if begun and isinstance(task, MaskedLM):
+        what = "adapter.under" if recipe.adapter.under is not None else f"adapter.init: {recipe.adapter.init}"
+        raise UserError(
+            f"{what} does not go with the warm-up of an encoder, whose stages differ in their heads; leave one out"
+        )
 
 
 def _check_loop(recipe: Recipe) -> None:

@@ -5,7 +5,6 @@ flatshift eval runs/first --data more.jsonl --json
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.judging import judge, judge_splits, lay_out, shown
-from experiments.preparing import prepare
+from experiments.preparing import prepare, prepare_apart
 from experiments.recipe import resume_recipe
 from experiments.recipe.tree import Branch
-from finetune.config import Data, Files
 from finetune.errors import UserError
 from finetune.numerics import cpu_threads
 from finetune.parallel import launch, watch
@@ -49,17 +47,13 @@ def _evaluated(
         prepared = prepare(recipe)
         engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
         return judge_splits(recipe, engine, tokenizer, prepared, lambda _: None)
-    files = Files(files=tuple(data))
-    judged = dataclasses.replace(_only_train(recipe.data), test=files, cache=None)  # no entry for each thing judged
-    prepared = prepare(dataclasses.replace(recipe, data=judged))
+    prepared = prepare_apart(recipe, data, run=path)
     console.say(f"data: {len(prepared.test):,} examples")
+    if prepared.skipped:
+        console.say(f"skipped {len(prepared.skipped):,} bad rows, first {prepared.skipped[0]}")
     engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
     names = prepared.label_names
     return {"data": judge(recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=names)}
-
-
-def _only_train(data: Data) -> Data:
-    return dataclasses.replace(data, dev=Files(), test=Files())
 
 
 def render(result: dict[str, dict[str, Any]]) -> str:

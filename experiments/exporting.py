@@ -83,6 +83,11 @@ def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
     """The run's adapter, refused where it fits changed frozen weights, or would be added to; None for soft tokens."""
     from finetune.adapting.saved import SavedAdapter
 
+    if recipe.adapter.projector is not None:
+        raise UserError(
+            f"{path}: PEFT alone would load its soft tokens without the projector (adapter.projector); hand on "
+            f"{path / 'adapter'} as it is, docs/adapters.md has the lines that use it"
+        )
     if recipe.adapter.soft_tokens is not None:
         if not alone:
             raise UserError(f"--add: {path} holds soft tokens, which are no LoRA adapter; export it without --add")

@@ -52,6 +52,11 @@ def generate_from_run(
     from finetune.generation import Decoding, continue_prompts
 
     recipe = alone(finished_recipe(path, overrides))
+    if recipe.adapter.projector is not None:
+        raise UserError(
+            f"{path}: its adapter reads features with every row (adapter.projector), and `flatshift generate` hands "
+            "none in; judge it by `flatshift eval`"
+        )
     writer = None if isinstance(recipe.task, Chat) else writer_of(recipe.task)
     if out is not None and out.exists():
         raise UserError(f"--out: {out} exists; name another file or remove it")

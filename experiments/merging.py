@@ -63,7 +63,8 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
     recipe = resume_recipe(path).recipe
     require_finished(path)
     if recipe.adapter.soft_tokens is not None:
-        raise UserError(f"{path}: soft tokens change no weights, so they cannot be merged; take `flatshift export`")
+        instead = "take `flatshift export`" if recipe.adapter.projector is None else "use the adapter as it is"
+        raise UserError(f"{path}: soft tokens change no weights, so they cannot be merged; {instead}")
     if recipe.adapter.init == "loftq":
         raise UserError(
             f"{path}: its adapter makes up for what quantisation lost (adapter.init: loftq), so it fits the quantised "
@@ -215,7 +216,7 @@ def _require_memory(recipe: Recipe, reason: str) -> None:
 
 
 def _alone_in_float32(recipe: Recipe) -> Recipe:
-    train = dataclasses.replace(recipe.train, precision="fp32", quantization=None)
+    train = dataclasses.replace(recipe.train, precision="fp32", quantization=None, backbone_dropout=None)
     return dataclasses.replace(recipe, train=train, mesh=Mesh())
 
 

@@ -28,7 +28,15 @@ from experiments.config import Recipe
 from experiments.console import Console
 from experiments.interrupts import graceful_stop
 from experiments.judging import judge_splits, lay_out
-from experiments.preparing import Prepared, noise_record, prepare, prepare_texts, recording_of, warm_up_task
+from experiments.preparing import (
+    Prepared,
+    learnt_record,
+    noise_record,
+    prepare,
+    prepare_texts,
+    recording_of,
+    warm_up_task,
+)
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
@@ -75,7 +83,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         prepared = prepare(recipe)
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": backbone_record(recipe)}
-        manifest["label_names"] = prepared.label_names
+        manifest |= learnt_record(prepared)
         if isinstance(recipe.task, Chat):
             manifest["chat_template"] = template_record(recipe.task)
         if prepared.mixture is not None:

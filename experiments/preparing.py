@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.config import Recipe
-from experiments.sources import SPLITS, Split, choose, mixture_of, parts_of
+from experiments.sources import SPLITS, Part, Split, choose, mixture_of, parts_of
 from experiments.tokens import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
 from finetune.config import Chat, Classify, Columns, Completion, LanguageModel, MaskedLM, Regress, Task
 from finetune.data import (
@@ -21,6 +22,7 @@ from finetune.data import (
     Row,
     answer_columns,
     classes_of,
+    describe,
     expand,
     foreign_answers,
     label_index,
@@ -80,9 +82,10 @@ class Prepared:
     """how training sees the targets of a regression"""
 
 
-def read_splits(recipe: Recipe, task: Task | None = None) -> Rows:
+def read_splits(recipe: Recipe, task: Task | None = None, splits: Sequence[Split] = SPLITS) -> Rows:
     """Read train, dev and test rows; set `data.holdout` apart where dev or test name no files; apply limits.
 
+    splits: those whose files are read; the training rows are the same ones without `dev` and `test`.
     Raises UserError for missing files or columns, bad rows, and splits without a usable row.
     """
     data, task = recipe.data, task or recipe.task
@@ -91,7 +94,7 @@ def read_splits(recipe: Recipe, task: Task | None = None) -> Rows:
     rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     records = 0
-    for split in SPLITS:
+    for split in splits:
         for part in parts[split]:
             before = len(skipped)
             found = list(part.rows(data, task, skipped))
@@ -133,6 +136,71 @@ def prepare(recipe: Recipe) -> Prepared:
     paths = [str(path) for path in input_paths(recipe)]
     splits = {split: open_examples(found.folder / split, found.about["rows"][split], paths) for split in SPLITS}
     return _noted(_described(recipe, splits, found.about), found.notes)
+
+
+def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepared:
+    """Encode the rows of `files` as test rows of a run that is over, by the classes and units that it trained with.
+
+    Its manifest says those (`learnt_record`), whatever has become of its files.
+    Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
+    """
+    from finetune.backbone import load_tokenizer
+
+    labels, units = _learnt(recipe, run)
+    part = Part("--data", None, tuple(files), recipe.data.columns, "data.columns")
+    skipped: list[str] = []
+    rows = part.rows(recipe.data, recipe.task, skipped)
+    made = encode_rows(
+        recipe,
+        load_tokenizer(recipe.backbone),
+        (("test", 0, row) for row in rows),
+        task=recipe.task,
+        labels=labels,
+        units=units,
+        paths=[str(path) for path in expand(files)],
+        what="--data",
+    )
+    skipped += made.skipped
+    if not made.splits["test"]:
+        part.refuse_none(skipped)
+    return Prepared([], [], made.splits["test"], labels, made.truncated, skipped, [], units=units)
+
+
+def learnt_record(prepared: Prepared) -> dict[str, Any]:
+    """For the manifest: the classes in head order and the units of targets, which training rows alone can tell."""
+    units = None if prepared.units is None else dataclasses.asdict(prepared.units)
+    return {"label_names": prepared.label_names, "units": units}
+
+
+def _learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | None]:
+    """The classes in head order and the units of targets that `run` trained with, from its manifest.
+
+    Runs of earlier versions did not note them all: then from its training files. Raises UserError if those changed.
+    """
+    task = recipe.task
+    if isinstance(task, Classify) and task.labels is not None:
+        return task.labels, None
+    if not (isinstance(task, Classify | Regress) or (isinstance(task, Completion) and task.score == "rank")):
+        return None, None
+    file = run / "manifest.json"
+    if not file.is_file():
+        raise UserError(f"{file} is missing, which tells the run's classes or units; copy it along with the rest")
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    names, units = manifest.get("label_names"), manifest.get("units")
+    if names is not None or units is not None:
+        return (None if names is None else tuple(names)), (None if units is None else Units(**units))
+    before = {entry["path"]: entry["sha256"] for entry in manifest["inputs"]}
+    for now in describe(recipe.data.train.all_files):
+        if now["sha256"] != before.get(now["path"], ""):
+            raise UserError(
+                f"{now['path']} changed since the run began, and its rows alone tell the run's classes or units, which "
+                f"{file} does not; restore it"
+            )
+    if isinstance(task, Regress) and recipe.data.label_noise:
+        rows = read_splits(recipe, splits=("train",))
+        return None, _units(recipe, [row.values["label"] for row in _wrong_answers(recipe, rows)[0]])
+    known = survey(recipe, ("train",))
+    return known.labels, _units(recipe, known.targets)
 
 
 def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
@@ -305,6 +373,7 @@ def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: 
         task=task,
         labels=None,
         paths=[str(path) for path in expand(files)],
+        what="warm-up",
     )
     return Prepared(made.splits["train"], [], [], None, made.truncated, made.skipped, [], dropped=made.dropped)
 

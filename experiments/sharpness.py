@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.judging import lay_out
-from experiments.preparing import prepare
+from experiments.preparing import prepare, prepare_apart
 from experiments.recipe import resume_recipe
 from experiments.recipe.tree import Branch
 from experiments.report.sections_sharpness import adapter_digest, measure_name
 from finetune.atomic import write_json
-from finetune.config import ByExample, Files, Regress
+from finetune.config import ByExample, Regress
 from finetune.data import Example, iterate_eval
 from finetune.errors import UserError
 from finetune.loss import batch_loss
@@ -65,11 +65,7 @@ def measure_run(
     _check(path, recipe, batches, split, data)
     console = Console(quiet=quiet)
     with cpu_threads(recipe.train.threads):
-        if data:
-            recipe = dataclasses.replace(
-                recipe, data=dataclasses.replace(recipe.data, dev=Files(), test=Files(files=tuple(data)))
-            )
-        prepared = prepare(recipe)
+        prepared = prepare_apart(recipe, data, run=path) if data else prepare(recipe)
         splits = {name: list(getattr(prepared, name)) for name in SPLITS}
         chosen = "test" if data else split or next(name for name in SPLITS if splits[name])
         examples = splits[chosen]

@@ -30,6 +30,8 @@ from finetune.seeds import derive
 _LOOKED_AT = 50
 """Updates whose padding is counted."""
 _MUCH = 0.2
+_UNITS = {"rows": "samples", "tokens": "tokens"}
+"""`data.train.weigh` in words."""
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
@@ -167,7 +169,8 @@ def mixture_of(data: Data, sizes: Sequence[int]) -> Mixture | None:
     if not used:
         return None
     strict = frozenset(name for name, source in used.items() if source.when_over == "refuse")
-    return Mixture(tuple(used), tuple(source.weight for source in used.values()), tuple(sizes), strict)
+    weights = tuple(source.weight for source in used.values())
+    return Mixture(tuple(used), weights, tuple(sizes), strict, data.train.weigh)
 
 
 def supply(batches: Batches, mixture: Mixture | None, steps: int) -> list[dict[str, Any]]:
@@ -188,7 +191,8 @@ def supply(batches: Batches, mixture: Mixture | None, steps: int) -> list[dict[s
                 f"{int(counts[i]):,}; give more rows, a smaller weight or fewer steps, or set when_over: repeat"
             )
         own = int(counts[i])
-        told.append({"name": name, "share": share, "examples": size, "drawn": own, "epochs": own / size})
+        about = {"share": share, "of": _UNITS[mixture.weigh], "examples": size}
+        told.append({"name": name, **about, "drawn": own, "epochs": own / size})
     return told
 
 
@@ -196,20 +200,24 @@ def supply_lines(told: Sequence[dict[str, Any]], steps: int, *, about: bool) -> 
     """The same for a person; `about` where samples are packed, so that how many a step takes is an estimate."""
     word = "about " if about else ""
     return [
-        (f"source {one['name']}: {one['share']:.1%} of samples, " if one["name"] is not None else "training rows: ")
+        (f"source {one['name']}: {one['share']:.1%} of {one['of']}, " if one["name"] is not None else "training rows: ")
         + f"{one['examples']:,} samples, {word}{one['epochs']:.2f} epochs in {steps:,} steps"
         for one in told
     ]
 
 
 def mixture_record(mixture: Mixture) -> list[dict[str, Any]]:
-    """For the manifest: each source's weight, share of the samples, and examples."""
+    """For the manifest: each source's weight, share of the samples or tokens, and examples."""
     told = zip(mixture.names, mixture.weights, shares_of(mixture), mixture.sizes, strict=True)
-    return [{"name": name, "weight": weight, "share": share, "examples": size} for name, weight, share, size in told]
+    unit = _UNITS[mixture.weigh]
+    return [
+        {"name": name, "weight": weight, "share": share, "of": unit, "examples": size}
+        for name, weight, share, size in told
+    ]
 
 
 def shares_of(mixture: Mixture) -> list[float]:
-    """Each source's share of the samples."""
+    """Each source's share of the samples or tokens."""
     return Proportions(mixture.weights).shares
 
 

@@ -46,6 +46,8 @@ IN_MEMORY = 128 << 20
 """Bytes of input files up to which rows are held in memory."""
 WORTH_KEEPING = 8 << 20
 """Bytes of input files from which `data.cache: auto` keeps what was made of them."""
+_AS_FLOATS = 8
+"""How much larger features are as Python's floats in lists, 32 bytes a number, than in a Parquet file of float32."""
 _CHUNK = 1024
 
 Routed = Iterable[tuple[Split, int, Row]]
@@ -80,6 +82,7 @@ def encode_rows(
     paths: Sequence[str],
     folder: Path | None = None,
     parts: int = 1,
+    what: str | None = None,
 ) -> Made:
     """Encode routed rows, a chunk at a time, into columns.
 
@@ -87,8 +90,9 @@ def encode_rows(
         units: how training sees the targets of a regression.
         paths: the files that the rows come from.
         folder: where the columns go, one directory a split; None: memory.
+        what: what a user calls the rows, where they are of no split of the recipe.
     Raises:
-        UserError: as `encode`; or no training row is left because all are longer than `train.max_length`.
+        UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long.
     """
     from finetune.backbone import decoder_start
 
@@ -102,6 +106,7 @@ def encode_rows(
             place.mkdir()
         writers[split] = ExampleWriter(paths, place)
     made = Made({}, [0] * parts)
+    skipped: dict[Split, list[str]] = {}
     for split, part, chunk in _chunks(rows):
         overlong = recipe.train.overlong
         settings["overlong"] = None if overlong == "drop" and split != "train" else overlong
@@ -118,12 +123,14 @@ def encode_rows(
                 label_names=labels,
                 decoder_start=start,
                 units=units,
+                features=recipe.adapter.projector,
                 **settings,
             )
         writers[split].add(encoded.examples)
         made.truncated += encoded.truncated
         made.dropped += encoded.dropped
         made.skipped += encoded.skipped
+        skipped.setdefault(split, []).extend(encoded.skipped)
         if split == "train":
             made.sizes[part] += len(encoded.examples)
     for (split, part), chat in chats.items():
@@ -135,6 +142,9 @@ def encode_rows(
             f"train.overlong: drop leaves no training row, as all {made.dropped:,} are longer than train.max_length = "
             f"{recipe.train.max_length} tokens; raise it"
         )
+    for split, lost in skipped.items():
+        if lost and not made.splits[split]:
+            raise UserError(f"no {what or split} row is left: {len(lost):,} were skipped, the first for {lost[0]}")
     return made
 
 
@@ -161,7 +171,8 @@ def is_large(recipe: Recipe) -> bool:
     """Whether the rows are to be streamed: too many bytes for memory, or nobody knows how many."""
     sizes = [_bytes(path) for path in input_paths(recipe)]
     known = sum(size for size in sizes if size is not None)
-    return None in sizes or known > IN_MEMORY
+    grown = known * (1 if recipe.adapter.projector is None else _AS_FLOATS)
+    return None in sizes or grown > IN_MEMORY
 
 
 def input_paths(recipe: Recipe) -> list[Path]:
@@ -187,9 +198,11 @@ class Survey:
     """Of a regression: those of the training rows, in order."""
 
 
-def survey(recipe: Recipe) -> Survey:
+def survey(recipe: Recipe, splits: Sequence[Split] = SPLITS) -> Survey:
     """Count the rows and collect the classes or targets, where they must be known, without keeping a row.
 
+    splits: those whose files are read. Without `dev` and `test` the training rows are the same ones, those that
+    `data.holdout` leaves, and routes of the others are not to be used.
     Raises UserError for bad rows, a split without rows, and what `choose` refuses.
     """
     data, task = recipe.data, recipe.task
@@ -205,7 +218,7 @@ def survey(recipe: Recipe) -> Survey:
         return Survey(dict.fromkeys(SPLITS), given)
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     labels: set[str] = set()
-    for split in SPLITS:
+    for split in splits:
         for part in parts[split]:
             skipped: list[str] = []
             counts[split].append(0)
@@ -233,18 +246,32 @@ def survey(recipe: Recipe) -> Survey:
 
 
 def streamed(recipe: Recipe, known: Survey, skipped: list[str]) -> Routed:
-    """The rows of every split as they are read. Raises UserError as `read_rows`, and for a part without rows."""
+    """The rows of every split as they are read.
+
+    Raises UserError as `read_rows`, for a part without rows, and where there are not as many as `survey` counted.
+    """
     for split, parts in parts_of(recipe.data).items():
         route, place = known.routes[split], 0
         for number, part in enumerate(parts):
             before, skips = place, len(skipped)
             for row in part.rows(recipe.data, recipe.task, skipped):
+                if route is not None and place == len(route):
+                    raise _changed(split, len(route), "more")
                 goes = split if route is None else _TARGETS[route[place]]
                 place += 1
                 if goes is not None:
                     yield goes, number if goes == "train" else 0, row
             if place == before:
                 part.refuse_none(skipped[skips:])
+        if route is not None and place < len(route):
+            raise _changed(split, len(route), f"only {place:,}")
+
+
+def _changed(split: Split, counted: int, now: str) -> UserError:
+    return UserError(
+        f"data.{split}: {counted:,} rows were counted and {now} came when they were read: a file changed, or a hub "
+        "data set ended early; start again"
+    )
 
 
 _TARGETS: tuple[Split | None, ...] = (None, *SPLITS)
@@ -295,6 +322,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
         "task": dataclasses.asdict(recipe.task),
         "template": template_record(recipe.task) if isinstance(recipe.task, Chat) else None,
         "head": _head(recipe),
+        "features": None if recipe.adapter.projector is None else dataclasses.asdict(recipe.adapter.projector),
         "train": train,
         "seed": recipe.train.seed if seeded else None,
         "tokenizer": _tokenizer_digest(resolve_backbone(recipe.backbone)),
@@ -324,13 +352,23 @@ def _tokenizer_digest(directory: Path) -> str:
 @functools.cache
 def _code_digest() -> str:
     """Our own source that the encoded rows depend on: another version of it makes entries of its own."""
+    digest = hashlib.sha256()
+    for file in _code_files():
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _code_files() -> list[Path]:
+    """The files of that source. What else they import says nothing about rows, or what it says is in the key itself."""
+    import finetune.backbone
     import finetune.data
+    import finetune.seeds
     import finetune.units
 
     here = Path(__file__).resolve().parent
-    files = [*sorted(Path(finetune.data.__file__).resolve().parent.rglob("*.py"))]
-    files += [Path(finetune.units.__file__), *(here / name for name in ("preparing.py", "sources.py", "tokens.py"))]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    single = [finetune.backbone.__file__, finetune.seeds.__file__, finetune.units.__file__]
+    return [
+        *sorted(Path(finetune.data.__file__).resolve().parent.rglob("*.py")),
+        *map(Path, single),
+        *(here / name for name in ("preparing.py", "sources.py", "tokens.py")),
+    ]

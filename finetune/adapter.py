@@ -18,6 +18,7 @@ from torch import nn
 from .adapting import soft_tokens
 from .adapting.initial import TAKES_OUT, Calibration, initialise, look_at_data, require_calibration
 from .adapting.offsets import Offset, file_config, fold, join, lora_layers, offsets_of, parted
+from .adapting.projector import check_projector, read_projector, write_projector
 from .adapting.settings import check_patterns, lora_config, with_ranks_of
 from .adapting.soft_tokens import attach_soft_tokens
 from .adapting.under import read_under
@@ -191,6 +192,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     with replacing_directory(directory) as temporary:
         model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        write_projector(model, temporary)
         _compare(read_adapter(temporary), trainable(model))
     return directory
 
@@ -245,7 +247,8 @@ def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{directory}: no adapter here ({WEIGHTS} is missing)")
     try:
         tensors = {canonical(name): tensor for name, tensor in load_file(file).items()}
-        return {soft_tokens.WEIGHT if n == soft_tokens.IN_FILE else n: tensor for n, tensor in tensors.items()}
+        tensors = {soft_tokens.WEIGHT if n == soft_tokens.IN_FILE else n: tensor for n, tensor in tensors.items()}
+        return tensors | read_projector(directory)
     except SafetensorError as error:
         raise UserError(f"{file} is damaged or cut short: {error}") from error
 
@@ -275,9 +278,10 @@ def load_adapter(model: PeftModel, directory: str | Path, *, partial: bool = Fal
     partial: LoRA tensors only; a head that only one side has is left alone (a warm-up continued by another task).
 
     Raises:
-        UserError: no adapter in `directory`, or one of another shape.
+        UserError: no adapter in `directory`, or one of another shape or whose features enter elsewhere.
     """
     source, target = read_adapter(directory), dict[str, torch.Tensor](trainable(model))
+    check_projector(model, directory)
     if offsets_of(model):
         source, beyond = parted(source, model)
         _require_same_offsets(beyond, model, str(directory))

@@ -22,6 +22,7 @@ import torch
 from . import assets
 from .config import ByExample, Chat, Completion, LanguageModel, MaskedLM, Quantization, Regress, Seq2Seq, Task
 from .errors import UserError, is_out_of_memory
+from .numerics import dropout_rates, uses_dropout
 from .quantised import check_available, import_library, loading_options, scales, settle
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ def load_backbone(
     label_names: Sequence[str] | None = None,
     precision: Precision = "fp32",
     quantization: Quantization | None = None,
+    dropout: float | None = None,
     device: str | torch.device = "cpu",
 ) -> PreTrainedModel:
     """Load the backbone for `task` on `device` with every parameter frozen and the key-value cache off.
@@ -239,6 +241,7 @@ def load_backbone(
         label_names: class names in head order, kept in the config.
         precision: `bf16` casts the whole backbone; the adapter attached later is float32 in either case.
         quantization: keep its linear layers in 4 or 8 bits (`finetune.quantised`).
+        dropout: its own dropout rates while it trains; None for those of config.json.
 
     The names of parameters that the checkpoint lacks (a new head) are kept in `model.new_parameters`;
     `attach_adapter` initialises and trains them. The global random state is not touched.
@@ -249,10 +252,10 @@ def load_backbone(
     """
     check_available(quantization)
     directory = resolve_backbone(name)
-    auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
+    auto, settings = auto_class(task, num_labels=num_labels, label_names=label_names)
     where = f"backbone {str(name)!r}"
-    if isinstance(task, ByExample):
-        options["ignore_mismatched_sizes"] = True  # a checkpoint's head for other classes is replaced
+    # a checkpoint's head for other classes is replaced
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if isinstance(task, ByExample) else {}
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if quantization is not None:
         from .parallel.skeleton import build_skeleton
@@ -265,12 +268,15 @@ def load_backbone(
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             loaded: Any = auto.from_pretrained(
                 directory,
+                config=configured(directory, settings, dropout=dropout),
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
                 **options,
             )
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise refusal(error, task, where) from error
     except Exception as error:
@@ -278,6 +284,7 @@ def load_backbone(
             raise
         raise UserError(f"{where}: its weights are damaged or cut short: {first_line(error)}") from error
     model, report = loaded
+    check_dropout(model, dropout, where)
     finish(model, report, name=name, task=task)
     settle(model)
     return model if quantization is not None else model.to(device)  # quantised on the device itself
@@ -313,21 +320,57 @@ def auto_class(
     }  # fmt: skip
 
 
+def configured(directory: Path, settings: dict[str, Any], *, dropout: float | None) -> Any:
+    """The configuration in `directory` with `settings`, and with the rate `dropout` (None: its own) wherever it, or a
+    configuration inside of it, names one.
+
+    The odds that a whole layer is left out (`layerdrop`) are changed only by 0, which turns off whatever is random.
+    Raises UserError for a rate above 0 where no key takes it.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **settings)
+    if dropout is not None:
+        found = [(owner, key) for owner, key, _ in dropout_rates(config) if dropout == 0 or "layerdrop" not in key]
+        for owner, key in found:
+            setattr(owner, key, dropout)
+        if dropout and not found:
+            raise UserError("train.backbone_dropout: config.json of this backbone names no dropout; leave it out, or 0")
+    return config
+
+
+def check_dropout(model: Any, dropout: float | None, where: str) -> None:
+    """Raise UserError where the backbone still draws masks though it is told not to."""
+    if dropout == 0 and uses_dropout(model):
+        raise UserError(
+            f"{where}: it has dropout that its configuration does not name, so train.backbone_dropout: 0 cannot turn "
+            "it off; leave the setting out"
+        )
+
+
 def refusal(error: Exception, task: Task, where: str) -> UserError:
     """What the user is told where transformers cannot build or load a model for `task`; raises `error` itself where
     memory ran out."""
     if is_out_of_memory(error):
         raise error
+    if "Unrecognized configuration class" in str(error):
+        return no_class(task, where)
+    return UserError(f"{where} cannot be loaded for {_modelling(task)}: {first_line(error)}")
+
+
+def no_class(task: Task, where: str) -> UserError:
+    """What the user is told where transformers has no class of this task for the backbone."""
+    return UserError(
+        f"{where}: transformers has no {_modelling(task)} class for this architecture; `task.kind: seq2seq` is for "
+        "encoder-decoders (T5, BART), language-model and completion are for decoders, masked-lm is for encoders, "
+        "classify and regress are for most"
+    )
+
+
+def _modelling(task: Task) -> str:
     head = "sequence classification"
     kinds = {"classify": head, "regress": head, "seq2seq": "encoder-decoder", "masked-lm": "masked language modelling"}
-    kind = kinds.get(task.kind, "causal language modelling")
-    if "Unrecognized configuration class" in str(error):
-        return UserError(
-            f"{where}: transformers has no {kind} class for this architecture; `task.kind: seq2seq` is for "
-            "encoder-decoders (T5, BART), language-model and completion are for decoders, masked-lm is for encoders, "
-            "classify and regress are for most"
-        )
-    return UserError(f"{where} cannot be loaded for {kind}: {first_line(error)}")
+    return kinds.get(task.kind, "causal language modelling")
 
 
 def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) -> None:
@@ -336,7 +379,7 @@ def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) 
     Raises UserError for an encoder as language model, and for missing weights that are not a new head's.
     """
     where = f"backbone {str(name)!r}"
-    _check_causal(model, task, where)
+    check_causal(model.config, task, where)
     model.new_parameters = _new_parameters(model, report, task, where)
     model.name_or_path = _recorded_name(name)
     model.config.use_cache = False
@@ -369,8 +412,8 @@ def _reads_both_ways(config: Any) -> bool:
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
 
 
-def _check_causal(model: PreTrainedModel, task: Task, where: str) -> None:
-    config = model.config
+def check_causal(config: Any, task: Task, where: str) -> None:
+    """Raise UserError for an encoder as language model, and a decoder as masked one; `config` is transformers' own."""
     if isinstance(task, LanguageModel | Completion | Chat) and _reads_both_ways(config):
         raise UserError(
             f"{where} is an encoder ({config.model_type}) whose tokens see the future, so it cannot be trained as a "

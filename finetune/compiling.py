@@ -35,6 +35,7 @@ def refuse_compile(train: Train, *, mesh: Mesh, adapter: Adapter, task: Task, re
         "train.quantization": train.quantization is not None and "quantised products are the library's own kernels",
         "train.checkpointing": train.checkpointing != "none" and "it replaces the blocks' own forward pass",
         "adapter.dropout": adapter.dropout > 0 and "compiled masks are not those of the same seed",
+        "adapter.projector": adapter.projector is not None and "features enter between the blocks",
         "adapter.dora": adapter.dora and "its norms are taken without a gradient inside of the graph",
         "task.kind: seq2seq": isinstance(task, Seq2Seq) and "decoder rows come in all lengths, each a graph of its own",
         f"regularizer.kind: {regularizer}": regularizer not in REGULARIZERS
@@ -55,7 +56,8 @@ class Compiled:
         """
         if uses_dropout(model):
             raise UserError(
-                "train.compile: this backbone draws dropout masks, and compiled ones are others; leave it off"
+                "train.compile: this backbone draws dropout masks, and compiled ones are others; leave it off, or set "
+                "train.backbone_dropout: 0"
             )
         self._blocks = blocks(model)
         if not self._blocks:

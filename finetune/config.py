@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .bounds import check_bounds as check_bounds
+from .projecting import Projector as Projector
 from .tasks import ByExample as ByExample
 from .tasks import Chat as Chat
 from .tasks import Classify as Classify
@@ -75,13 +76,18 @@ class Adapter:
     soft_tokens: int | None = None
     """Instead of LoRA: train so many vectors that lie before every row's embeddings (prompt tuning, 2104.08691; the
     soft prompt of eP-ALM, 2303.11403). For decoders without packing (`task.pack: false`), in one process."""
+    projector: Projector | None = None
+    """Put features that an encoder of yours made of each row's image, sound or video before its soft tokens and its
+    text, through one trained linear map (eP-ALM, 2303.11403); null: rows are text alone. Needs `soft_tokens`."""
 
     def __post_init__(self) -> None:
         check_bounds(self, rank=(1, None), dropout=(0, 0.99), soft_tokens=(1, None))
         if self.soft_tokens is not None:
             for name, setting in self.__dataclass_fields__.items():
-                if name not in ("soft_tokens", "rank") and getattr(self, name) != setting.default:
+                if name not in ("soft_tokens", "projector", "rank") and getattr(self, name) != setting.default:
                     raise ValueError(f"{name} is a setting of LoRA, which soft_tokens takes the place of; leave it out")
+        elif self.projector is not None:
+            raise ValueError("projector puts features before trained soft tokens; set soft_tokens: 1")
         check_bounds(self, init_rows=(1, None), experts=(1, None))
         if not isinstance(self.alpha, str):
             check_bounds(self, alpha=(0, None))
@@ -205,6 +211,8 @@ class Train:
     compute with the dequantised values in `train.precision`. Needs the extra `quant`."""
     adapter_precision: Literal["fp32", "bf16"] = "fp32"
     """How adapters are kept; bf16 halves what their inputs cost in memory, the optimizer keeps float32 masters."""
+    backbone_dropout: float | None = None
+    """The backbone's own dropout rates while it trains; 0 turns them off. Null: those of its config.json."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute in backward instead of keeping activations: of attention only (selective), or of whole blocks."""
     compile: bool = False
@@ -240,6 +248,7 @@ class Train:
             self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None), threads=(1, None)
         )
         check_bounds(self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), peak_tflops=(1e-6, None))
+        check_bounds(self, backbone_dropout=(0, 0.99))
         if self.spikes is not None and self.save_every == 0:
             raise ValueError("spikes need checkpoints to go back to; set train.save_every above 0")
 
@@ -282,7 +291,8 @@ class Source:
     files: tuple[str, ...] = ()
     """As `data.train.files`."""
     weight: float = 1.0
-    """Its share of the training samples, relative to the other sources' weights; 0: not read."""
+    """Its share of the training samples (`weigh`: or of their tokens), relative to the other sources' weights; 0: not
+    read."""
     first: int | None = None
     """Read no further than this many rows; null: to the end."""
     limit: int | None = None
@@ -305,11 +315,16 @@ class TrainFiles(Files):
     sources: dict[str, Source] | None = None
     """Name → source, instead of `files`: samples come from each in the proportion of its weight, in every prefix of
     the run to within one sample."""
+    weigh: Literal["rows", "tokens"] = "rows"
+    """What the sources' weights are shares of: the samples (`rows`), or their tokens on all sides, supervised or not
+    (`tokens`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bounds(self, first=(1, None))
         if self.sources is None:
+            if self.weigh != "rows":
+                raise ValueError(f"weigh: {self.weigh} is of the weights of sources, and there are none; leave it out")
             return
         if self.files:
             raise ValueError("sources cannot stand beside data.train.files; move the files into a source of their own")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from .config import check_bounds
 from .errors import UserError
-from .evaluate.generate import batched, padded
-from .evaluate.mode import evaluating, forward_precision
+from .evaluate.mode import evaluating
+from .evaluate.writing import lacking_room, written
 from .seeds import torch_generator
 
 
@@ -59,7 +60,6 @@ class Answer:
     """Whether it closed its answer; else `max_new_tokens` did."""
 
 
-@torch.no_grad()
 def continue_prompts(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -74,8 +74,7 @@ def continue_prompts(
 ) -> Iterator[tuple[int, Answer]]:
     """Pairs of a prompt's place and its answer, longest prompts first.
 
-    Prompts are padded on the left, so that every answer follows its prompt directly; an encoder's on the right. What
-    the backbone's own generation_config.json asks for (penalties, forced tokens, temperatures) is left out.
+    What the backbone's own generation_config.json asks for (penalties, forced tokens, temperatures) is left out.
 
     Args:
         end: the token, or tokens, that close an answer; None: only `max_new_tokens` does.
@@ -84,7 +83,7 @@ def continue_prompts(
     Raises:
         UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
     """
-    from transformers import GenerationConfig, LogitsProcessorList
+    from transformers import GenerationConfig
 
     _check_room(model, prompts, decoding.max_new_tokens, apart=decoder_start is not None)
     ends = [] if end is None else [end] if isinstance(end, int) else list(end)
@@ -97,20 +96,10 @@ def continue_prompts(
         eos_token_id=ends or None,
         decoder_start_token_id=decoder_start,
     )
-    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
+    how: dict[str, Any] = {"batch_size": batch_size, "device": device, "autocast_dtype": autocast_dtype}
     with evaluating(model), _without_own_settings(model):
-        for places in batched(order, batch_size):
-            ids, mask = padded([prompts[i] for i in places], pad_id, left=decoder_start is None)
-            processors = LogitsProcessorList(_drawing(decoding, places))
-            with forward_precision(device, autocast_dtype):
-                out = model.generate(
-                    input_ids=ids.to(device),
-                    attention_mask=mask.to(device),
-                    generation_config=config,
-                    logits_processor=processors,
-                )
-            said = out[:, ids.shape[1] if decoder_start is None else 1 :].tolist()
-            for place, tokens in zip(places, said, strict=True):
+        for places, said in written(model, prompts, config, processors=partial(_drawing, decoding), **how):
+            for place, tokens in zip(places, said.tolist(), strict=True):
                 stop = next((k for k, token in enumerate(tokens) if token in ends), None)
                 yield place, Answer(tokens[:stop], stop is not None)
 
@@ -160,16 +149,12 @@ def _without_own_settings(model: Any) -> Iterator[None]:
 
 
 def _check_room(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, apart: bool) -> None:
-    """`apart`: encoder and decoder count their own positions."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    soft = getattr(model, "soft_tokens", 0)  # they stand before every prompt
-    beside = f" beside {soft} soft tokens" if soft else ""
     for place, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {place + 1} is empty and this tokenizer begins no text by itself; write something")
-        needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens
-        if limit is not None and needed + soft > limit:
+        room = lacking_room(model, prompt, max_new_tokens, apart=apart)
+        if room is not None:
             raise UserError(
-                f"prompt {place + 1}: {len(prompt)} tokens and --max-new-tokens {max_new_tokens} do not fit the "
-                f"backbone's {limit} positions{beside}; shorten the prompt or lower --max-new-tokens"
+                f"prompt {place + 1}: {len(prompt)} tokens and --max-new-tokens {max_new_tokens} do not fit {room}; "
+                "shorten the prompt or lower --max-new-tokens"
             )

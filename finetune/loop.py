@@ -24,7 +24,7 @@ from .checkpoint import clone
 from .compiling import Compiled
 from .config import ByExample, Classify, Evaluate, Optimizer, Seq2Seq, Task, Train
 from .course import batch_index
-from .errors import Interrupted, UserError
+from .errors import Interrupted
 from .guarding import Diverged as Diverged  # is told of by its users under this module's name
 from .guarding import Guard, Undone, Verdict
 from .keeping import Keeper
@@ -41,7 +41,7 @@ from .seeds import derive
 from .stage import Stage as Stage  # users know these by this module's name
 from .stage import StageResult as StageResult
 from .stage import Work as Work
-from .stage import alone, check_length, ended
+from .stage import alone, check_best, check_length, ended
 from .throughput import Meter
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ def stage_work(
     """
     engine = model if isinstance(model, Engine) else Engine.alone(model)
     check_length(engine, batches)
-    if train.best == "accuracy" and not isinstance(task, Classify):
-        raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
+    check_best(train, task)
     done = ended(run, stage, train)
     if done is not None:
         engine.load_adapter(run.stage(stage) / "adapter")

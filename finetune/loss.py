@@ -145,7 +145,7 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multip
     rows = len(first)
     cut = -(-_PROBE // multiple) * multiple
     one = {
-        name: v[:1, :cut] if isinstance(v, Tensor) and v.ndim == 2 and len(v) == rows else v
+        name: (v[:1, :cut] if v.ndim == 2 else v[:1]) if isinstance(v, Tensor) and v.ndim >= 2 and len(v) == rows else v
         for name, v in inputs.items()
     }
     seen: list[tuple[Tensor, Tensor, bool]] = []

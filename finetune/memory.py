@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapter import trainable
+from .adapting.projector import blank_features
 from .config import Optimizer, OptimizerKind, Train
 from .lowbit import state_bytes
 from .numerics import autocast, without_input_casts
@@ -69,6 +70,7 @@ def _saved_bytes(model: nn.Module, tokens: int, train: Train) -> int:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(model.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids
+    inputs |= blank_features(model, rows=1)
     training = model.training
     devices = [device] if device.type == "cuda" else []
     model.train()

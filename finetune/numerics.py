@@ -30,12 +30,16 @@ def without_input_casts(model: nn.Module, train: Train) -> Iterator[None]:
 def uses_dropout(model: nn.Module) -> bool:
     """Whether a training forward pass draws random numbers: a dropout layer, or attention dropout in the config."""
     layers = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
-    config = getattr(model, "config", None)
-    named = config.to_dict() if config is not None else {}
-    return layers or any(
-        ("drop" in key) and isinstance(value, float) and not isinstance(value, bool) and value > 0
-        for key, value in named.items()
-    )
+    return layers or any(rate > 0 for _, _, rate in dropout_rates(getattr(model, "config", None)))
+
+
+def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
+    """(configuration, key, rate) of every dropout that `config` or a configuration inside of it names."""
+    for key, value in (vars(config) if config is not None else {}).items():
+        if hasattr(value, "to_diff_dict"):
+            yield from dropout_rates(value)
+        elif "drop" in key and type(value) in (int, float):
+            yield config, key, value
 
 
 def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 
+from .adapting.soft_tokens import before_text
 from .compiling import Compiled
-from .config import Task, Train
+from .config import Classify, Task, Train
 from .errors import UserError
 from .loss import Head
 from .parallel.engine import Context, Engine
@@ -100,13 +101,22 @@ def alone(work: Callable[Arguments, Stage]) -> Callable[Arguments, StageResult]:
     return train
 
 
+def check_best(train: Train, task: Task) -> None:
+    """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
+    if train.best == "accuracy" and not isinstance(task, Classify):
+        raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
+
+
 def check_length(engine: Engine, batches: Batches) -> None:
-    """Raise UserError for rows longer than the backbone's positions."""
+    """Raise UserError for rows longer than the backbone's positions, or than what lies before them leaves of those."""
     limit = engine.position_limit()
     longest = -(-batches.max_length // engine.multiple) * engine.multiple
     if limit is not None and longest > limit:
         padded = f", padded to {longest} for the mesh," if longest > batches.max_length else ""
-        raise UserError(f"train.max_length: {batches.max_length}{padded} is above this backbone's {limit} positions")
+        front = before_text(engine.model)
+        left = f"the {limit} positions that this backbone has left beside {front}"
+        room = left if front else f"this backbone's {limit} positions"
+        raise UserError(f"train.max_length: {batches.max_length}{padded} is above {room}")
 
 
 def ended(run: RunDirectory, stage: str, train: Train) -> StageResult | None:

@@ -63,7 +63,9 @@ class Adapters:
         return {name: local(parameter) for name, parameter in self.parameters.items()}
 
     def gradients(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Its parts of ∂L/∂θ in float32 (float64 for float64) ÷ `loss_scale`; zero where there is none; copies.
+        """Its parts of ∂L/∂θ in float32 (float64 for float64) ÷ `loss_scale`; zero where there is none.
+
+        To be read only: without a scale they may be the parameters' own.
 
         After the loop has summed them over the mesh: our loop has when a pass ends.
         """
@@ -74,7 +76,8 @@ class Adapters:
             if parameter.grad is None:
                 found[name] = torch.zeros_like(like, dtype=wide)
             else:
-                found[name] = local(parameter.grad).to(wide, copy=True).div_(loss_scale)
+                gradient = local(parameter.grad).to(wide)
+                found[name] = gradient if loss_scale == 1 else gradient / loss_scale
         return found
 
     def forget_gradients(self, model: nn.Module) -> None:
@@ -96,14 +99,14 @@ class Adapters:
         }
 
     @contextmanager
-    def moved(self, direction: Mapping[str, Tensor]) -> Iterator[None]:
-        """θ + `direction` inside, and bit for bit the θ from before afterwards, whatever happened."""
+    def moved(self, direction: Mapping[str, Tensor], factor: Tensor | float = 1.0) -> Iterator[None]:
+        """θ + `factor` · `direction` inside, and bit for bit the θ from before afterwards, whatever happened."""
         values = self.values()
         kept = {name: value.clone() for name, value in values.items()}
         try:
             with torch.no_grad():
                 for name, value in values.items():
-                    value.add_(direction[name].to(value.dtype))
+                    value.add_((direction[name] * factor).to(value.dtype))
             yield
         finally:
             with torch.no_grad():

@@ -112,7 +112,8 @@ class Alone:
 
         if not tensors:
             return torch.zeros(0, dtype=torch.float64)
-        return torch.stack([tensor.detach().double().square().sum() for tensor in tensors.values()])
+        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors.values()]
+        return torch.stack(norms).square()
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in tensors.items()}

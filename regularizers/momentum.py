@@ -137,9 +137,8 @@ class MomentumRegularizer(Regularizer):
             divisor = norm * self._average if isinstance(self.config, MGPO) else norm
             # No momentum yet, or no gradient norm: no direction, no perturbation.
             factor = torch.where(divisor > 0, self._sign * self.config.rho / divisor, 0.0)
-            direction = {name: momentum * factor for name, momentum in self._momentum.items()}
             self._figures["perturbation_norm"] = norm * factor.abs()
-        return adapters.moved(direction)
+        return adapters.moved(self._momentum, factor)
 
     @torch.no_grad()
     def _learn(self, adapters: Adapters, loss_scale: float) -> None:
@@ -154,7 +153,8 @@ class MomentumRegularizer(Regularizer):
             self._average = torch.where(learns, averaged, self._average)
         for name, gradient in gradients.items():
             before = self._momentum[name]
-            self._momentum[name] = torch.where(learns, gradient.add_(before, alpha=self.config.momentum), before)
+            moved = torch.add(gradient, before, alpha=self.config.momentum)
+            torch.where(learns, moved, before, out=before)
         self._updates = self._updates + learns
         self._skipped = self._skipped + ~norm.isfinite()
         self._fresh = False

@@ -28,6 +28,11 @@ def save_backbone(kind: str, directory: Path, **overrides: Any) -> Path:
         "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, {**gpt2, **dry}),
         "gpt2-dropout": (tf.GPT2LMHeadModel, tf.GPT2Config, gpt2),
         "bert": (tf.BertForMaskedLM, tf.BertConfig, {**sizes, "max_position_embeddings": 64}),
+        "electra": (
+            tf.ElectraForMaskedLM,
+            tf.ElectraConfig,
+            {**sizes, "embedding_size": 16, "max_position_embeddings": 64},
+        ),
         "roberta": (tf.RobertaForMaskedLM, tf.RobertaConfig, {**sizes, "max_position_embeddings": 66}),
     }
     model_class, config_class, own = table[kind]

@@ -44,7 +44,13 @@ def behave(out: Path, unit: Unit, threads: int | None) -> bool:
     fit = True
     for cell in unit:
         directory = out / "cells" / cell.key
+        if cell.point["behaves"] == "writing":
+            directory.mkdir(parents=True)
+            (directory / ".result.json.12345678.tmp").touch()
+            time.sleep(60)
         if cell.point["behaves"] == "full":
+            while out.name == "writing" and not list(out.rglob(".result.json.*.tmp")):
+                time.sleep(0.05)
             raise Interrupted(f"the disk is full while writing {directory}") from OSError(errno.ENOSPC, "no space")
 
         def measure(cell: Cell = cell) -> dict:

@@ -13,15 +13,22 @@ def refuse_tracked(recipe: Recipe) -> None:
         raise UserError("tracker.kinds: the cells of a sweep or study are not tracked; leave the block out")
 
 
+def refuse_beginning(recipe: Recipe) -> None:
+    """Raise UserError for an adapter that begins with data or another adapter; also of a method's own settings."""
+    if recipe.adapter.init in DATA_INITS or recipe.adapter.start is not None:
+        raise UserError("adapter.start and an adapter.init that looks at data go with flatshift train and sweep only")
+
+
 def refuse_in_study(recipe: Recipe) -> None:
     """Raise UserError for what the cells of a study, which train in memory, do not do."""
     refuse_tracked(recipe)
+    if recipe.adapter.projector is not None:
+        raise UserError("adapter.projector: a study's cells encode their rows without features; leave it out")
     if recipe.train.compile:
         raise UserError("train.compile: a study's cells are too short to be compiled; leave it off")
     from experiments.sources import check_data  # numpy: the plan of a sweep, which leaves thread pools alone, has none
 
     check_data(recipe)
-    if recipe.adapter.init in DATA_INITS or recipe.adapter.start is not None:
-        raise UserError("adapter.start and an adapter.init that looks at data go with flatshift train and sweep only")
+    refuse_beginning(recipe)
     if recipe.optimizer.kind != "adamw":
         raise UserError(f"optimizer.kind: a study trains with adamw, not {recipe.optimizer.kind}; leave it out")

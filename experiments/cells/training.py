@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.cells.refusing import refuse_beginning
 from experiments.config import Recipe
-from finetune.config import DATA_INITS, Chat, Classify, Completion, Optimizer, Task, Train
+from finetune.config import Chat, Classify, Completion, Optimizer, Task, Train
 from finetune.errors import UserError
 from finetune.loop import Diverged, train_stage
 from finetune.seeds import derive
@@ -37,21 +38,30 @@ def fresh_engine(recipe: Recipe, task: Task, labels: tuple[str, ...] | None) -> 
     from finetune.parallel.activation import checkpoint_activations
     from finetune.parallel.engine import Engine
 
-    pristine = _pristine(recipe.backbone, task, labels, recipe.train.precision, recipe.train.device)
+    train = recipe.train
+    pristine = _pristine(recipe.backbone, task, labels, train.precision, train.backbone_dropout, train.device)
     backbone = copy.deepcopy(pristine)
-    if recipe.adapter.init in DATA_INITS or recipe.adapter.start is not None:
-        raise UserError("adapter.start and an adapter.init that looks at data go with flatshift train and sweep only")
-    dtype = torch.bfloat16 if recipe.train.adapter_precision == "bf16" else torch.float32
-    model = attach_adapter(backbone, recipe.adapter, task=task, seed=recipe.train.seed, dtype=dtype)
-    checkpoint_activations(model, recipe.train.checkpointing)
+    refuse_beginning(recipe)
+    dtype = torch.bfloat16 if train.adapter_precision == "bf16" else torch.float32
+    model = attach_adapter(backbone, recipe.adapter, task=task, seed=train.seed, dtype=dtype)
+    checkpoint_activations(model, train.checkpointing)
     return Engine.alone(model)
 
 
 @functools.lru_cache(maxsize=12)
-def _pristine(backbone: str, task: Task, labels: tuple[str, ...] | None, precision: Any, device: str) -> Any:
+def _pristine(
+    backbone: str, task: Task, labels: tuple[str, ...] | None, precision: Any, dropout: float | None, device: str
+) -> Any:
     from finetune.backbone import load_backbone, resolve_device
 
-    return load_backbone(backbone, task=task, label_names=labels, precision=precision, device=resolve_device(device))
+    return load_backbone(
+        backbone,
+        task=task,
+        label_names=labels,
+        precision=precision,
+        dropout=dropout,
+        device=resolve_device(device),
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -39,7 +39,10 @@ def chapter(document: Document) -> Chapter:
         Section("Primary endpoint", _primary(document)),
         *(_task_section(document, task) for task in document["tasks"]),
         Section(
-            "Costs", [_costs(document)], "CPU time of a step relative to the baseline's on the same task and seed."
+            "Costs",
+            [_costs(document)],
+            "CPU time of a step relative to the baseline's on the same task and seed. Cells run one after another and "
+            "not in turns, so a drift of the machine is in these ratios.",
         ),
         Section("Equal trials", [_trials(document)], "Chosen on validation rows under the tuning seeds.", folded=True),
         Section("Runs that failed", [_failed(document)], folded=not document["diverged"]),

@@ -85,7 +85,8 @@ def curve_of(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: st
     keep = [keep[i] for i in (thin(numbers) if numbers[0] >= 0 else range(len(numbers)))]
     whole = np.flatnonzero(found.present[:, keep].all(axis=1))
     if len(whole) < FEWEST_SEEDS:
-        raise UserError(f"{len(whole)} seeds have a cell at every value; the peak test needs {FEWEST_SEEDS}")
+        have = "1 seed has" if len(whole) == 1 else f"{len(whole)} seeds have"
+        raise UserError(f"{have} a cell at every value; the peak test needs {FEWEST_SEEDS}")
 
     return _held(table, axis, where, [found.seeds[s] for s in whole], [found.values[j] for j in keep], test, epsilon)
 

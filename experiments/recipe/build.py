@@ -76,9 +76,15 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         return _component(components, tree, path, origins)
     if len(options) > 1:  # e.g. str | tuple[str, ...]: a list means the tuple
         wants_tuple = isinstance(tree, Items)
+        lists = any(typing.get_origin(o) is tuple for o in options)
         options = [o for o in options if (typing.get_origin(o) is tuple) == wants_tuple] or options
         wants_word = isinstance(tree, Leaf) and isinstance(tree.value, str)  # float | Literal["rank"]
         options = [o for o in options if (typing.get_origin(o) is Literal) == wants_word] or options
+        if lists and isinstance(tree, Leaf) and typing.get_origin(options[0]) is Literal:
+            words = typing.get_args(options[0])
+            known = nearest(str(tree.value), map(str, words))
+            if tree.value not in words and "did you mean" not in known:
+                raise UserError(f"{tree.where}: {path} cannot be {tree.value!r}{known}, or a list, as [{tree.value}]")
     return _plain(options[0], tree, path, origins)
 
 

@@ -18,6 +18,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("optimizer", "kind"): "adamw",
     ("train", "compile"): False,
     ("train", "skip_nonfinite"): 0,
+    ("train", "weigh"): "rows",
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
 }

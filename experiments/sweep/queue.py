@@ -150,6 +150,7 @@ class _Queue:
                 worker.process.kill()
                 worker.process.join()
                 worker.connection.close()
+                self._clear(worker.unit)
 
     def _staff(self) -> None:
         """As many workers as there is work for."""
@@ -223,10 +224,15 @@ class _Queue:
                 raise Interrupted(f"{_STILLBORN} workers in a row {how} before they had begun; see what stands above")
             return
         self._log(f"a worker (process {worker.process.pid}) {how}; {len(unit)} cells were with it")
-        for cell in unit:  # a run directory that was being made; other workers are making theirs
+        self._clear(unit)
+        self._settle(unit, how)
+
+    def _clear(self, unit: Unit) -> None:
+        """Remove what a worker that is dead was writing of `unit`; other workers are writing theirs."""
+        for cell in unit:
             for leftover in (self.out / "cells").glob(f".{cell.key}.*.tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        self._settle(unit, how)
+            sweep_leftovers(self.out / "cells" / cell.key)
 
     def _settle(self, unit: Unit, how: str | None = None) -> None:
         """Count the results of a unit; cells without one go back to the queue, or fail if they end every worker.

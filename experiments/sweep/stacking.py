@@ -27,7 +27,9 @@ from experiments.preparing import Prepared, prepare
 from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of, run_cell, without_cache
 from finetune.atomic import write_json
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
+from finetune.errors import UserError
 from finetune.numerics import cpu_threads
+from finetune.parallel.footprint import Backbone
 from finetune.rundir import RunDirectory, disk_full_interrupts
 from finetune.stacked.footprint import estimate
 from finetune.stacked.refusing import NotStackable, refusal
@@ -73,7 +75,8 @@ def stacks(cells: Sequence[Cell], *, width: int | None = None, memory: int | Non
         else:
             found.append(Stack((cell,), reason))
     for group in alike.values():
-        group.sort(key=lambda cell: _cost(cell.resolved.recipe))  # stable: seeds of a point stay neighbours
+        by_seed = _share_rows(group)  # else the order is stable: seeds of a point stay neighbours
+        group.sort(key=lambda cell: _cost(cell.resolved.recipe, by_seed=by_seed))
         found += [Stack(tuple(part)) for part in _cut(group, width or WIDTH, memory)]
     return found
 
@@ -84,14 +87,27 @@ def _kind(recipe: Recipe) -> str:
     data.pop("label_noise")
     data["train"].pop("limit")
     train = recipe.train
-    common = [recipe.backbone, dataclasses.asdict(recipe.task), data, recipe.adapter.targets]
-    return json.dumps([*common, train.precision, train.device, train.threads], sort_keys=True, default=str)
+    common: list[Any] = [recipe.backbone, dataclasses.asdict(recipe.task), data, recipe.adapter.targets]
+    common += [train.precision, train.backbone_dropout, train.device, train.threads]
+    return json.dumps(common, sort_keys=True, default=str)
 
 
-def _cost(recipe: Recipe) -> tuple[Any, ...]:
+def _cost(recipe: Recipe, *, by_seed: bool) -> tuple[Any, ...]:
     """Cells of like length first of all, so that a stack does not run half empty; then like in batch and rank."""
     train = recipe.train
-    return train.steps, train.batch_size * train.accumulate, recipe.adapter.rank, recipe.regularizer.kind
+    seed = train.seed if by_seed else 0
+    return train.steps, train.batch_size * train.accumulate, seed, recipe.adapter.rank, recipe.regularizer.kind
+
+
+def _share_rows(cells: Sequence[Cell]) -> bool:
+    """Whether cells of one seed, which see the same rows, share the blocks below their adapters."""
+    if len(cells) == 1:
+        return False
+    recipe = cells[0].resolved.recipe
+    try:
+        return Backbone.read(resolve_backbone(recipe.backbone), recipe.adapter).below > 0
+    except UserError:  # a configuration whose sizes nobody could read; loading says what is wrong with it
+        return False
 
 
 def _cut(cells: list[Cell], width: int, memory: int | None) -> Iterator[list[Cell]]:
@@ -267,6 +283,7 @@ def _train(group: Sequence[_Member], clock: _Clock, stop: Callable[[], bool], st
         task=recipe.task,
         label_names=prepared.label_names,
         precision=recipe.train.precision,
+        dropout=recipe.train.backbone_dropout,
         device=resolve_device(recipe.train.device),
     )
     tokenizer = load_tokenizer(recipe.backbone)

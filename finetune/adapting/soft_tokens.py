@@ -1,6 +1,6 @@
 """Soft tokens before every row, and nothing else, train: prompt tuning (Lester et al., arXiv 2104.08691), by PEFT.
 
-They are the soft prompt of eP-ALM (Shukor et al., arXiv 2303.11403), without its perceptual encoder and projector. The
+They are the soft prompt of eP-ALM (Shukor et al., arXiv 2303.11403), whose projector is in `projector` beside this. The
 wrapped model gives logits for the row's own tokens only, so that losses and metrics need not know of the others.
 """
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import Adapter, Task
+from ..config import Adapter, Mesh, Task, Train
 from ..errors import UserError
 from ..numerics import seeded
+from ..parallel.rules import Settings, check_settings
 from ..seeds import torch_generator
+from .projector import attach_projector
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,19 +31,17 @@ IN_FILE = "prompt_embeddings"
 def attach_soft_tokens(
     backbone: PreTrainedModel, adapter: Adapter, *, task: Task, seed: int, dtype: torch.dtype
 ) -> PeftModel:
-    """Wrap `backbone` (in place) so that `adapter.soft_tokens` vectors lie before every row's embeddings.
+    """Wrap `backbone` (in place) so that `adapter.soft_tokens` vectors lie before every row's embeddings, and before
+    them what `adapter.projector` makes of the row's features.
 
     They start as the embeddings of tokens drawn by `seed`, as the paper advises.
 
     Raises:
-        UserError: a task or a backbone that they do not go with.
+        UserError: a task (`finetune.parallel.rules`) or a backbone that they do not go with.
     """
     from peft import PromptTuningConfig, get_peft_model
 
-    if task.kind not in ("language-model", "completion"):
-        raise UserError(f"adapter.soft_tokens goes with language-model and completion, not with task.kind: {task.kind}")
-    if getattr(task, "score", "") == "generate":
-        raise UserError("adapter.soft_tokens does not go with task.score: generate; take perplexity or rank")
+    check_settings(Settings(Mesh(), Train(), adapter, task))
     count = adapter.soft_tokens
     assert count is not None
     table: Any = backbone.get_input_embeddings()
@@ -56,7 +56,18 @@ def attach_soft_tokens(
     soft.weight.data = table.weight.detach()[drawn.to(table.weight.device)].to(dtype).clone()
     model.soft_tokens = count
     model.forward = functools.partial(_own_tokens_only, model)
+    if adapter.projector is not None:
+        attach_projector(model, adapter.projector, seed=seed, dtype=dtype)
     return model
+
+
+def before_text(model: Any) -> str:
+    """What lies before the text of every row, as `2 soft tokens and 3 places of features`; empty where nothing does."""
+    taken = getattr(model, "soft_tokens", 0)
+    projector = getattr(model, "features_before", None)
+    places = 0 if projector is None else projector.places
+    counted = [(taken - places, "soft token", ""), (places, "place", " of features")]
+    return " and ".join(f"{n} {what}{'s' if n > 1 else ''}{of}" for n, what, of in counted if n)
 
 
 def _own_tokens_only(model: Any, **inputs: Any) -> Any:

@@ -36,7 +36,8 @@ class MicroBatch:
     inputs: dict[str, Tensor]
     """Model keyword arguments, (B, T) int64: `input_ids`, and `attention_mask` (right padding) or, in packed rows,
     `position_ids` instead; seq2seq has `decoder_input_ids` (B, its own T) too, whose padding needs no mask because it
-    follows what a decoder may see. The model must use no cache (`config.use_cache` false): packing relies on it."""
+    follows what a decoder may see; where rows bring vectors along, `features` (B, K, d) float32. The model must use no
+    cache (`config.use_cache` false): packing relies on it."""
     labels: Tensor
     """(B, T) int64 aligned with `input_ids`, −100 where unsupervised (always at the first token of a causal sample), or
     with `decoder_input_ids`; or the classes, (B,) int64; or float32: 0 and 1 of C classes (B, C), or standardised
@@ -64,6 +65,7 @@ class _Store:
         self.ids, self.starts, self.lengths = _part(columns, "input_ids")
         self.segments = columns.ragged("segments")
         self.words = columns.ragged("words")
+        self.features = columns.features()
         self.answers = None if columns.ragged("decoder_ids") is None else _Answers(columns)
         counts = columns.column("supervised")
         self.counts = np.empty(0, dtype=np.int32) if counts is None else counts
@@ -130,6 +132,9 @@ class _Store:
         if self.segments is not None:
             inputs["token_type_ids"] = torch.from_numpy(segments)
         flat = [i for row in rows for i in row]
+        if self.features is not None:
+            values, places = self.features
+            inputs["features"] = torch.from_numpy(values[places[flat]])
         if self.answers is not None:
             decoder, labels = self.answers.collate(flat, pad_id)
             inputs["decoder_input_ids"] = torch.from_numpy(decoder)
@@ -243,7 +248,8 @@ class Batches:
         if len(empty):
             raise UserError(f"{examples[int(empty[0])].where}: this sample has no supervised token")
         assert mixture is None or sum(mixture.sizes) == len(examples)
-        self.samples: Epochs | Mixed = Epochs(len(self), seed) if mixture is None else Mixed(mixture, seed)
+        self.samples: Epochs | Mixed
+        self.samples = Epochs(len(self), seed) if mixture is None else Mixed(mixture, seed, self._store.work)
         """The stream of samples that rows are made of."""
         self._window = 0
         if group is not None:

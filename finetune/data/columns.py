@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
@@ -27,7 +28,7 @@ from .encoding import IGNORE, Example
 _RAGGED = ("input_ids", "labels", "segments", "decoder_ids", "prompt", "words")
 _TEXTS = ("id", "answer", "where")
 _NUMBERS = ("bytes", "gold", "stop")
-_KNOWN = {*_RAGGED, *_TEXTS, *_NUMBERS, "choices", "units"}
+_KNOWN = {*_RAGGED, *_TEXTS, *_NUMBERS, "choices", "units", "features"}
 _NONE = np.iinfo(np.int64).min
 _SUFFIX = ".npy"
 
@@ -71,6 +72,7 @@ class ExampleWriter:
         self._put("supervised", np.array(counts, dtype=np.int32))
         self._put_choices([example.choices for example in examples])
         self._put_units([example.units for example in examples])
+        self._put_features([example.features for example in examples])
         self.rows += len(examples)
 
     def close(self) -> Examples:
@@ -141,6 +143,15 @@ class ExampleWriter:
                 self._sink("unit", np.uint8).add(np.frombuffer(text, dtype=np.uint8))
         numbers = [-1 if units is None else self._units[units] for units in given]
         self._put("units", np.array(numbers, dtype=np.int32), absent=-1)
+
+    def _put_features(self, given: Sequence[Any]) -> None:
+        """Vectors end to end, and once how many a row has; either all rows have as many, or none has any."""
+        if given[0] is None:
+            assert "features" not in self._sinks and all(vectors is None for vectors in given)
+            return
+        if not self.rows:
+            self._sink("features.vectors", np.int32).add(np.array([len(given[0])], dtype=np.int32))
+        self._sink("features", np.float32).add(np.array(given, dtype=np.float32).ravel())
 
     def _put_choices(self, given: Sequence[tuple[tuple[int, ...], ...] | None]) -> None:
         """Rows point into a table of distinct sets of choices, which has one row a choice."""
@@ -231,6 +242,8 @@ class _Table:
         self.columns, self.rows, self.paths = columns, rows, paths
         if "classes" in columns:
             columns["classes"] = columns["classes"].reshape(rows, -1)
+        if "features" in columns:
+            columns["features"] = columns["features"].reshape(rows, int(columns["features.vectors"][0]), -1)
         self.ragged = {
             name: _Ragged(columns[name], columns[f"{name}.length"]) for name in (*_RAGGED, *_TEXTS) if name in columns
         }
@@ -265,6 +278,11 @@ class _Table:
     def units_of(self, i: int) -> Units | None:
         number = int(self.columns["units"][i]) if "units" in self.columns else -1
         return None if number < 0 else self.units[number]
+
+    def features_of(self, i: int) -> tuple[array[float], ...] | None:
+        if "features" not in self.columns:
+            return None
+        return tuple(array("f", vector.tobytes()) for vector in self.columns["features"][i])
 
     def labels(self, i: int) -> Any:
         for name in ("class", "target"):
@@ -306,6 +324,7 @@ class _Table:
             stop=self.number("stop", i),
             words=self.list_of("words", i),
             units=self.units_of(i),
+            features=self.features_of(i),
         )
 
 
@@ -371,6 +390,14 @@ class Examples(Sequence[Example]):
         units = [*self._table.units, Units(0.0)]  # the last for rows without
         offset, scale = (np.array([getattr(one, name) for one in units])[numbers] for name in ("offset", "scale"))
         return (targets - offset) / scale
+
+    def features(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Vectors of all rows of the table (R, K, d) float32, and the row of each example (N,); None if there are
+        none."""
+        values = self._table.columns.get("features")
+        if values is None:
+            return None
+        return values, np.arange(self._table.rows) if self._index is None else self._index
 
     def ragged(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Of a list per example: all lists end to end, and where each begins and how long it is, (N,)."""

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..config import ByExample, Chat, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
+from ..config import ByExample, Chat, Completion, LanguageModel, MaskedLM, Projector, Regress, Seq2Seq, Task
 from ..errors import UserError
 from ..units import Units
 from .example import IGNORE as IGNORE
@@ -41,6 +41,7 @@ from .masking import SPECIAL, Masking
 from .rows import Row, missing_column
 from .specials import Specials
 from .template import Template, fit_completion, longest_first
+from .vectors import with_features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,6 +121,7 @@ def encode(
     truncation: Literal["left", "right"] | None = None,
     overlong: Literal["drop", "refuse"] | None = None,
     units: Units | None = None,
+    features: Projector | None = None,
 ) -> Encoded:
     """Encode `rows` for `task` in rows of at most `max_length` tokens.
 
@@ -131,6 +133,7 @@ def encode(
         truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
         overlong: longer samples are truncated (None), left out, or refused.
         units: how training is to see the targets of a regression; None: as they are.
+        features: which vectors each row brings along, for language-model and completion; a row without them is bad.
     Raises:
         UserError: a label outside the classes, a column that a template needs, a row with nothing to supervise (unless
             skipped), a `max_length` that leaves no room, a longer sample (if refused).
@@ -160,7 +163,7 @@ def encode(
     rest = LeftOut(bad_rows, overlong, max_length)
     if isinstance(task, ByExample):
         return _encode_wholes(rows, task, maker, label_names, rest, units)
-    return _encode_texts(rows, task, maker, label_names, rest)
+    return _encode_texts(rows, task, maker, label_names, rest, features)
 
 
 @dataclass
@@ -198,6 +201,7 @@ def _encode_texts(
     maker: _Maker,
     label_names: Sequence[str] | None,
     rest: LeftOut,
+    features: Projector | None,
 ) -> Encoded:
     names = None
     if isinstance(task, Completion) and task.score == "rank":
@@ -218,6 +222,8 @@ def _encode_texts(
         else:
             made = maker.documents(chunk)
         for row, (example, cut) in zip(chunk, made, strict=True):
+            if features is not None and not isinstance(example, str):
+                example = with_features(example, row, features)
             if isinstance(example, str):
                 rest.bad(row, example)
             elif not (cut and rest.long(row)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from ..units import Units
@@ -40,6 +41,8 @@ class Example:
     """Number of the word of each token, −1 for special ones, which are never hidden (masked-lm)."""
     units: Units | None = None
     """How training sees its target (regress)."""
+    features: tuple[array[float], ...] | None = None
+    """K vectors of d float32 numbers that the row brings along (`adapter.projector`)."""
 
 
 @dataclass(frozen=True)

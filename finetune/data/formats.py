@@ -270,7 +270,11 @@ def _datasets(path: Path) -> Iterator[Record]:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{name}: this hub data set cannot be opened ({first})") from error
     else:
-        rows = datasets.load_from_disk(name)
+        try:
+            rows = datasets.load_from_disk(name)
+        except Exception as error:  # a part that is missing or cut short, each in a kind of its own
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{name}: this saved data set cannot be read ({first}); save it again") from error
     if isinstance(rows, dict):
         raise UserError(f"{name} has several splits; name one: {', '.join(_split_names(name, rows))}")
     stream = iter(rows)

@@ -9,24 +9,24 @@ which no rule can better. (To take the source that lags most behind, as is commo
 reached by giving the j-th sample of source i (j = 0, 1, …) a first place, where it is not too early (n w_i − j ≥
 1/(2k − 2)), and a last one, before it is late, and by serving the earliest deadline first. Everything is computed in
 whole numbers, so it is the same on every machine; the sequence repeats as soon as all n w_i are whole.
+
+Shares of tokens instead of samples are of `finetune.data.token_shares`.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from ..errors import UserError
 from ..seeds import numpy_generator
-
-_BLOCK = 1 << 12
-"""Places between two counts that are kept."""
+from .token_shares import TokenProportions
+from .turns import Turns, whole_parts
 
 
 class Proportions:
@@ -35,23 +35,14 @@ class Proportions:
     def __init__(self, weights: Sequence[float]) -> None:
         """
         Arguments:
-            weights: ≥ 0, in any unit; taken as they are written in decimals, so 0.1 is one tenth.
+            weights: ≥ 0, in any unit.
         Raises:
-            UserError: a negative weight or one that is no number, or none above zero.
+            UserError: as `whole_parts`.
         """
-        if not all(0 <= weight < math.inf for weight in weights):
-            raise UserError(f"data.train.sources: weights must be numbers ≥ 0, got {', '.join(map(str, weights))}")
-        if not any(weights):
-            raise UserError("data.train.sources: the weights sum to 0, so there is nothing to train on")
-        exact = [Fraction(repr(weight)) for weight in weights]
-        unit = Fraction(1, math.lcm(*(weight.denominator for weight in exact)))
-        whole = [int(weight / unit) for weight in exact]
-        common = math.gcd(*whole)
-        self.parts = [weight // common for weight in whole]
+        self.parts = whole_parts(weights)
         """Samples of each source in a period."""
         self.period = sum(self.parts)
-        self._places = array("i")
-        self._blocks = [np.zeros(len(weights), dtype=np.int64)]  # counts before every _BLOCK-th place
+        self._turns = Turns(len(weights))
         self._served = [0] * len(weights)
         self._ready: list[tuple[int, int]] = []
         self._waiting = [(self._release(i, 0), i) for i, part in enumerate(self.parts) if part]
@@ -67,21 +58,13 @@ class Proportions:
         if stop <= first:
             return np.empty(0, dtype=np.int64)
         self._extend(min(stop, self.period))
-        made = np.frombuffer(self._places, dtype=np.intc)
-        return made[np.arange(first, stop) % self.period].astype(np.int64)
+        return self._turns.at(np.arange(first, stop) % self.period)
 
     def counts(self, n: int) -> np.ndarray:
         """c_i(n): how many of the first n samples come from each source, (k,) int64."""
         rounds, place = divmod(n, self.period)
         self._extend(place)
-        block = place // _BLOCK
-        while len(self._blocks) <= block:
-            begin = (len(self._blocks) - 1) * _BLOCK
-            self._blocks.append(self._blocks[-1] + self._counted(begin, begin + _BLOCK))
-        return self._blocks[block] + self._counted(block * _BLOCK, place) + rounds * np.array(self.parts)
-
-    def _counted(self, first: int, stop: int) -> np.ndarray:
-        return np.bincount(np.array(self._places[first:stop], dtype=np.int64), minlength=len(self.parts))
+        return self._turns.counts(place) + rounds * np.array(self.parts)
 
     @property
     def _slack(self) -> int:
@@ -99,12 +82,12 @@ class Proportions:
         return self.period * ((sample + 1) * slack - 1) // (self.parts[source] * slack)
 
     def _extend(self, stop: int) -> None:
-        for n in range(len(self._places) + 1, stop + 1):
+        for n in range(len(self._turns) + 1, stop + 1):
             while self._waiting and self._waiting[0][0] <= n:
                 _, source = heapq.heappop(self._waiting)
                 heapq.heappush(self._ready, (self._deadline(source, self._served[source]), source))
             _, source = heapq.heappop(self._ready)
-            self._places.append(source)
+            self._turns.append(source)
             self._served[source] += 1
             heapq.heappush(self._waiting, (self._release(source, self._served[source]), source))
 
@@ -153,20 +136,37 @@ class Mixture:
     """Examples of each source, at least one."""
     strict: frozenset[str] = frozenset()
     """Sources that may not begin again (`when_over: refuse`)."""
+    weigh: Literal["rows", "tokens"] = "rows"
+    """What the weights are shares of: samples, or their tokens."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError: a source without an example."""
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if size < 1:
+                raise UserError(f"data.train.sources.{name} has no usable row; give it rows, or weight 0")
 
 
 class Mixed:
     """The samples of a mixture without end. Epochs are those of each source."""
 
-    def __init__(self, mixture: Mixture, seed: int) -> None:
-        """Raises UserError for weights that are none, and for a source without a sample."""
-        for name, size in zip(mixture.names, mixture.sizes, strict=True):
-            if size < 1:
-                raise UserError(f"data.train.sources.{name} has no usable row; give it rows, or weight 0")
+    def __init__(self, mixture: Mixture, seed: int, lengths: np.ndarray | None = None) -> None:
+        """
+        Arguments:
+            lengths: tokens of each example, (N,), where those are weighed.
+        Raises:
+            UserError: weights that are none.
+        """
         self.mixture = mixture
-        self._proportions = Proportions(mixture.weights)
         self._sources = [Epochs(size, seed, name) for name, size in zip(mixture.names, mixture.sizes, strict=True)]
         self._starts = np.concatenate([[0], np.cumsum(mixture.sizes)])
+        self._proportions: Proportions | TokenProportions = Proportions(mixture.weights)
+        self._means = [1.0] * len(mixture.sizes)
+        if mixture.weigh == "tokens":
+            assert lengths is not None
+            parts = np.split(lengths, self._starts[1:-1])
+            self._means = [float(part.mean()) for part in parts]
+            ordered = [partial(_ordered, part, source) for part, source in zip(parts, self._sources, strict=True)]
+            self._proportions = TokenProportions(mixture.weights, ordered)
 
     def draw(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """As `Epochs.draw`, over the examples of all sources."""
@@ -187,10 +187,16 @@ class Mixed:
 
     @property
     def shares(self) -> list[float]:
-        """Each source's share of the samples."""
-        return self._proportions.shares
+        """Each source's share of the samples; where tokens are weighed, on average."""
+        rates = [share / mean for share, mean in zip(self._proportions.shares, self._means, strict=True)]
+        return [rate / sum(rates) for rate in rates]
 
     @property
     def around(self) -> float:
-        """After how many samples the first source begins again."""
+        """After how many samples the first source begins again; where tokens are weighed, on average."""
         return min(size / share for size, share in zip(self.mixture.sizes, self.shares, strict=True) if share)
+
+
+def _ordered(lengths: np.ndarray, source: Epochs, e: int) -> np.ndarray:
+    """Tokens of each sample of a source's epoch e, in its order."""
+    return np.asarray(lengths[source.order(e)])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..data.encoding import IGNORE, Example
 from ..errors import UserError
-from .mode import forward_precision
 from .share import ALONE, Share
+from .writing import lacking_room, written
+
+if TYPE_CHECKING:
+    import torch
 
 
-@torch.no_grad()
 def generate_answers(
     model: Any,
     tokenizer: Any,
@@ -33,9 +31,8 @@ def generate_answers(
 
     The prompt is what precedes the first supervised token, unless the example has one of its own.
 
-    Prompts are padded on the left, so that every answer follows its prompt directly; an encoder's are its whole input,
-    padded on the right, and answers follow the decoder's start token. The cache is used; nothing is drawn. An answer
-    ends at the end-of-sequence token, at any example's `stop`, or after `max_new_tokens`.
+    An encoder's prompt is its whole input, and its answer follows the decoder's start token. Nothing is drawn. An
+    answer ends at the end-of-sequence token, at any example's `stop`, or after `max_new_tokens`.
 
     Raises:
         UserError: prompt and answer do not fit the backbone's positions.
@@ -65,19 +62,11 @@ def generate_answers(
         min_length=0,
     )
     answers: dict[int, str] = {}
-    more = {"synced_gpus": True} if share.lockstep else {}
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for batch in batched(order, batch_size):
-        index, counts = share.mine(batch)
-        ids, mask = padded([prompts[i] for i in index], pad_id, left=start is None)
-        with forward_precision(device, autocast_dtype):
-            out = model.generate(
-                input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config, **more
-            )
-        said = out[:, ids.shape[1] if start is None else 1 :]
+    for places, said in written(
+        model, prompts, config, batch_size=batch_size, device=device, autocast_dtype=autocast_dtype, share=share
+    ):
         texts = tokenizer.batch_decode(said.cpu(), skip_special_tokens=True)
-        if counts:
-            answers |= {i: text.strip() for i, text in zip(index, texts, strict=True)}
+        answers |= {i: text.strip() for i, text in zip(places, texts, strict=True)}
     answers = share.union(answers)
     return [answers[i] for i in range(len(examples))]
 
@@ -101,30 +90,10 @@ def _check_room(model: Any, examples: Sequence[Example], prompts: list[list[int]
     if max_new_tokens < 1:
         raise UserError(f"task.max_new_tokens: {max_new_tokens} leaves no answer; give at least 1")
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-    limit = getattr(model.config, "max_position_embeddings", None)
-    apart = examples[longest].decoder_ids is not None  # encoder and decoder count their own positions
-    together = max(len(prompts[longest]), 1 + max_new_tokens) if apart else len(prompts[longest]) + max_new_tokens
-    if limit is not None and together > limit:
+    apart = examples[longest].decoder_ids is not None
+    room = lacking_room(model, prompts[longest], max_new_tokens, apart=apart)
+    if room is not None:
         raise UserError(
             f"{examples[longest].where}: a prompt of {len(prompts[longest])} tokens and task.max_new_tokens "
-            f"{max_new_tokens} do not fit the backbone's {limit} positions; lower train.max_length or max_new_tokens"
+            f"{max_new_tokens} do not fit {room}; lower train.max_length or max_new_tokens"
         )
-
-
-def batched(items: list[int], size: int) -> Iterator[list[int]]:
-    """Lists of at most `size` items, in order."""
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, size)):
-        yield batch
-
-
-def padded(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    """Token ids (B, T) of rows of any length, padded on one side, and their mask (1: real), both int64."""
-    width = max(map(len, rows))
-    ids = torch.full((len(rows), width), pad_id)
-    mask = torch.zeros_like(ids)
-    for r, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[r, place] = torch.tensor(row)
-        mask[r, place] = 1
-    return ids, mask

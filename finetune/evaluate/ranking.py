@@ -19,10 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from ..data.encoding import IGNORE, Example
-from .generate import batched, padded, prompt_of
+from .generate import prompt_of
 from .mode import forward_precision
 from .perplexity import document_nats
 from .share import ALONE, Share
+from .writing import batched, padded
+
+_VECTORS = 1 << 26
+"""Bytes of vectors (`adapter.projector`) that rows hold at once: 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ def rank_choices(
 
 def _can_share(model: Any, examples: Sequence[Example], how: _How) -> bool:
     """Whether both ways agree on the shortest and the longest item together (so that padding is in play)."""
-    if any(not prompt_of(example) for example in examples):
-        return False
+    if any(not prompt_of(example) or example.features is not None for example in examples):
+        return False  # no prompt to share, or one that begins with vectors
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     probe = [by_length[0], by_length[-1]]
     apart = _separately(model, probe, replace(how, share=replace(how.share, index=0, width=1, add=ALONE.add)))
@@ -77,13 +81,23 @@ def _can_share(model: Any, examples: Sequence[Example], how: _How) -> bool:
 
 
 def _separately(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
+    """Every (prompt, choice) pair as a row of its own; where each has a copy of vectors, some examples at a time."""
+    size, first = len(examples), examples[0]
+    if first.features is not None:
+        each = sum(len(vector) * vector.itemsize for vector in first.features)
+        size = max(1, _VECTORS // (each * len(first.choices or ())))
+    return np.concatenate([_apart(model, examples[i : i + size], how) for i in range(0, len(examples), size)])
+
+
+def _apart(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
     rows = []
     for example in examples:
         prompt = prompt_of(example)
         for choice in example.choices or ():
             context = prompt or list(choice[:1])  # nothing predicts the first token of a row without prompt
             rest = list(choice) if prompt else list(choice[1:])
-            rows.append(Example([*context, *rest], [IGNORE] * len(context) + rest, example.id, example.where))
+            labels = [IGNORE] * len(context) + rest
+            rows.append(Example([*context, *rest], labels, example.id, example.where, features=example.features))
     nats, _ = document_nats(
         model,
         rows,

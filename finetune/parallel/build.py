@@ -56,6 +56,7 @@ def build_engine(
             label_names=label_names,
             precision=train.precision,
             quantization=train.quantization,
+            dropout=train.backbone_dropout,
             device=world.device,
         )
         whole = attach_adapter(
@@ -133,7 +134,9 @@ def _on_mesh(
     from .weights import load_weights, materialize
 
     def whole() -> Any:
-        skeleton = build_skeleton(backbone, task=task, label_names=label_names, precision=train.precision)
+        skeleton = build_skeleton(
+            backbone, task=task, label_names=label_names, precision=train.precision, dropout=train.backbone_dropout
+        )
         return attach_on_meta(skeleton, adapter, task=task, dtype=_adapter_dtype(train))
 
     model = whole()

@@ -51,6 +51,8 @@ class Backbone:
     """Elements of the adapter."""
     inputs: int
     """Input channels of all adapted layers of a block."""
+    below: int
+    """Blocks under the lowest that is adapted."""
 
     @classmethod
     def read(cls, directory: Path, adapter: Adapter) -> Backbone:
@@ -62,7 +64,7 @@ class Backbone:
         config = _config(directory / "config.json")
         shapes = _shapes(directory)
         blocks: dict[tuple[str | None, int], int] = {}
-        ends, trained, inputs, gated = [], 0, 0, False
+        ends, trained, inputs, gated, adapted = [], 0, 0, False, set()
         for name, shape in shapes.items():
             place = _BLOCK.match(name)
             if place is None:
@@ -77,6 +79,7 @@ class Backbone:
                 rank = by_pattern(adapter.ranks, name.removesuffix(".weight"), adapter.rank)
                 trained += rank * sum(shape) + (shape[0] if adapter.dora else 0)
                 inputs += shape[1]
+                adapted.add(key[1])
         if not blocks:
             raise UserError(f"{directory}: its weight files show no blocks, so mesh.auto cannot tell what fits")
         hidden = _first(config, "hidden_size", "n_embd", "d_model")
@@ -93,6 +96,7 @@ class Backbone:
             ends=tuple(sorted(ends, reverse=True)),
             adapter=trained,
             inputs=inputs // len(blocks),
+            below=min(adapted, default=0),
         )
 
     @property

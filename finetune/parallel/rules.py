@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..config import Adapter, ByExample, Classify, MaskedLM, Mesh, Optimizer, Regress, Seq2Seq, Task, Train
+from ..config import (
+    Adapter,
+    ByExample,
+    Classify,
+    Completion,
+    LanguageModel,
+    MaskedLM,
+    Mesh,
+    Optimizer,
+    Regress,
+    Seq2Seq,
+    Task,
+    Train,
+)
 from ..errors import UserError
 
 
@@ -160,6 +173,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "adapter.soft_tokens", REQUIRES, "task.pack: false", "samples in one row would share them",
         "set task.pack: false", lambda s: s.adapter.soft_tokens is not None and bool(getattr(s.task, "pack", False)),
+    ),
+    Rule(
+        "adapter.soft_tokens", REQUIRES, "task.kind: language-model or completion",
+        "they come before a text that a decoder goes on with", "train LoRA for other tasks",
+        lambda s: s.adapter.soft_tokens is not None and not isinstance(s.task, LanguageModel | Completion),
+    ),
+    Rule(
+        "adapter.soft_tokens", INCOMPATIBLE, "task.score: generate", "rows behind them are judged by likelihood",
+        "take perplexity or rank",
+        lambda s: s.adapter.soft_tokens is not None and isinstance(s.task, Completion) and s.task.score == "generate",
+    ),
+    Rule(
+        "adapter.soft_tokens", INCOMPATIBLE, "optimizer.lora_plus", "there are no factors to speed up", "leave it out",
+        lambda s: s.adapter.soft_tokens is not None and s.optimizer.lora_plus is not None,
+    ),
+    Rule(
+        "adapter.projector", INCOMPATIBLE, "train.quantization", "features before packed weights have not been tested",
+        "leave one of them out", lambda s: s.adapter.projector is not None and s.train.quantization is not None,
     ),
     Rule(
         "adapter.bias, adapter.train_whole, adapter.experts", REQUIRES, "one rank",

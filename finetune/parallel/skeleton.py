@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..backbone import Precision, auto_class, finish, quiet_transformers, refusal, resolve_backbone
+from ..backbone import (
+    Precision,
+    auto_class,
+    check_dropout,
+    configured,
+    finish,
+    quiet_transformers,
+    refusal,
+    resolve_backbone,
+)
 from ..config import Task
 from ..errors import UserError
 from .keys import Checkpoint
@@ -31,6 +40,7 @@ def build_skeleton(
     num_labels: int | None = None,
     label_names: Sequence[str] | None = None,
     precision: Precision = "fp32",
+    dropout: float | None = None,
 ) -> PreTrainedModel:
     """The frozen backbone for `task` with parameters on meta; arguments as `load_backbone`.
 
@@ -43,10 +53,11 @@ def build_skeleton(
     directory = resolve_backbone(name)
     auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
     where = f"backbone {str(name)!r}"
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     try:
-        model: Any = empty_model(
-            auto, directory, dtype=torch.bfloat16 if precision == "bf16" else torch.float32, **options
-        )
+        model: Any = empty_model(auto, directory, dtype=dtype, dropout=dropout, **options)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise refusal(error, task, where) from error
     if getattr(model.config, "quantization_config", None) is not None:
@@ -54,6 +65,7 @@ def build_skeleton(
             f"{where} is quantised already, and neither a mesh nor train.quantization begins with that; take the "
             "unquantised one, or one device and no train.quantization"
         )
+    check_dropout(model, dropout, where)
     checkpoint = Checkpoint.of(model, directory)
     if checkpoint.mismatched and not options:
         odd = checkpoint.mismatched[0]
@@ -68,17 +80,20 @@ def build_skeleton(
     return model
 
 
-def empty_model(auto: Any, directory: Path, *, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def empty_model(
+    auto: Any, directory: Path, *, dtype: torch.dtype, dropout: float | None = None, **options: Any
+) -> PreTrainedModel:
     """The model of transformers' class `auto` for `directory` in evaluation mode, parameters on meta, weights tied.
 
     Args:
+        dropout: as in `load_backbone`.
         options: settings of the config that differ from config.json.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **options)
+        config = configured(directory, options, dropout=dropout)
         with init_empty_weights(include_buffers=False):
             model: Any = auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
         model.tie_weights()

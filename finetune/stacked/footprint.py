@@ -7,7 +7,7 @@ the libraries, and short-lived temporaries except the slice of logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,16 +54,19 @@ def stack_plan(host: Host, shapes: Sequence[tuple[int, int]], *, train: Train) -
     """The plan of a stack that is laid out and entered, for micro-batches of `shapes` (rows, tokens), seat by seat.
 
     train: has the cells' precision. Activations are measured as in `finetune.memory`: short rows go forward while the
-    tensors that autograd saves are summed, at two lengths, for every pass that these micro-batches would make.
+    tensors that autograd saves are summed, at two lengths, for every pass that these micro-batches would make; cells
+    whose adapters leave blocks below them alone are taken to see the same rows, which makes the longest passes.
     """
     cells = sum(p.nbytes for seat in host.seats for p in seat.engine.parameters.values())
     frozen = {p.data_ptr(): p.nbytes for p in (*host.backbone.parameters(), *host.backbone.buffers())}
     kept = {}
-    for chosen in split(shapes, device=host.backbone.device.type):
+    plain = _has_plain_head(host, train)
+    shared = host.shared(plain=plain)
+    for chosen in split(shapes, device=host.backbone.device.type, same=[0] * len(shapes), shared=shared):
         seats = sorted(chosen, key=host.order)
         kind = tuple((host.seats[seat].shape, shapes[seat]) for seat in seats)
         if kind not in kept:
-            kept[kind] = _kept(host, seats, shapes, train)
+            kept[kind] = _kept(host, seats, shapes, train, plain)
     return StackPlan(
         backbone=sum(frozen.values()),
         adapters=cells,
@@ -73,28 +76,33 @@ def stack_plan(host: Host, shapes: Sequence[tuple[int, int]], *, train: Train) -
     )
 
 
-def _kept(host: Host, seats: Sequence[int], shapes: Sequence[tuple[int, int]], train: Train) -> int:
+def _kept(host: Host, seats: Sequence[int], shapes: Sequence[tuple[int, int]], train: Train, plain: bool) -> int:
     """Bytes that one pass keeps for its backward pass."""
     width = max(shapes[seat][1] for seat in seats)
-    short, long = (_saved_bytes(host, {seat: shapes[seat][0] for seat in seats}, tokens, train) for tokens in _PROBE)
+
+    def saved(tokens: int) -> int:
+        micros = {seat: _micro(host, shapes[seat][0], tokens) for seat in seats}
+        with autocast(train, host.backbone.device):
+            return saved_bytes(host.backbone, lambda: host.forward(seats, micros, plain=plain)[0])
+
+    short, long = (saved(tokens) for tokens in _PROBE)
     return round(short + (long - short) / (_PROBE[1] - _PROBE[0]) * (width - _PROBE[0]))
 
 
-def _saved_bytes(host: Host, rows: Mapping[int, int], tokens: int, train: Train) -> int:
-    """Bytes of the storages that autograd keeps for `rows` of each seat, `tokens` long, parameters apart."""
-    device = host.backbone.device
-    micros = {}
-    for seat, count in rows.items():
-        ids = torch.zeros(count, tokens, dtype=torch.long)
-        labels = _whole_labels(host, count) if isinstance(host.task, ByExample) else ids
-        # two samples a row where they are packed: attention then keeps what a mask makes it keep
-        halves = {"position_ids": torch.arange(tokens).remainder(tokens // 2).expand(count, -1)}
-        told = halves if getattr(host.task, "pack", False) else {"attention_mask": torch.ones_like(ids)}
-        micros[seat] = MicroBatch({"input_ids": ids, **told}, labels, 1, count, ())
-    first = host.seats[next(iter(rows))].engine
-    head = first.find_head(next(iter(micros.values())).to(device).inputs, task=host.task)
-    with autocast(train, device):
-        return saved_bytes(host.backbone, lambda: host.forward(list(rows), micros, plain=head is not None)[0])
+def _has_plain_head(host: Host, train: Train) -> bool:
+    inputs = _micro(host, 1, _PROBE[0]).to(host.backbone.device).inputs
+    with autocast(train, host.backbone.device):
+        return host.seats[0].engine.find_head(inputs, task=host.task) is not None
+
+
+def _micro(host: Host, rows: int, tokens: int) -> MicroBatch:
+    """Rows of one token over and over."""
+    ids = torch.zeros(rows, tokens, dtype=torch.long)
+    labels = _whole_labels(host, rows) if isinstance(host.task, ByExample) else ids
+    # two samples a row where they are packed: attention then keeps what a mask makes it keep
+    halves = {"position_ids": torch.arange(tokens).remainder(tokens // 2).expand(rows, -1)}
+    told = halves if getattr(host.task, "pack", False) else {"attention_mask": torch.ones_like(ids)}
+    return MicroBatch({"input_ids": ids, **told}, labels, 1, rows, ())
 
 
 def _whole_labels(host: Host, count: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..loss import Head, aligned, example_losses, linear_cross_entropies
 from ..numerics import uses_dropout
 from ..parallel.engine import Engine
 from ..parallel.layout import canonical
+from .frozen import Distinct, blocks_below, once_a_row
 from .group import Group, Run
 from .linear import HeadPart, Noise, Part, StackedLinear, StackedLora
 from .passes import join, split
@@ -75,6 +76,8 @@ class Pass:
     """Whether the cells of each run have noise."""
     rows: int
     width: int
+    distinct: Distinct | None
+    """Which rows are the same; None where none are, or no block could make use of it."""
 
 
 class Host:
@@ -97,11 +100,14 @@ class Host:
         if any(engine.parameters.keys() != names for engine in engines):
             raise NotStackable("the cells adapt different layers of the backbone")
         if any(uses_dropout(engine.model) for engine in engines):
-            raise NotStackable("the backbone draws dropout masks, which are each cell's own")
+            raise NotStackable(
+                "the backbone draws dropout masks, which are each cell's own; set train.backbone_dropout: 0"
+            )
         self._lora = [name.removesuffix(_A) for name in names if name.endswith(_A)]
         rest = {name for name in names if not name.endswith((_A, _B))}
         self._heads = {owner: {n for n in rest if n.rpartition(".")[0] == owner} for owner in _owners(rest)}
         self._check_modules()
+        self._below, self._shared = blocks_below(backbone, [*self._lora, *self._heads])
         self.seats: list[Seat] = self._seats(engines)
         self._anchor = torch.zeros((), device=backbone.device, requires_grad=True)
         self._pass: Pass | None = None
@@ -139,6 +145,11 @@ class Host:
                 module = self.backbone.get_submodule(name)
                 vars(module)["forward"] = make(name, module)
                 self._swapped.append(module)
+        for block in self._below:
+            vars(block)["forward"] = once_a_row(
+                block, lambda: self._pass.distinct if self._pass else None, refused=self._share_nothing
+            )
+            self._swapped.append(block)
         return self
 
     def __exit__(
@@ -204,7 +215,10 @@ class Host:
             micros = {seat: work.micros[index] for seat, work in asked.items() if index < len(work.micros)}
             places = list(micros)
             shapes = [tuple(micros[seat].inputs["input_ids"].shape) for seat in places]
-            for chosen in split(shapes, device=device.type):  # type: ignore[arg-type]
+            shared = self.shared(plain=all(asked[seat].head is not None for seat in places))
+            same = _alike(list(micros.values())) if shared else None
+            passes = split(shapes, device=device.type, same=same, shared=shared)  # type: ignore[arg-type]
+            for chosen in passes:
                 seats = sorted((places[i] for i in chosen), key=self.order)
                 found, more = self._together(seats, micros, asked, index)
                 for seat in seats:
@@ -214,6 +228,16 @@ class Host:
             self.seats[seat].group.hand_out(self.seats[seat].place, self.seats[seat].engine, names)
             asked[seat].engine.beat()
         return losses
+
+    def shared(self, *, plain: bool) -> float:
+        """The share of a token's cost that the cells of a pass pay once for the same rows.
+
+        plain: as in `forward`. Where the logits of all tokens are held, passes may not be longer for it.
+        """
+        return self._shared if plain or isinstance(self.task, ByExample) else 0.0
+
+    def _share_nothing(self) -> None:
+        self._shared = 0.0
 
     def order(self, seat: int) -> tuple[int, int]:
         """Neighbours in a group come after one another."""
@@ -246,13 +270,22 @@ class Host:
         inputs, labels = join(batch, pad_id=self.pad_id)
         owner = torch.repeat_interleave(torch.tensor([len(micro.inputs["input_ids"]) for micro in batch])).to(device)
         head = Head(self.backbone.get_output_embeddings()) if plain else None
-        self._pass = now = self._runs(seats, micros, adds=adds, width=inputs["input_ids"].shape[1])
+        distinct = Distinct.of(inputs) if self._shared and len(seats) > 1 else None
+        self._pass = now = self._runs(seats, micros, adds=adds, width=inputs["input_ids"].shape[1], distinct=distinct)
         try:
             return self._sums(inputs, labels, owner, len(seats), head), now
         finally:
             self._pass = None
 
-    def _runs(self, seats: Sequence[int], micros: Mapping[int, MicroBatch], *, adds: bool, width: int) -> Pass:
+    def _runs(
+        self,
+        seats: Sequence[int],
+        micros: Mapping[int, MicroBatch],
+        *,
+        adds: bool,
+        width: int,
+        distinct: Distinct | None,
+    ) -> Pass:
         """`seats` cut into runs of neighbours with equal rows and scale and the same noise."""
         runs: list[Run] = []
         members: list[list[int]] = []
@@ -271,7 +304,7 @@ class Host:
                 members.append([seat])
                 kinds.append(kind)
             start = stop
-        return Pass(runs, members, [kind[2] is not None for kind in kinds], start, width)
+        return Pass(runs, members, [kind[2] is not None for kind in kinds], start, width, distinct)
 
     def _sums(self, inputs: dict[str, Tensor], labels: Tensor, owner: Tensor, cells: int, head: Head | None) -> Tensor:
         """Loss of each cell, summed over its supervised tokens or examples, float32 (cells,).
@@ -308,6 +341,13 @@ def _computed(x: Tensor) -> Tensor:
     """`x` in the dtype that autocast would compute in."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def _alike(micros: Sequence[MicroBatch]) -> list[int]:
+    """One number for micro-batches of the same rows."""
+    numbers: dict[tuple[bytes, ...], int] = {}
+    rows = [tuple(micro.inputs[name].numpy().tobytes() for name in sorted(micro.inputs)) for micro in micros]
+    return [numbers.setdefault(key, len(numbers)) for key in rows]
 
 
 def _owners(names: set[str]) -> list[str]:

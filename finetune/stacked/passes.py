@@ -19,25 +19,35 @@ TOKENS = {"cpu": 2048, "cuda": 1 << 16}
 """Tokens of one pass: enough that a product is worth its call, few enough that a CPU's caches hold what it makes."""
 _CALLS = {"cpu": 256, "cuda": 8192}
 """What a pass costs besides its tokens, in tokens: its calls."""
+_LONGEST = 8
+"""How many times `TOKENS` a pass may hold where most of its cost is shared."""
 
 
-def split(shapes: Sequence[tuple[int, int]], *, device: str) -> list[list[int]]:
+def split(
+    shapes: Sequence[tuple[int, int]], *, device: str, same: Sequence[int] | None = None, shared: float = 0.0
+) -> list[list[int]]:
     """Indices of micro-batches by pass, of least cost: tokens with padding, and `_CALLS` more for each pass.
 
     Neighbours in the order of width share a pass of at most `TOKENS` tokens; a larger micro-batch has one of its own.
 
     Args:
         shapes: (rows, width) of each micro-batch.
+        same: micro-batches of one number have the same rows.
+        shared: the share of a token's cost that is paid once for all of the same rows in a pass.
     """
     limit, calls = TOKENS.get(device, TOKENS["cuda"]), _CALLS.get(device, _CALLS["cuda"])
-    order = sorted(range(len(shapes)), key=lambda i: (-shapes[i][1], i))
+    kinds = range(len(shapes)) if same is None else same
+    order = sorted(range(len(shapes)), key=lambda i: (-shapes[i][1], kinds[i], i))
     best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first j in order, and where their last pass begins
     for j in range(1, len(order) + 1):
-        rows, found = 0, (math.inf, j - 1)
+        rows, distinct, found = 0, 0, (math.inf, j - 1)
         for i in range(j - 1, -1, -1):
             rows += shapes[order[i]][0]
-            tokens = rows * shapes[order[i]][1]  # the first is the widest
-            if tokens > limit and i < j - 1:
+            if i == j - 1 or kinds[order[i]] != kinds[order[i + 1]]:
+                distinct += shapes[order[i]][0]
+            width = shapes[order[i]][1]  # the first is the widest
+            tokens = ((1 - shared) * rows + shared * distinct) * width
+            if (tokens > limit or rows * width > _LONGEST * limit) and i < j - 1:
                 break
             found = min(found, (best[i][0] + calls + tokens, i))
         best.append(found)

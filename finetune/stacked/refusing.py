@@ -37,6 +37,8 @@ def refusal(task: Task, adapter: Adapter, train: Train, regularizer: Regularizer
             return f"adapter.{name}: stacked cells adapt the same layers, each cell at one rank"
     if adapter.dropout > 0:
         return "adapter.dropout: the masks are drawn by each cell in a forward pass of its own"
+    if train.backbone_dropout:
+        return "train.backbone_dropout: the masks are drawn by each cell in a forward pass of its own"
     if train.quantization is not None:
         return "train.quantization: the products with quantised weights are the library's own"
     if train.adapter_precision != "fp32":

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flatshift.cli import run
 from tests.killed_study import kill_and_go_on
 from tests.quality_study import make_study
 
 
+@pytest.mark.slow
 def test_a_killed_study_goes_on_and_keeps_its_cells(tmp_path: Path) -> None:
     recipe, out = make_study(tmp_path), tmp_path / "out"
     printed, _ = kill_and_go_on(recipe, out, "--targets", "bank", "--selectors", "gotd", cells=6)

@@ -183,7 +183,7 @@ LONG = SMALL | {"train.steps": 40, "train.eval_every": 0, "train.save_every": 7,
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, number: signal.Signals) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = ["train", "classify", *flags(LONG)]

@@ -34,8 +34,11 @@ def test_one_process_is_what_pytorch_and_peft_compute(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_two_and_four_ranks(tmp_path: Path) -> None:
-    subjects = tuple(Subject(model, "ggpo") for model in ("llama", "gpt2", "bert"))
+@pytest.mark.parametrize(
+    "models", [("llama",), pytest.param(("gpt2", "bert"), marks=pytest.mark.slow)], ids=lambda models: "+".join(models)
+)
+def test_two_and_four_ranks(tmp_path: Path, models: tuple[str, ...]) -> None:
+    subjects = tuple(Subject(model, "ggpo") for model in models)
     compare(tmp_path, subjects, "dp 2 (FSDP2)", "tp 2", "pp 2, 1f1b", "dp 2 × tp 2")
 
 

@@ -268,6 +268,7 @@ def test_two_ranks_equal_one_process() -> None:
     )
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_one_process() -> None:
     compare(
         {

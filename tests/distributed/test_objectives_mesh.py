@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed_ranks import run_ranks
+from tests.mesh_updates import few_updates
 from tests.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, several_rows
 
 STEPS = 3
@@ -26,10 +26,9 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
 def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients and figures of a few updates on `mesh`, and the saved head, on every rank."""
     from finetune.adapter import read_adapter
-    from finetune.config import Adapter, Classify, Evaluate, MaskedLM, Optimizer, Regress, Train
+    from finetune.config import Adapter, Classify, Evaluate, MaskedLM, Regress, Train
     from finetune.data import Batches, Masking, encode
     from finetune.evaluate import evaluate
-    from finetune.optimizer import AdapterOptimizer
     from finetune.parallel.build import build_engine
     from finetune.parallel.world import World
     from finetune.units import Units, fold_units
@@ -56,22 +55,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
         examples, task=task, batch_size=4, accumulate=2, seed=0, max_length=48, pad_id=0, share=engine.share,
         masking=Masking.of(task, tokenizer) if isinstance(task, MaskedLM) else None,
     )  # fmt: skip
-    settings = Optimizer(lr=1e-3, eps=1e-6)
-    optimizer = AdapterOptimizer(engine.parameters, settings)
-    head = engine.find_head(batches.at(0)[0].inputs, task=task)
-    engine.settle()
-    engine.model.train()
-    losses, first = [], {}
-    for step in range(STEPS):
-        loss = engine.forward_backward(
-            batches.at(step), batches.supervised(step), task=task, head=head, context=lambda i: contextlib.nullcontext()
-        )
-        losses.append(float(loss))
-        if step == 0:
-            gradients = {name: p.grad for name, p in engine.parameters.items()}
-            first = {name: grad.clone() for name, grad in engine.whole(gradients).items()}
-        engine.clip(settings.clip)
-        optimizer.step(settings.lr)
+    losses, first = few_updates(engine, batches, task, STEPS)
     fold_units(engine.parameters, units)
     found = evaluate(
         engine.judged, tokenizer, examples[:9], task=task, config=Evaluate(batch_size=4, bootstrap=5),

@@ -302,6 +302,7 @@ def test_two_stages() -> None:
     check([*schedules, *families, *more, *frozen], pp=2)
 
 
+@pytest.mark.slow
 def test_four_stages_and_odd_numbers_of_pieces() -> None:
     """Fewer pieces than stages, a number that interleaving does not take, three micro-batches, no virtual stages."""
     odd = [Case("llama", "1f1b", pieces=1, micros=1), Case("gpt2", "zbv", pieces=3, micros=3)]

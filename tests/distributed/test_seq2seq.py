@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ import torch
 
 from tests.data_models import text_rows, write_jsonl
 from tests.distributed_ranks import run_ranks
+from tests.mesh_updates import few_updates
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 STEPS = 4
@@ -29,10 +29,9 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def curve(source: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients, document surprise and greedy answers of a few updates on `mesh`, on every rank."""
-    from finetune.config import Adapter, Evaluate, Optimizer, Seq2Seq, Train
+    from finetune.config import Adapter, Evaluate, Seq2Seq, Train
     from finetune.data import Batches, encode
     from finetune.evaluate import evaluate, evaluating, generate_answers
-    from finetune.optimizer import AdapterOptimizer
     from finetune.parallel.build import build_engine
     from finetune.parallel.world import World
 
@@ -48,22 +47,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     batches = Batches(
         examples, task=task, batch_size=4, accumulate=2, seed=0, max_length=24, pad_id=0, share=engine.share
     )
-    settings = Optimizer(lr=1e-3, eps=1e-6)
-    optimizer = AdapterOptimizer(engine.parameters, settings)
-    head = engine.find_head(batches.at(0)[0].inputs, task=task)
-    engine.settle()
-    engine.model.train()
-    losses, first = [], {}
-    for step in range(STEPS):
-        loss = engine.forward_backward(
-            batches.at(step), batches.supervised(step), task=task, head=head, context=lambda i: contextlib.nullcontext()
-        )
-        losses.append(float(loss))
-        if step == 0:
-            gradients = {name: p.grad for name, p in engine.parameters.items()}
-            first = {name: grad.clone() for name, grad in engine.whole(gradients).items()}
-        engine.clip(settings.clip)
-        optimizer.step(settings.lr)
+    losses, first = few_updates(engine, batches, task, STEPS)
     some, judged, share = examples[:7], engine.judged, engine.evaluation
     figures = evaluate(judged, TOKENIZER, some, task=task, config=Evaluate(batch_size=3, bootstrap=10), share=share)
     with evaluating(judged):

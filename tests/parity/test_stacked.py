@@ -26,6 +26,7 @@ from tests.finetune_models import IGNORED, PadOnly, save_backbone
 
 LABELS = ("a", "b", "c")
 DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DRY_HEAD = DRY | {"summary_last_dropout": 0.0}
 
 
 @dataclass
@@ -45,6 +46,11 @@ class Made:
     eval_every: int = 0
     patience: int | None = None
     precision: str = "fp32"
+    targets: str | tuple[str, ...] = "all-linear"
+
+    @property
+    def adapter(self):
+        return Adapter(rank=self.rank, targets=self.targets)
 
     @property
     def train(self):
@@ -102,16 +108,14 @@ def examples_of(task, seed, count=30):
 def backbone_of(kind, task, directory, precision="fp32"):
     source = directory / kind
     if not source.is_dir():
-        more = {"bert": DRY, "gpt2": {"summary_first_dropout": 0.0}}.get(kind, {})
+        more = {"bert": DRY, "electra": DRY_HEAD, "gpt2": {"summary_first_dropout": 0.0}}.get(kind, {})
         save_backbone(kind, source, **more)
     labels = LABELS if isinstance(task, Classify) else None
     return load_backbone(source, task=task, label_names=labels, precision=precision)
 
 
 def alone(cell, kind, task, directory):
-    model = attach_adapter(
-        backbone_of(kind, task, directory, cell.precision), Adapter(rank=cell.rank), task=task, seed=cell.seed
-    )
+    model = attach_adapter(backbone_of(kind, task, directory, cell.precision), cell.adapter, task=task, seed=cell.seed)
     run = RunDirectory.create(directory / f"alone-{cell.rank}-{cell.seed}")
     train_stage(model, PadOnly(), **cell.arguments(task, run))
     return run, trainable(model)
@@ -120,7 +124,7 @@ def alone(cell, kind, task, directory):
 def together(cells, kind, task, directory):
     """(run directory, engine, end) of each cell."""
     backbone = backbone_of(kind, task, directory, cells[0].precision)
-    engines = [cell_engine(backbone, Adapter(rank=c.rank), task=task, train=c.train) for c in cells]
+    engines = [cell_engine(backbone, c.adapter, task=task, train=c.train) for c in cells]
     runs = [RunDirectory.create(directory / f"stacked-{i}") for i in range(len(cells))]
     stages = [
         stage_work(engine, PadOnly(), **cell.arguments(task, run))
@@ -174,6 +178,38 @@ def test_regularizers_of_adapter_space_work_in_a_stack(tmp_path):
         assert_same(of_stack, alone(cell, "llama", task, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("kind", "task", "targets", "rows"),
+    [
+        ("llama", LanguageModel(), ["layers.1.mlp.down_proj"], [8, 16]),
+        ("bert", Classify(), ["layer.1.output.dense"], [8, 16]),
+        ("gpt2", Completion(pack=False), ["h.1.mlp.c_proj"], [8, 16]),
+        ("electra", Classify(), ["embeddings_project", "layer.1.output.dense"], [16, 16]),  # trained below its blocks
+    ],
+    ids=["packed-llama", "bert", "padded-gpt2", "electra"],
+)
+def test_frozen_blocks_are_computed_once_for_cells_that_see_the_same_rows(kind, task, targets, rows, tmp_path):
+    common = {"seed": 1, "steps": 12, "targets": tuple(targets)}
+    cells = [
+        Made(rank=2, **common),
+        Made(rank=4, lr=1e-2, **common),
+        Made(rank=8, regularizer=GGPO(sigma=0.1), **common),
+        Made(rank=3, **{**common, "seed": 2}),
+    ]
+    backbone = backbone_of(kind, task, tmp_path)
+    engines = [cell_engine(backbone, cell.adapter, task=task, train=cell.train) for cell in cells]
+    micros = {seat: cell.arguments(task, None)["batches"].at(0)[0] for seat, cell in enumerate(cells)}
+    seen = []
+    for block in next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList)):
+        inner = next(iter(block.children()))
+        inner.register_forward_hook(lambda m, given, out: seen.append(len(out[0] if isinstance(out, tuple) else out)))
+    with Host(backbone, engines, task=task, pad_id=0) as host, torch.no_grad():
+        host.forward(list(micros), micros, plain=False)
+    assert seen == rows
+    for cell, of_stack in zip(cells, together(cells, kind, task, tmp_path), strict=True):
+        assert_same(of_stack, alone(cell, kind, task, tmp_path))
+
+
 def test_bf16_agrees_to_its_rounding(tmp_path):
     task = LanguageModel()
     cells = [Made(seed=i, rank=r, steps=8, precision="bf16") for i, r in enumerate((2, 4, 4))]
@@ -203,7 +239,7 @@ def test_the_backbone_is_left_as_it_was(tmp_path):
     backbone = backbone_of("bert", task, tmp_path)
     before, keys = checksum(backbone), [set(vars(module)) for module in backbone.modules()]
     cells = [Made(rank=2, steps=3), Made(rank=4, seed=1, steps=5)]
-    engines = [cell_engine(backbone, Adapter(rank=c.rank), task=task, train=c.train) for c in cells]
+    engines = [cell_engine(backbone, c.adapter, task=task, train=c.train) for c in cells]
     stages = [
         stage_work(engine, PadOnly(), **cell.arguments(task, RunDirectory.create(tmp_path / f"r{i}")))
         for i, (cell, engine) in enumerate(zip(cells, engines, strict=True))

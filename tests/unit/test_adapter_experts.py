@@ -13,6 +13,7 @@ from finetune.parallel.build import refuse_parameters
 from finetune.parallel.skeleton import build_skeleton
 from regularizers import GGPO, build
 from regularizers.layers import find_lora_sites
+from tests.adapter_models import logits_of, move
 
 LM = LanguageModel(pack=False)
 IDS = torch.arange(3, 27).reshape(2, 12)
@@ -59,17 +60,8 @@ def build_model(source, adapter, *, seed=0):
     return attach_adapter(load_backbone(source, task=LM), adapter, task=LM, seed=seed)
 
 
-def move(model):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainable(model).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
-
-
 def logits(model):
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
+    return logits_of(model, IDS)
 
 
 def dense(source, model):

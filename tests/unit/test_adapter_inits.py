@@ -16,6 +16,7 @@ from finetune.config import Adapter, LanguageModel, Mesh, Train
 from finetune.data import Example
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
+from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone
 
 LM = LanguageModel(pack=False)
@@ -50,24 +51,8 @@ def build(source, adapter, *, seed=0, initial=None, dtype=torch.float32):
     )
 
 
-def move(model):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainable(model).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.05)
-    return model
-
-
 def logits(model):
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
-
-
-def plain_peft(source, directory):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), directory)
+    return logits_of(model, IDS)
 
 
 def dense(layer):

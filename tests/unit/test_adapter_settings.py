@@ -18,6 +18,7 @@ from finetune.fingerprint import fingerprint
 from finetune.merging import merge_files
 from finetune.optimizer import AdapterOptimizer
 from finetune.parallel.skeleton import build_skeleton
+from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone
 
 LM, CLS = LanguageModel(), Classify()
@@ -40,24 +41,8 @@ def build(source, adapter, *, task=LM, seed=0, **more):
     return attach_adapter(backbone, adapter, task=task, seed=seed, **more)
 
 
-def move(model, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in trainable(model).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
-
-
 def logits(model):
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
-
-
-def plain_peft(source, directory):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), directory)
+    return logits_of(model, IDS)
 
 
 def sizes(model):

@@ -108,9 +108,9 @@ def test_what_they_do_not_go_with(sources):
     with pytest.raises(ValueError, match="dora is a setting of LoRA"):
         Adapter(soft_tokens=5, dora=True)
     backbone = load_backbone(sources["llama"], task=LM)
-    with pytest.raises(UserError, match=r"not with task\.kind: classify"):
+    with pytest.raises(UserError, match=r"needs task\.kind: language-model or completion"):
         attach_adapter(backbone, FIVE, task=Classify(), seed=0)
-    with pytest.raises(UserError, match=r"task\.score: generate"):
+    with pytest.raises(UserError, match=r"does not go with task\.score: generate"):
         attach_adapter(backbone, FIVE, task=Completion(pack=False, score="generate"), seed=0)
     with pytest.raises(RegularizerError, match="no LoRA layer"):
         build(GGPO()).attach(make(sources["llama"]), seed=0, total_steps=4)

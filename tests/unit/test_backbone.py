@@ -10,9 +10,11 @@ import torch
 
 from finetune.adapter import attach_adapter
 from finetune.backbone import checksum, load_backbone, load_tokenizer, resolve_backbone
-from finetune.config import Adapter, Classify, Completion, LanguageModel
+from finetune.config import Adapter, Classify, Completion, LanguageModel, Seq2Seq
 from finetune.errors import UserError
 from finetune.features import hidden_state_encoder
+from finetune.numerics import uses_dropout
+from finetune.parallel.skeleton import build_skeleton
 from tests.finetune_models import save_backbone
 
 
@@ -48,6 +50,43 @@ def test_any_kind_gets_a_classification_head(kind, tmp_path):
     )
     assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3)
     assert model.name_or_path == str(tmp_path.resolve())
+
+
+@pytest.mark.parametrize("kind", ["gpt2-dropout", "bert", "roberta"])
+def test_dropout_of_the_backbone_can_be_turned_off_or_set(kind, tmp_path):
+    source, task = save_backbone(kind, tmp_path), Classify()
+    names = {"task": task, "label_names": ("no", "yes")}
+    tokens = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    dry = load_backbone(source, **names, dropout=0.0)
+    assert not uses_dropout(dry) and not uses_dropout(build_skeleton(source, **names, dropout=0.0))
+    assert torch.equal(dry.train()(**tokens).logits, dry.eval()(**tokens).logits)
+    wet = load_backbone(source, **names)
+    assert uses_dropout(wet) and not torch.equal(wet.train()(**tokens).logits, wet.eval()(**tokens).logits)
+    dry.load_state_dict(wet.state_dict())  # their new heads were drawn apart
+    assert torch.equal(wet.eval()(**tokens).logits, dry(**tokens).logits)
+    half = load_backbone(source, **names, dropout=0.5)
+    assert {m.p for m in half.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
+
+
+def test_dropout_is_set_in_every_configuration_inside_or_refused(tmp_path, monkeypatch):
+    import transformers as tf
+
+    side = tf.BertConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    config = tf.EncoderDecoderConfig.from_encoder_decoder_configs(side, side)
+    config.decoder_start_token_id = config.pad_token_id = 0
+    tf.EncoderDecoderModel(config).save_pretrained(tmp_path)
+    rates = {
+        dropout: {m.p for m in load_backbone(tmp_path, task=Seq2Seq(), dropout=dropout).modules() if hasattr(m, "p")}
+        for dropout in (None, 0.0, 0.3)
+    }
+    assert rates == {None: {0.1}, 0.0: {0.0}, 0.3: {0.3}}
+    monkeypatch.setattr("finetune.backbone.dropout_rates", lambda config: iter(()))
+    with pytest.raises(UserError, match="has dropout that its configuration does not name"):
+        load_backbone(tmp_path, task=Seq2Seq(), dropout=0.0)
+    with pytest.raises(UserError, match=r"^train\.backbone_dropout: config\.json of this backbone names no dropout"):
+        load_backbone(tmp_path, task=Seq2Seq(), dropout=0.3)
 
 
 def test_checksum_sees_one_bit_of_the_frozen_weights_and_none_of_the_adapter(llama):

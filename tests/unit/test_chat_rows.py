@@ -63,6 +63,17 @@ def test_a_weight_of_zero_leaves_a_turn_unsupervised():
         encoded([ASK, {**SAY, "weight": 0.5}])
 
 
+def test_the_last_turn_alone_with_a_weight_of_zero_leaves_nothing_to_supervise():
+    """The turn before it is not what was asked for, so it must not be learnt in its place."""
+    none = [ASK, SAY, ASK, {**SAY, "content": "Again", "weight": 0}]
+    with pytest.raises(UserError, match=r"^rows\.jsonl:1: turn 4, the assistant's last, has weight 0.*turns: all; or"):
+        encoded(none, turns="last")
+    found = encoded(none, [ASK, {**SAY, "weight": 0}, ASK, SAY], turns="last", bad_rows="skip")
+    assert [said(example) for example in found.examples] == ["Hello<|im_end|>"] and len(found.skipped) == 1
+    assert "1 bad rows (left out)" in found.notes[0]
+    assert said(encoded(none).examples[0]) == "Hello<|im_end|>"  # all turns: the one that has a weight
+
+
 BAD = {
     "messages is null, not a list": None,
     "messages is text but not JSON": "Hi there",

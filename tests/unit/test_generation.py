@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 from finetune.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Completion, LanguageModel, Seq2Seq
-from finetune.data import encode
+from finetune.data import Example, encode
+from finetune.data.encoding import IGNORE
 from finetune.data.prompts import end_token, writer_of
 from finetune.errors import UserError
 from finetune.evaluate import generate_answers
@@ -98,8 +99,11 @@ def test_soft_tokens_take_positions():
     prompt = [[BOS, *[5] * (room - 9)]]
     assert len(written(model, Decoding(max_new_tokens=8), prompts=prompt)) == 1
     model.soft_tokens = 1
-    with pytest.raises(UserError, match=f"backbone's {room} positions beside 1 soft tokens"):
+    with pytest.raises(UserError, match=f"backbone's {room} positions beside 1 soft token;"):
         written(model, Decoding(max_new_tokens=8), prompts=prompt)
+    judged = [Example([*prompt[0], 7], [*[IGNORE] * len(prompt[0]), 7], "0", "rows.jsonl:1", answer="x")]
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .* positions beside 1 soft token; lower train\.max_length"):
+        generate_answers(model, TOKENIZER, judged, max_new_tokens=8, batch_size=1)
 
 
 def test_an_answer_ends_at_the_end_token_and_says_so():

@@ -13,7 +13,18 @@ from experiments.config import Recipe
 from experiments.pipeline import check_recipe
 from experiments.recipe import from_override, load_recipe
 from experiments.report.load import read_metrics
-from finetune.config import LanguageModel, Mesh, Optimizer, Record, Spikes, Tracker, Train
+from finetune.config import (
+    Adapter,
+    Classify,
+    LanguageModel,
+    Mesh,
+    Optimizer,
+    Projector,
+    Record,
+    Spikes,
+    Tracker,
+    Train,
+)
 from finetune.errors import UserError
 from finetune.rundir import SPIKE, RunDirectory
 from finetune.stacked.refusing import refusal
@@ -47,6 +58,11 @@ def test_blocks_are_read_from_yaml_and_flags(tmp_path: Path) -> None:
             "optimizer: {kind: adamw8bit}",
             r"r\.yaml:1: optimizer\.kind cannot be 'adamw8bit'; did you mean 'adamw-8bit'",
         ),
+        (
+            "adapter: {soft_tokens: 1, projector: {inject: 8}}",
+            r"adapter\.projector\.inject cannot be 8; known: first, or a list, as \[8\]$",
+        ),
+        ("adapter: {soft_tokens: 1, projector: {inject: frist}}", r"inject cannot be 'frist'; did you mean 'first'\?$"),
         ("tracker: {kinds: [tensorbord]}", r"r\.yaml:1: tracker\.kinds\[0\] cannot be 'tensorbord'"),
     ],
 )
@@ -70,6 +86,9 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(monkeypatch: pytest
     refused(r"leave mesh\.auto off", optimizer=Optimizer(kind="adamw-8bit"), mesh=Mesh(auto=True))
     compiled = Train(device="cpu", compile=True)
     refused(r"train\.compile needs one rank", train=compiled, mesh=Mesh(dp=2))
+    accurate = Train(device="cpu", best="accuracy")
+    refused(r"train\.best: accuracy .* not for language-model; take loss", train=accurate)
+    check_recipe(dataclasses.replace(base, train=accurate, task=Classify()))
     refused(r"train\.compile does not go with record", train=compiled, record=Record())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused(r"tracker\.kinds: wandb needs", tracker=Tracker(kinds=("wandb",)))
@@ -80,6 +99,8 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(monkeypatch: pytest
             check(tracked)
     with pytest.raises(UserError, match=r"too short to be compiled"):
         refuse_in_study(dataclasses.replace(base, train=compiled))
+    with pytest.raises(UserError, match=r"adapter\.projector: a study's cells encode their rows without features"):
+        refuse_in_study(dataclasses.replace(base, adapter=Adapter(soft_tokens=1, projector=Projector())))
     for train, says in ((compiled, "train.compile"), (Train(spikes=Spikes()), "train.spikes")):
         assert (refusal(base.task, base.adapter, train, base.regularizer) or "").startswith(says)
 

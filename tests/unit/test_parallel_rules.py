@@ -6,7 +6,19 @@ import dataclasses
 
 import pytest
 
-from finetune.config import Adapter, Classify, LanguageModel, MaskedLM, Mesh, Optimizer, Regress, Seq2Seq, Train
+from finetune.config import (
+    Adapter,
+    Classify,
+    Completion,
+    LanguageModel,
+    MaskedLM,
+    Mesh,
+    Optimizer,
+    Projector,
+    Regress,
+    Seq2Seq,
+    Train,
+)
 from finetune.errors import UserError
 from finetune.parallel.rules import REQUIRES, RULES, Settings, check_settings
 
@@ -94,6 +106,22 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
     ("adapter.soft_tokens", "task.pack: false"): (
         {"soft_tokens": 4},
         {"soft_tokens": 4, "task": LanguageModel(pack=False)},
+    ),
+    ("adapter.soft_tokens", "task.kind: language-model or completion"): (
+        {"soft_tokens": 4, "task": Classify()},
+        {"soft_tokens": 4, "task": Completion(pack=False)},
+    ),
+    ("adapter.soft_tokens", "task.score: generate"): (
+        {"soft_tokens": 4, "task": Completion(pack=False, score="generate")},
+        {"soft_tokens": 4, "task": Completion(pack=False, score="rank")},
+    ),
+    ("adapter.soft_tokens", "optimizer.lora_plus"): (
+        {"soft_tokens": 4, "lora_plus": 16.0, "task": LanguageModel(pack=False)},
+        {"lora_plus": 16.0},
+    ),
+    ("adapter.projector", "train.quantization"): (
+        {"soft_tokens": 1, "projector": Projector(), "quantization": "nf4", "task": LanguageModel(pack=False)},
+        {"soft_tokens": 1, "projector": Projector(), "task": LanguageModel(pack=False)},
     ),
     ("train.quantization", "mesh.tp > 1 or mesh.pp > 1"): (
         {"quantization": "nf4", "pp": 2},

@@ -133,7 +133,8 @@ def test_relative_inputs_become_absolute_and_samples_stay(tmp_path: Path, monkey
 def test_resolved_yaml_loads_to_the_same_recipe(name: str, write) -> None:
     resolved = load_recipe(name)
     again = load_recipe(write(resolved.to_yaml()))
-    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(resolved.recipe)
+    whole = dataclasses.replace(resolved.recipe, extends=None)  # what it extends is in it
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(whole)
 
 
 def test_the_four_promised_recipes_ship() -> None:

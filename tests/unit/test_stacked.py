@@ -352,6 +352,22 @@ def test_a_width_is_honoured_and_like_cells_are_neighbours():
     assert keys == sorted(keys)
 
 
+def test_cells_of_one_seed_are_neighbours_where_they_share_the_blocks_below_their_adapters():
+    cells = [cell(seed=s, adapter__rank=r, adapter__targets="layers.5.mlp.down_proj") for r in (2, 8) for s in range(3)]
+    found = stacks(cells, width=2)
+    of_stacks = [[(c.resolved.recipe.train.seed, c.resolved.recipe.adapter.rank) for c in s.cells] for s in found]
+    assert of_stacks == [[(seed, 2), (seed, 8)] for seed in range(3)]
+
+
+def test_micro_batches_of_the_same_rows_go_together_and_count_once_in_what_is_shared():
+    shapes, same = [(32, 32)] * 8, [0, 1] * 4
+    assert [len(found) for found in passes.split(shapes, device="cpu")] == [2] * 4  # 2048 tokens a pass
+    found = passes.split(shapes, device="cpu", same=same, shared=0.75)
+    assert found == [[0, 2, 4, 6], [1, 3, 5, 7]]  # 4·1024/4 + 3·1024/4 tokens each; all of them are too many
+    assert passes.split(shapes, device="cpu", same=same, shared=0.0) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert len(passes.split([(32, 32)] * 40, device="cpu", same=[0] * 40, shared=1.0)) == 3  # 16 k tokens at most
+
+
 def test_a_small_memory_makes_narrow_stacks():
     from finetune.backbone import resolve_backbone
 

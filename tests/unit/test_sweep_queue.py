@@ -175,6 +175,14 @@ def test_workers_that_cannot_start_end_the_sweep_and_blame_no_cell(tmp_path: Pat
     assert not list(tmp_path.glob("cells/*"))
 
 
+def test_a_full_disk_leaves_nothing_of_what_other_workers_were_writing(tmp_path: Path) -> None:
+    out = tmp_path / "writing"
+    out.mkdir()
+    with pytest.raises(Interrupted, match="the disk is full"):
+        run_cells(out, cells_that(["writing", "full"]), 2, QUIET, run=behave)
+    assert not list(out.rglob(".*.tmp"))
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_full_disk_ends_the_sweep_and_keeps_what_was_finished(tmp_path: Path, jobs: int) -> None:
     cells = cells_that(["ok", "ok", "full", "ok"])

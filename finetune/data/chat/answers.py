@@ -85,8 +85,9 @@ class Answers:
         Raises:
             CannotRender: the template raises.
             Unclear: the answers cannot be found exactly.
+            ValueError: as `Conversation.supervised`.
         """
-        places = conversation.answers[-1:] if last_only else conversation.answers
+        places = conversation.supervised(last_only=last_only)
         if self.template.tagged(conversation.tools):
             samples = [self._tagged(conversation, places)]
         else:

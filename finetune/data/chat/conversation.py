@@ -32,6 +32,22 @@ class Conversation:
     answers: tuple[int, ...]
     """Places of the assistant's turns that may be supervised (all but those with `weight: 0`), in order."""
 
+    def supervised(self, *, last_only: bool) -> tuple[int, ...]:
+        """Places of the turns that are: `answers`, or the assistant's last turn alone.
+
+        Raises:
+            ValueError: that one has `weight: 0`. The turn before it must not take its place.
+        """
+        if not last_only:
+            return self.answers
+        last = max(i for i, turn in enumerate(self.messages) if turn["role"] == "assistant")
+        if last not in self.answers:
+            raise ValueError(
+                f"turn {last + 1}, the assistant's last, has weight 0, so task.turns: last leaves nothing to learn "
+                "from; take task.turns: all"
+            )
+        return (last,)
+
 
 def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
     """The conversation of `row`, in the columns `messages` and `tools`.

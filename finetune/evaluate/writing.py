@@ -1,0 +1,92 @@
+"""What a model writes after prompts, a batch at a time: for answers that are judged, and for those that are asked for.
+
+Prompts are padded on the left, so that every answer follows its prompt directly; an encoder's on the right. The cache
+is used. How the next token is chosen is the caller's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..adapting.soft_tokens import before_text
+from .mode import forward_precision
+from .share import ALONE, Share
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+
+@torch.no_grad()
+def written(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    *,
+    batch_size: int,
+    processors: Callable[[Sequence[int]], list[Any]] = lambda places: [],
+    device: torch.device | str = "cpu",
+    autocast_dtype: torch.dtype | None = None,
+    share: Share = ALONE,
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Runs of prompts, the longest first: their places, and the tokens (B, T) written after each, padded at the end.
+
+    Arguments:
+        config: transformers' own, with the pad token; a `decoder_start_token_id` says that an encoder reads prompts.
+        processors: of the prompts at these places, what changes their logits.
+        share: every process goes through the same batches; only its own prompts come.
+    """
+    from transformers import LogitsProcessorList
+
+    apart = config.decoder_start_token_id is not None
+    more = {"synced_gpus": True} if share.lockstep else {}
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for batch in batched(order, batch_size):
+        places, counts = share.mine(batch)
+        ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
+        with forward_precision(device, autocast_dtype):
+            out = model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList(processors(places)),
+                **more,
+            )
+        if counts:
+            yield places, out[:, 1 if apart else ids.shape[1] :]
+
+
+def lacking_room(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apart: bool) -> str | None:
+    """The room that a prompt and its answer do not fit, as in `the backbone's 96 positions`; None where they do.
+
+    apart: encoder and decoder count their own positions.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    soft = getattr(model, "soft_tokens", 0)  # they stand before every prompt, and features before them
+    needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens
+    if limit is None or needed + soft <= limit:
+        return None
+    return f"the backbone's {limit} positions{f' beside {before_text(model)}' if soft else ''}"
+
+
+def batched(items: list[int], size: int) -> Iterator[list[int]]:
+    """Lists of at most `size` items, in order."""
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
+
+
+def padded(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Token ids (B, T) of rows of any length, padded on one side, and their mask (1: real), both int64."""
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros_like(ids)
+    for r, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[r, place] = torch.tensor(row)
+        mask[r, place] = 1
+    return ids, mask

@@ -1,0 +1,138 @@
+"""The committed studies of double descent: cells survive the way to the repository, and every curve is spoken of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks._harness import Benchmark
+from benchmarks.descent_studies import KEPT, STUDIES, guide, pack, planned, read, rows, unpack
+from experiments.descent.peak import FEWEST_POINTS, FEWEST_SEEDS
+from experiments.recipe import load_recipe
+from experiments.report.sweepdata import STEP
+
+BY_NAME = {study.name: study for study in STUDIES}
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _cell(out: Path, key: str, trace: list[dict]) -> Path:
+    directory = out / "cells" / key
+    directory.mkdir(parents=True)
+    (directory / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in trace))
+    (directory / "result.json").write_text(json.dumps({"cell": key, "status": "done"}))
+    return directory
+
+
+def test_finished_cells_survive_the_way_to_the_repository_and_back(tmp_path: Path) -> None:
+    out, kept, again = tmp_path / "out", tmp_path / "kept", tmp_path / "again"
+    first = _cell(out, "aa", [{"step": 0, "test.error": 0.5}, {"step": 1, "test.error": 0.25}])
+    (out / "cells" / "bb").mkdir()  # under way
+    _cell(out, "dd", [])  # of another plan
+    pack(out, kept, {"x": "aa", "y": "bb"})
+    assert [path.name for path in kept.rglob("*.json")] == ["x.json"]
+    unpack(kept, again, {"x": "cc", "y": "bb"})  # where the file lies elsewhere, keys are others
+    mine = again / "cells" / "cc"
+    assert _lines(mine / "trace.jsonl") == _lines(first / "trace.jsonl")
+    assert json.loads((mine / "result.json").read_text()) == {"cell": "cc", "status": "done"}
+    assert not (again / "cells" / "bb").exists()
+    (mine / "result.json").write_text("{}")
+    unpack(kept, again, {"x": "cc"})
+    assert (mine / "result.json").read_text() == "{}"
+    pack(again, kept, {"x": "cc"})
+    assert json.loads((kept / "cells" / "x.json").read_text())["result"] == {}
+
+
+def test_cells_are_known_by_contents_wherever_the_file_lies(tmp_path: Path) -> None:
+    files = [tmp_path / name / "rows.jsonl" for name in ("here", "there")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text('{"question": "1+1?", "answer": "2"}\n' * 40)
+    here, there = (planned(BY_NAME["bump"], file) for file in files)
+    assert here.keys() == there.keys() and len(here) == 144 and here != there
+    files[1].write_text('{"question": "1+1?", "answer": "3"}\n' * 40)
+    assert planned(BY_NAME["bump"], files[1]).keys().isdisjoint(here)
+
+
+def _fake(out: Path, name: str, values: list, curve, *, seeds: int = 4, lost: tuple = ()) -> None:
+    """A sweep whose cells recorded `curve(value, step)` = (train error, train loss, test error, test loss)."""
+    axis = "adapter.rank" if name == "rank" else "regularizer"
+    out.mkdir()
+    grid = {axis: [str(v) for v in values]}
+    plan = {"format": 2, "recipe": "r", "grid": grid, "seeds": seeds, "cells": seeds * len(values), "design": "grid"}
+    (out / "sweep.json").write_text(json.dumps(plan))
+    for place, value in enumerate(values):
+        for seed in range(seeds):
+            key, gone = f"{value}-{seed}", (value, seed) in lost
+            trace = []
+            for step in (0, 1, 2, 4, 8):
+                found = [y + 0.003 * ((seed * (7 + place) + step) % 5) for y in curve(value, step)]
+                names = ("train.error", "train.loss", "test.error", "test.loss")
+                trace.append({"stage": "fine-tune", "step": step, **dict(zip(names, found, strict=True))})
+            directory = _cell(out, key, [] if gone else trace)
+            last = trace[-1]
+            metrics = {
+                split: {
+                    "loss": {"value": last[f"{split}.loss"]},
+                    "accuracy": {"value": 1 - last[f"{split}.error"]},
+                }
+                for split in ("train", "test")
+            }
+            about = {"cell": key, "point": {axis: value}, "seed": seed, "seconds": 1.0, "flatshift": "0"}
+            end = {"status": "failed", "reason": "it diverged", "metrics": {}} if gone else {"status": "done"}
+            text = about | {"reason": None, "metrics": metrics} | end
+            (directory / "result.json").write_text(json.dumps(text))
+
+
+def test_a_peak_along_rank_is_named(tmp_path: Path) -> None:
+    peak = {1: 0.5, 2: 0.4, 4: 0.6, 8: 0.3, 16: 0.25}
+    fitted = {1: 0.3, 2: 0.2, 4: 0.08, 8: 0.0, 16: 0.0}
+    _fake(tmp_path / "rank", "rank", list(peak), lambda rank, step: (fitted[rank], 1 / rank, peak[rank], 1.0))
+    found = read(BY_NAME["rank"], tmp_path / "rank")
+    (judged,) = found.judged
+    assert judged.verdict.kind == "double descent", judged.evidence
+    assert not found.missing
+    text = "\n".join(guide(found))
+    assert "| all | 0.2" in text and "double descent" in text and "1 peak tests at 5 %" in text
+
+
+def test_the_training_bump_is_read_from_the_training_loss_and_nothing_is_passed_over(tmp_path: Path) -> None:
+    def curve(kind: str, step: int) -> tuple[float, float, float, float]:
+        bump = {0: 3.0, 1: 2.5, 2: 6.0 if kind == "plain" else 2.2, 4: 2.0, 8: 1.5}[step]
+        return 0.5, bump, 0.9, 9.0
+
+    bench = Benchmark("descent_studies")
+    _fake(tmp_path / "whole", "bump", ["plain", "ggpo"], curve)
+    found = read(BY_NAME["bump"], tmp_path / "whole")
+    plain, ggpo = sorted(found.judged, key=lambda each: each.where["regularizer"], reverse=True)
+    assert found.peak(plain).rejected and not found.peak(ggpo).rejected
+    ((where, base, beside),) = found.beside
+    assert (where["regularizer"], base) == ("ggpo", "plain")
+    assert beside.mean.value == pytest.approx(-3.8 / 4, abs=0.01)  # of the training loss
+    text = "\n".join(guide(found))
+    assert "1.5" in text and "9.0" not in text.split("- ")[0]
+    _fake(tmp_path / "lost", "bump", ["plain", "ggpo"], curve, seeds=3, lost=(("plain", 1),))
+    found = read(BY_NAME["bump"], tmp_path / "lost")
+    assert [name.split(" −")[0] for name, _ in found.missing] != [] and "Not judged: " in "\n".join(guide(found))
+    rows(bench, found)
+
+
+def test_every_study_has_a_shipped_recipe_with_its_axis_and_seeds_for_a_test() -> None:
+    for study in STUDIES:
+        recipe = load_recipe(study.recipe, []).recipe
+        assert recipe.sweep is not None and recipe.sweep.seeds >= FEWEST_SEEDS
+        assert study.axis == STEP or len(recipe.sweep.grid[study.axis]) >= FEWEST_POINTS
+        assert recipe.record is not None
+
+
+@pytest.mark.skipif(not KEPT.is_dir(), reason="no study is committed yet")
+def test_committed_cells_are_whole() -> None:
+    files = list(KEPT.glob("*/cells/*.json"))
+    assert files
+    for file in files:
+        cell = json.loads(file.read_text(encoding="utf-8"))
+        assert cell["result"]["status"] != "done" or cell["trace"][-1]["step"] > 0

@@ -1,0 +1,175 @@
+"""`flatshift eval --data`: other rows are judged by the classes and units of the rows that the run trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from experiments import evaluating, sharpness, tokens
+from experiments.console import Console
+from experiments.preparing import learnt_record, prepare
+from experiments.recipe import from_override, load_recipe
+from finetune.data import describe
+from finetune.errors import UserError
+from finetune.parallel.world import World
+from tests.data_models import write_jsonl
+from tests.objective_models import numbered_rows, save_encoder
+
+RECIPE = """
+backbone: BACKBONE
+task: regress
+data: {train: {files: [DIR/train.jsonl]}, cache: null}
+train: {max_length: 48, steps: 4, batch_size: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    records = [{"text": row.values["text"], "label": row.values["label"] ** 2} for row in numbered_rows(60)]
+    for name, some in (("train", records), ("dev", records[:8]), ("test", records[8:16]), ("more", records[:5])):
+        write_jsonl(tmp_path / f"{name}.jsonl", some)
+    return tmp_path
+
+
+def recipe_of(folder, encoder, **overrides):
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.replace("DIR", str(folder)).replace("BACKBONE", str(encoder)), encoding="utf-8")
+    typed = [from_override(k, v if isinstance(v, str) else json.dumps(v)) for k, v in overrides.items()]
+    return load_recipe(str(path), typed).recipe
+
+
+def noted(folder, recipe, learnt):
+    """The manifest of a run: what it read, and what it learnt of that beside its weights."""
+    manifest = {"inputs": describe(recipe.data.train.all_files), **learnt}
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+@pytest.fixture
+def judged(monkeypatch, tmp_path):
+    """The examples that `eval --data FILE` judges, with their classes."""
+
+    def of(recipe, *files):
+        told = SimpleNamespace(said=[])
+
+        def judge(_recipe, _engine, _tokenizer, examples, *, label_names, **_):
+            told.examples, told.names = examples, label_names
+            return {}
+
+        monkeypatch.setattr(evaluating, "lay_out", lambda *_, **__: (None, None))
+        monkeypatch.setattr(evaluating, "judge", judge)
+        console = Console(quiet=True, log=told.said.append)
+        evaluating._evaluated(tmp_path, recipe, files, console, World.alone("cpu"))
+        return told
+
+    return of
+
+
+FILES = {"data.dev.files": '["DIR/dev.jsonl"]', "data.test.files": '["DIR/test.jsonl"]'}
+CASES = [
+    {"data.holdout": 0.2},  # dev and test are set apart, so twice as many rows do not train
+    {"data.holdout": 0.2, "data.dev.files": FILES["data.dev.files"]},
+    {"data.holdout": 0.2, **FILES},  # none is
+    {"data.holdout": 0.2, "data.train.limit": 20},
+    {"data.holdout": 0.2, "data.label_noise": 0.4, "data.train.limit": 20},
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["read", "streamed"])
+@pytest.mark.parametrize("settings", CASES, ids=lambda settings: ", ".join(settings))
+def test_a_run_that_noted_no_units_has_those_of_its_own_training_rows(
+    settings, streamed, folder, encoder, judged, monkeypatch
+):
+    settings = {key: str(value).replace("DIR", str(folder)) for key, value in settings.items()}
+    recipe = recipe_of(folder, encoder, **settings)
+    trained = prepare(recipe)
+    noted(folder, recipe, {"label_names": None})
+    for name in ("dev", "test"):  # they were read when the run trained; now only its training rows are
+        (folder / f"{name}.jsonl").unlink()
+    if streamed:
+        monkeypatch.setattr(tokens, "IN_MEMORY", 0)
+    told = judged(recipe, str(folder / "more.jsonl"))
+    assert len(told.examples) == 5
+    assert {example.units for example in told.examples} == {trained.units}
+
+
+def test_classes_are_those_of_all_training_rows_and_no_row_is_read_where_none_teaches(folder, encoder, judged):
+    recipe = recipe_of(folder, encoder, **{"data.holdout": 0.3, "data.train.limit": 3, "task": "classify"})
+    trained = prepare(recipe)
+    noted(folder, recipe, {})
+    told = judged(recipe, str(folder / "more.jsonl"))
+    assert told.names == trained.label_names and len(told.names) > 3
+    given = dataclasses.replace(recipe, task=dataclasses.replace(recipe.task, labels=trained.label_names))
+    (folder / "train.jsonl").unlink()
+    assert judged(given, str(folder / "more.jsonl")).examples == told.examples
+
+
+def test_bad_rows_are_refused_or_left_out_and_said(folder, encoder, judged):
+    bad = folder / "bad.jsonl"
+    bad.write_text('{"text": "cat", "label": 1}\n{"text": "dog"}\n{"text": "the cat", "label": 2}\n')
+    recipe = recipe_of(folder, encoder)
+    noted(folder, recipe, learnt_record(prepare(recipe)))
+    with pytest.raises(UserError, match=rf"{bad}:2: no column 'label'"):
+        judged(recipe, str(bad))
+    told = judged(recipe_of(folder, encoder, **{"data.bad_rows": "skip"}), str(bad))
+    assert [example.labels for example in told.examples] == [1.0, 2.0]
+    assert told.said[-1].startswith(f"skipped 1 bad rows, first {bad}:2: ")
+    empty = folder / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(UserError, match=rf"no --data rows: {empty} is empty"):
+        judged(recipe, str(empty))
+    blank = write_jsonl(folder / "blank.jsonl", [{"text": ""}] * 2)
+    model = recipe_of(folder, encoder, backbone="flatshift-5m", task="language-model", **{"data.bad_rows": "skip"})
+    with pytest.raises(UserError, match=rf"^no --data row is left: 2 were skipped, the first for {blank}:1: the text"):
+        judged(model, str(blank))
+
+
+RANK = {"task": "{kind: completion, score: rank}", "backbone": "flatshift-5m"}
+
+
+@pytest.mark.parametrize("settings", [{"task": "classify"}, RANK, {}], ids=["classify", "rank", "regress"])
+def test_training_files_that_changed_change_no_class_and_no_unit(settings, folder, encoder, judged):
+    recipe = recipe_of(folder, encoder, **settings)
+    trained = prepare(recipe)
+    noted(folder, recipe, learnt_record(trained))
+    write_jsonl(folder / "train.jsonl", [{"text": "the cat", "label": 7 + i} for i in range(9)])
+    other = prepare(recipe)
+    assert (other.label_names, other.units) != (trained.label_names, trained.units)
+    told = judged(recipe, str(folder / "more.jsonl"))
+    assert told.names == trained.label_names and {example.units for example in told.examples} == {trained.units}
+
+
+def test_sharpness_on_other_rows_reads_no_training_file_either(folder, encoder, monkeypatch):
+    recipe = recipe_of(folder, encoder, task="classify")
+    trained = prepare(recipe)
+    noted(folder, recipe, learnt_record(trained))
+
+    def lay_out(recipe, task, names, **_):
+        assert names == trained.label_names
+        raise InterruptedError
+
+    monkeypatch.setattr(sharpness, "lay_out", lay_out)
+    (folder / "adapter").mkdir()
+    text = (folder / "recipe.yaml").read_text(encoding="utf-8").replace("task: regress", "task: classify")
+    (folder / "recipe.resolved.yaml").write_text(text, encoding="utf-8")
+    (folder / "train.jsonl").unlink()
+    with pytest.raises(InterruptedError):
+        sharpness.measure_run(folder, data=[str(folder / "more.jsonl")], quiet=True)
+
+
+def test_they_are_not_worked_out_anew_from_files_that_changed(folder, encoder, judged):
+    recipe = recipe_of(folder, encoder)
+    with pytest.raises(UserError, match=r"manifest\.json is missing, which tells the run's classes or units; copy it"):
+        judged(recipe, str(folder / "more.jsonl"))
+    noted(folder, recipe, {"label_names": None})
+    file = folder / "train.jsonl"
+    file.write_text(file.read_text(encoding="utf-8").replace("cat", "dog"), encoding="utf-8")
+    with pytest.raises(UserError, match=rf"^{file} changed since the run began, and its rows alone tell .* restore it"):
+        judged(recipe, str(folder / "more.jsonl"))

@@ -1,0 +1,112 @@
+"""What is read of a sweep's tables, against plain loops."""
+
+import itertools
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from experiments.report.load import read_run
+from experiments.report.sweeptable import SweepTable
+from experiments.stats import t_interval
+from tests import report_runs
+from tests.sweep_tables import cells, rows
+
+
+@pytest.fixture
+def scattered():
+    """Rows in random order with gaps, failures, nulls, words and values that are not finite."""
+    rng = np.random.default_rng(3)
+    found = []
+    for rank, kind, seed in itertools.product((4, 16, 1, None), ("plain", "ggpo"), range(3)):
+        if rng.random() < 0.1:
+            continue
+        value = [float(rng.normal()), None, math.inf, math.nan][rng.choice(4, p=[0.85, 0.05, 0.05, 0.05])]
+        status = "failed" if rng.random() < 0.1 else "done"
+        found.append({"adapter.rank": rank, "kind": kind, "seed": seed, "status": status, "test.loss": value})
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+def test_a_table_gives_what_loops_give(scattered):
+    names = list(scattered[0])
+    table = SweepTable(pa.table({n: [r[n] for r in scattered] for n in names}), ("adapter.rank", "kind"))
+    good = [r for r in scattered if r["status"] == "done" and r["test.loss"] is not None]
+    good = [r for r in good if math.isfinite(r["test.loss"])]
+    assert table.levels("adapter.rank") == [None, 1, 4, 16] and table.values("adapter.rank") == [1, 4, 16]
+    assert set(table.levels("kind")) == {"plain", "ggpo"} and not table.numeric("kind")
+    for kind in ("plain", "ggpo"):
+        expected = {}
+        for rank in (1, 4, 16):
+            values = [r["test.loss"] for r in good if r["adapter.rank"] == rank and r["kind"] == kind]
+            assert table.at("test.loss", {"adapter.rank": rank, "kind": kind}) == (
+                t_interval(values) if values else None
+            )
+            if values:
+                expected[rank] = t_interval(values)
+        assert dict(table.curve("test.loss", "adapter.rank", {"kind": kind})) == expected
+        found = table.matrix("test.loss", "adapter.rank", {"kind": kind})
+        for (s, seed), (j, rank) in itertools.product(enumerate(found.seeds), enumerate(found.values)):
+            here = [r for r in scattered if (r["adapter.rank"], r["kind"], r["seed"]) == (rank, kind, seed)]
+            assert found.present[s, j] == bool(here)
+            value = next((r["test.loss"] for r in here if r in good), math.nan)
+            np.testing.assert_equal(found.y[s, j], value)
+    grid = table.grid("test.loss", "adapter.rank", "kind", {})
+    for (j, kind), (i, rank) in itertools.product(enumerate(table.values("kind")), enumerate((1, 4, 16))):
+        values = [r["test.loss"] for r in good if r["adapter.rank"] == rank and r["kind"] == kind]
+        np.testing.assert_allclose(grid[j, i], np.mean(values) if values else math.nan)
+    assert dict((tuple(w.values()), p) for w, p in table.means("test.loss")) == {
+        key: t_interval([r["test.loss"] for r in good if (r["adapter.rank"], r["kind"]) == key])
+        for key in {(r["adapter.rank"], r["kind"]) for r in good}
+    }
+
+
+def test_sweep_means_threshold_and_failures(tmp_path):
+    table = rows({1: 0.5, 4: 0.3, 16: 0.4})
+    for row in table:
+        row["train.error"] = {1: 0.3, 4: 0.1, 16: 0.0}[row["adapter.rank"]]
+        row["train.steps"] = 60
+    failed = {"cell": "x", "adapter.rank": 4, "seed": 9, "status": "failed", "reason": "no", "train.steps": 60}
+    data = cells(tmp_path / "s", [*table, failed], {"adapter.rank": [1, 4, 16], "train.steps": [60]})
+    assert data.axes == ("adapter.rank",) and data.fixed == {"train.steps": 60}
+    assert data.at("test.error", {"adapter.rank": 4}).n == 4 and data.done == 12
+    assert data.threshold("adapter.rank", {}) == 4
+    assert [(f.cell, f.reason, f.seed) for f in data.failed] == [("x", "no", 9)]
+    assert data.error_columns() == ("test.error", "train.error")
+    where, best = data.best("test.error")
+    assert where == {"adapter.rank": 4} and best.value == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("train", "found"),
+    [
+        ({1: 0.0, 2: 0.05, 4: 0.3, 8: 0.5}, 2),  # rows of data: the last that are still fitted
+        ({1: 0.5, 2: 0.3, 4: 0.09, 8: 0.0}, 4),  # ranks: the first that fits
+        ({1: 0.5, 2: 0.3, 4: 0.2, 8: 0.11}, None),
+        ({1: 0.0, 2: 0.0, 4: 0.0, 8: 0.0}, 1),
+    ],
+)
+def test_the_threshold_is_where_the_train_error_crosses(tmp_path, train, found):
+    table = rows(train, axis="data.train.limit", split="train")
+    assert cells(tmp_path / "s", table, {"data.train.limit": []}).threshold("data.train.limit", {}) == found
+
+
+def test_axes_without_a_plan_are_the_columns_that_are_no_figures(tmp_path):
+    table = [
+        {**row, "train.steps": 10 * row["adapter.rank"], "train.loss": 1.0 * row["seed"], "grad.a": 1.0 * row["seed"]}
+        for row in rows({1: 0.5, 2: 0.4})
+    ]
+    assert cells(tmp_path / "s", table, None).axes == ("adapter.rank", "train.steps")
+
+
+def test_figures_of_a_trace_and_their_largest_per_cell(tmp_path):
+    report_runs.laboratory(tmp_path / "s", ranks=(1, 4), rates=(0.002,), kinds=("plain",), seeds=2)
+    data = read_run(tmp_path / "s").sweep
+    lines = pq.read_table(tmp_path / "s" / "curves.parquet").to_pylist()
+    for i, row in enumerate(pq.read_table(tmp_path / "s" / "cells.parquet").to_pylist()):
+        own = [ln for ln in lines if ln["cell"] == row["cell"]]
+        late = [math.hypot(ln["grad.a"], ln["grad.b"]) for ln in own if ln["step"] >= 50]
+        assert data.column("grad.norm")[i] == pytest.approx(max(late), rel=1e-12)
+        sharp = [ln["sharpness.preconditioned"] * ln["lr"] / 38 for ln in own if ln["sharpness.preconditioned"]]
+        assert data.column("sharpness.ratio")[i] == pytest.approx(max(sharp), rel=1e-12)

@@ -1,0 +1,77 @@
+"""Which of our own source names an entry of the token cache: all that says what an encoded row is."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import finetune.backbone
+import finetune.seeds
+import finetune.units
+from experiments import tokens
+
+ROOT = Path(tokens.__file__).resolve().parent.parent
+APART = {
+    "experiments.config": "settings: their values are in the key",
+    "finetune.config": "settings: their values are in the key",
+    "finetune.adapting.settings": "which layer answers a regression: the layer is in the key",
+    "finetune.parallel.skeleton": "which layer answers a regression: the layer is in the key",
+    "finetune.assets": "where files lie: their content is in the key",
+    "finetune.atomic": "how an entry is written",
+    "finetune.cachedir": "where entries lie",
+    "finetune.errors": "sentences",
+    "finetune.evaluate.mode": "a model's forward pass, which finds leaks of packing",
+    "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
+    "finetune.recording": "which rows a run looks at",
+}
+"""What the digested source imports, and why another version of it makes no other rows."""
+
+
+def imported(file: Path) -> set[str]:
+    """Our own modules that a file imports, anywhere in it."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    package = parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *([node.module] if node.module else [])]
+            name = ".".join(base) if node.level else str(node.module)
+            found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
+    return {name for name in found if source(name) is not None}
+
+
+def source(name: str) -> Path | None:
+    if name.partition(".")[0] not in ("finetune", "experiments"):
+        return None
+    plain = ROOT.joinpath(*name.split("."))
+    return next((file for file in (plain.with_suffix(".py"), plain / "__init__.py") if file.is_file()), None)
+
+
+def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing():
+    digested = {file.resolve() for file in tokens._code_files()}
+    roots = [file for file in digested if file != Path(finetune.backbone.__file__).resolve()]  # of it: the tokenizer
+    names = set().union(*map(imported, roots))
+    outside = {name for name in names if source(name) not in digested and name not in APART}
+    assert not outside, f"say in APART why {sorted(outside)} changes no row, or digest it in experiments/tokens.py"
+    assert names >= APART.keys()
+    assert all(importlib.util.find_spec(name) for name in APART)
+
+
+@pytest.mark.parametrize("module", [finetune.seeds, finetune.backbone, finetune.units], ids=lambda m: m.__name__)
+def test_another_version_of_it_is_another_entry(module, tmp_path, monkeypatch):
+    before = tokens._code_digest()
+    other = tmp_path / "changed.py"
+    other.write_bytes(Path(module.__file__).read_bytes() + b"\n# changed\n")
+    monkeypatch.setattr(module, "__file__", str(other))
+    tokens._code_digest.cache_clear()
+    try:
+        assert tokens._code_digest() != before
+    finally:
+        monkeypatch.undo()
+        tokens._code_digest.cache_clear()
+    assert tokens._code_digest() == before
