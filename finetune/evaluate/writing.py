@@ -28,7 +28,7 @@ def written(
     config: GenerationConfig,
     *,
     batch_size: int,
-    processors: Callable[[Sequence[int]], list[Any]] = lambda places: [],
+    processors: Callable[[Sequence[int]], list[Any]] | None = None,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
@@ -37,23 +37,24 @@ def written(
 
     Arguments:
         config: transformers' own, with the pad token; a `decoder_start_token_id` says that an encoder reads prompts.
-        processors: of the prompts at these places, what changes their logits.
+        processors: of the prompts at these places, what changes their logits; a pipeline's stand-in takes none.
         share: every process goes through the same batches; only its own prompts come.
     """
     from transformers import LogitsProcessorList
 
     apart = config.decoder_start_token_id is not None
-    more = {"synced_gpus": True} if share.lockstep else {}
+    more: dict[str, Any] = {"synced_gpus": True} if share.lockstep else {}
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     for batch in batched(order, batch_size):
         places, counts = share.mine(batch)
         ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
+        if processors is not None:
+            more["logits_processor"] = LogitsProcessorList(processors(places))
         with forward_precision(device, autocast_dtype):
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
                 generation_config=config,
-                logits_processor=LogitsProcessorList(processors(places)),
                 **more,
             )
         if counts:
