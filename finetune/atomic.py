@@ -84,9 +84,9 @@ def sweep_leftovers(directory: str | Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Atomically write `text` as UTF-8."""
+    """Atomically write `text` as UTF-8, halves of surrogate pairs (of a user's file) as `\\udXXX`."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def json_text(value: Any, **options: Any) -> str:
