@@ -238,7 +238,6 @@ def test_texts_of_which_the_embedder_knows_no_token_are_left_out(given: Path, ca
     assert len(skipped.get("negative", [])) == (method == "gotd-contrast")
     told = f"{given / 'pool.jsonl'}:1: the embedder knows no token of the text"
     assert skipped["pool"][0] == told and f"pool: skipped 3 records, first {told}" in capsys.readouterr().err
-    # The rest is chosen from as if they had never been there, whatever domains are judged by first.
     assert "mute" not in (table(given)["nearest_target"] or [])
 
 
@@ -270,8 +269,8 @@ def test_only_empty_texts_on_a_side(given: Path, capsys, side: str) -> None:
 def test_half_a_surrogate_pair_never_ends_a_finished_selection(given: Path, capsys) -> None:
     broken = "bad \ud83d"
     (given / "pool.jsonl").write_bytes(lines([{"title": broken, **row} for row in POOL]))
-    assert select(given, "--select.hygiene.exact", "true", budget=2) == 0
-    first, _ = (given / "out" / "selected.jsonl").read_text(encoding="utf-8").splitlines()
+    assert select(given, "--select.hygiene.exact", "true", budget=2, out="whole") == 0
+    first, _ = (given / "whole" / "selected.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(first)["title"] == broken
     for side, rows in (("pool", POOL), ("target", TARGET)):
         (given / f"{side}.jsonl").write_bytes(lines([*rows[:-1], rows[-1] | {"id": broken}]))
