@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from selection.errors import SelectionError
 from selection.features.pooling import Pooling
@@ -117,11 +117,12 @@ def _prompt(path: Path) -> str:
 def read_json(path: Path, kind: type) -> Any:
     """The JSON of a model's file: an object (`kind` dict), or an array of objects (list). Raises SelectionError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SelectionError(
             f"{path}: cannot be read ({error}); name a complete local copy of the repository"
         ) from error
-    if not isinstance(value, kind) or (kind is list and not all(isinstance(part, dict) for part in value)):
+    whole = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    if not (whole if kind is list else isinstance(value, kind)):
         raise SelectionError(f"{path}: must hold a JSON {'object' if kind is dict else 'array of objects'}")
-    return cast(Any, value)
+    return value
