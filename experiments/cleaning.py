@@ -6,7 +6,6 @@ selection's directory; the counts go into manifest.json.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from experiments.config import Recipe, Select
 from experiments.console import Console
 from experiments.preparing import read_splits
+from finetune.atomic import json_text
 from finetune.config import Columns, Files
 from finetune.data import Row, RowView, limit_rows, read_rows, require_rows
 from finetune.errors import UserError
@@ -71,7 +71,7 @@ def clean_rows(
     named = {"target": [row.id for row in target], "eval": [identity for _, identity in judged_texts]}
     with (directory / "drops.jsonl").open("w", encoding="utf-8") as handle:
         for drop in cleaned.drops(lambda some: rows.take(some).ids[:], named):
-            handle.write(json.dumps(drop, ensure_ascii=False) + "\n")
+            handle.write(json_text(drop) + "\n")
     kept = _kept_rows(rows, cleaned)
     if not len(kept):
         raise UserError(f"select.hygiene leaves no record of the pool's {len(rows):,} ({_told(cleaned)}); loosen it")

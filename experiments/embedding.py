@@ -5,9 +5,10 @@ A model's states come from `finetune` by a callable: `selection` pools them and 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from finetune.data import RowView
 from finetune.errors import UserError
 from finetune.seeds import derive
 from selection.config import Backbone, Encoder, Features, Static, TfIdf
+from selection.errors import BadRow
 from selection.features import FeatureCache, TakenRows, in_shards, load_features
 
 HELD_BYTES = 256 << 20
 """Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""
+_SCANNED = 1 << 14
+"""Rows read at a time in search of a bad one."""
 
 
 def check_vectors(spec: Select) -> None:
@@ -155,6 +159,34 @@ class Vectors:
         path = Path(self.spec.cache).expanduser() / f"tfidf-{digest.hexdigest()[:40]}.npz"
         load_fitted(path, tfidf, lambda: tfidf.fit(texts))
         return tfidf.transform, f"tfidf {tfidf.fingerprint}"
+
+
+@contextlib.contextmanager
+def naming_rows(vectors: Vectors, sides: Mapping[str, Records | None]) -> Iterator[None]:
+    """Tell of a bad row of the user's own features by its record and its row in the file.
+
+    A selector counts the rows that it was given: those that were kept, or a part of them. sides: by name, as in
+    `vectors`; the fault is looked for there, first on the side that was named. Raises UserError for BadRow.
+    """
+    try:
+        yield
+    except BadRow as error:
+        if not isinstance(vectors.spec.embedder, Features):
+            raise
+        named = error.side
+        for name in sorted(sides, key=lambda name: name != named):
+            records = sides[name]
+            if records is None:
+                continue
+            x = vectors.pool(records.rows) if isinstance(records, PoolRecords) else getattr(vectors, name)()
+            for low in range(0, len(x), _SCANNED):
+                bad = np.flatnonzero(error.bad(np.asarray(x[low : low + _SCANNED])))
+                if len(bad):
+                    row = records.rows[low + int(bad[0])]
+                    raise UserError(
+                        f"{name} features: row {row.index} {error.told} (record {row.id!r}, {row.where}); {error.fix}"
+                    ) from None
+        raise
 
 
 def state_embedder(

@@ -43,6 +43,28 @@ def check_method(spec: Select) -> None:
             if "negative" in wanted
             else f"select.embedder.negative: {kind} has no use for negative examples; leave it out"
         )
+    idle = idle_setting(spec)
+    if idle is not None and wanted & {"texts", "losses"}:
+        raise UserError(f"select.{idle}: {kind} looks at texts, not at vectors of them; leave it out")
+
+
+def vectors_needed(spec: Select) -> bool:
+    """Whether pool and target get vectors: the method works on them, or they are given and serve the report."""
+    return "features" in needs(spec.method) or isinstance(spec.embedder, Features)
+
+
+def makes_vectors(spec: Select) -> bool:
+    """Whether texts are embedded, if only to judge domains."""
+    return not isinstance(spec.embedder, Features) and (vectors_needed(spec) or spec.relevance is not None)
+
+
+def idle_setting(spec: Select) -> str | None:
+    """The first setting of vectors that has no effect because none are made; None where all have theirs."""
+    if vectors_needed(spec) or makes_vectors(spec):
+        return None
+    default = Select()
+    settings = ("embedder", "cache", "feature_type")
+    return next((name for name in settings if getattr(spec, name) != getattr(default, name)), None)
 
 
 def solver_device(recipe: Recipe) -> str:

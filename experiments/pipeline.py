@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from experiments.beginnings import backbone_record, beginning, check_beginning, check_unchanged, settle_beginning
 from experiments.cells.refusing import refuse_tracked
@@ -42,7 +43,8 @@ from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
 from experiments.shift import text_perplexity
 from experiments.sources import check_supply, mixture_record, padding_line, supply, supply_lines
-from finetune.atomic import replacing_directory, write_json, write_text
+from experiments.unfinished import unfinished
+from finetune.atomic import write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
@@ -57,7 +59,7 @@ from finetune.parallel.plan import mesh_lines
 from finetune.parallel.rules import Settings, check_settings
 from finetune.parallel.world import World
 from finetune.rates import rate_text
-from finetune.rundir import METRICS, RunDirectory
+from finetune.rundir import METRICS, RunDirectory, disk_full_interrupts
 from finetune.seeds import derive
 from finetune.throughput import measured_peak
 from finetune.tracking import Trackers, open_trackers
@@ -237,10 +239,17 @@ def _peak(recipe: Recipe, world: World, console: Console) -> float:
 
 def _selection(run: RunDirectory, recipe: Recipe, console: Console, world: World) -> None:
     """Choose the warm-up data, on the main rank; the others wait."""
+    assert recipe.select is not None
     directory = run.path / "selection"
-    if world.is_main and not directory.is_dir():
-        with replacing_directory(directory) as temporary:
-            select_into(recipe, temporary, console)
+    if world.is_main and not (directory / "manifest.json").is_file():
+        # A resumed run may change its steps and its mesh, so not the whole recipe names what is being made.
+        about = yaml.safe_dump({"seed": recipe.train.seed, "select": dataclasses.asdict(recipe.select)})
+        again = "`flatshift train --resume` goes on from there"
+        with (
+            disk_full_interrupts(f"selecting into {directory}"),
+            unfinished(directory, about, again=again) as work,
+        ):
+            select_into(recipe, work.directory, console, state=work.state)
     world.wait()
 
 

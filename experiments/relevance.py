@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from experiments.blanks import known_rows
 from experiments.config import Select
 from experiments.console import Console
 from experiments.embedding import Vectors
 from experiments.reading import PoolRecords
 from finetune.errors import UserError
 from finetune.seeds import derive
+from selection.config import Features
 
 
 def check_relevance(spec: Select) -> None:
@@ -46,7 +48,10 @@ def judge_domains(
         )
     drawn = sample_domains(domains, settings.sample, ids=view.ids, seed=derive(seed, "relevance"))
     samples = {name: vectors.pool(view.take(rows), f"embed {name}") for name, rows in drawn.items()}
-    distances = domain_distances(samples, vectors.target(), epsilon=settings.epsilon, seed=derive(seed, "relevance"))
+    near = vectors.target()
+    if not isinstance(spec.embedder, Features):
+        samples, near = _known(samples, near, console)
+    distances = domain_distances(samples, near, epsilon=settings.epsilon, seed=derive(seed, "relevance"))
     shown = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
     about: dict[str, Any] = {
         "use": settings.use,
@@ -62,3 +67,19 @@ def judge_domains(
     console.say(f"domains by distance to the target: {shown}; {', '.join(chosen)} stay, {len(kept):,} records")
     about |= {"chosen": chosen, "records_before": len(view), "records_without_domain": domains.count(None)}
     return replace(pool, rows=view.take(kept)), None, about
+
+
+def _known(samples: dict[str, Any], near: np.ndarray, console: Console) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Samples of domains and target without the texts that the embedder knows no token of, nor domains of these alone.
+
+    Raises UserError where nothing is left of either side.
+    """
+    known = {name: np.asarray(x)[known_rows(x)] for name, x in samples.items()}
+    empty = [name for name, x in known.items() if not len(x)]
+    near = near[known_rows(near)]
+    if len(empty) == len(known) or not len(near):
+        side = "target" if not len(near) else "pool"
+        raise UserError(f"select.relevance: the embedder knows no token of the {side}'s texts; choose another embedder")
+    if empty:
+        console.say(f"domains of whose samples the embedder knows no token are as far as can be: {', '.join(empty)}")
+    return {name: x for name, x in known.items() if len(x)}, near

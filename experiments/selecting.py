@@ -5,7 +5,6 @@ flatshift select --pool pool.jsonl --target target.jsonl --budget 500 --out sele
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
@@ -18,23 +17,31 @@ from typing import Any
 
 import numpy as np
 
+from experiments.blanks import reads_texts, without_blank, without_unknown
 from experiments.checking import can_check, check_choice
 from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
 from experiments.console import Console
-from experiments.embedding import Vectors, check_vectors
-from experiments.methods import backbone_surprise, check_method, solver_device, watched
+from experiments.embedding import Vectors, check_vectors, naming_rows
+from experiments.methods import (
+    backbone_surprise,
+    check_method,
+    idle_setting,
+    makes_vectors,
+    solver_device,
+    vectors_needed,
+    watched,
+)
 from experiments.reading import chunked, domains_of, read_pool, read_records, training_rows
 from experiments.recipe import Resolved
 from experiments.relevance import check_relevance, judge_domains
 from experiments.unfinished import unfinished
-from finetune.atomic import write_json
+from finetune.atomic import json_text, write_json
 from finetune.data import Row, describe
 from finetune.errors import UserError
-from finetune.rundir import write_provenance
+from finetune.rundir import disk_full_interrupts, write_provenance
 from finetune.seeds import derive
 from selection import Pool, build_selector
-from selection.config import Features, needs
 
 _SHIPPED_POOL = "sample:pool"
 _GROUP = 1 << 16
@@ -56,7 +63,7 @@ def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, A
         )
     console = Console(quiet=quiet)
     recipe_yaml = resolved.to_yaml()
-    with unfinished(out, recipe_yaml) as work:
+    with disk_full_interrupts(f"selecting into {out}"), unfinished(out, recipe_yaml) as work:
         directory = work.directory
         write_provenance(directory, recipe_yaml=recipe_yaml)
         console.log = _appender(directory / "log.txt")
@@ -93,16 +100,24 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
     check_vectors(spec)
     seed = recipe.train.seed
     target_files = spec.target.files or recipe.data.train.all_files
+    if (idle := idle_setting(spec)) is not None:
+        console.say(f"note: select.{idle} has no effect: {spec.method.kind} looks at no vectors")
     pool = read_pool(spec, seed, directory, console)
     target = read_records(spec.target, spec, seed, "target") if spec.target.files else training_rows(recipe)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
+    told = reads_texts(spec)
+    if told:
+        target = without_blank(target, target_files, "target")
+        negative = None if negative is None else without_blank(negative, spec.negative.files, "negative")
     kept, hygiene = clean_rows(recipe, pool.rows, target.rows, directory, console)
     pool = replace(pool, rows=chunked(recipe, kept, console))
     pieces = len(pool.rows)
-    _check_budget(spec, pieces)
-    for name, records in (("pool", pool), ("target", target)):
-        if records.skipped:
-            console.say(f"{name}: skipped {len(records.skipped)} bad records, first {records.skipped[0]}")
+    if told:
+        pool = without_blank(pool, spec.pool.files, "pool")
+    for name, records in (("pool", pool), ("target", target), ("negative", negative)):
+        if records is not None and records.skipped:
+            console.say(f"{name}: skipped {len(records.skipped):,} bad records, first {records.skipped[0]}")
+    _check_budget(spec, len(pool.rows))
     console.say(
         f"pool {len(pool.rows):,} records, target {len(target.rows):,}, budget {spec.budget:,}, {spec.method.kind}"
     )
@@ -111,11 +126,19 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
     x = y = z = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        pool, weights, relevance = judge_domains(spec, pool, vectors, seed, console)
+        with naming_rows(vectors, {"pool": pool, "target": target, "negative": negative}):
+            pool, weights, relevance = judge_domains(spec, pool, vectors, seed, console)
         _check_budget(spec, len(pool.rows))
-        if _vectors_needed(spec):
+        if vectors_needed(spec):
             x, y, z = vectors.pool(pool.rows), vectors.target(), vectors.negative()
     _say(caught, console)
+    if x is not None and y is not None and makes_vectors(spec):
+        pool, x, known = without_unknown(pool, x, spec.pool.files, "pool", console)
+        weights = weights if weights is None or known is None else weights[known]
+        target, y, _ = without_unknown(target, y, target_files, "target", console)
+        if negative is not None:
+            negative, z, _ = without_unknown(negative, z, spec.negative.files, "negative", console)
+        _check_budget(spec, len(pool.rows))
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
     ids, target_ids = pool.rows.ids, [row.id for row in target.rows]
     domains = domains_of(pool, spec)
@@ -135,7 +158,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
         device=solver_device(recipe),
         state=None if state is None else str(state),
     )
-    with warnings.catch_warnings(record=True) as caught, watched(console) as progress:
+    sides = {"pool": pool, "target": target, "negative": negative}
+    with warnings.catch_warnings(record=True) as caught, watched(console) as progress, naming_rows(vectors, sides):
         warnings.simplefilter("always", UserWarning)
         selector.fit(pool_set, target_set, progress=progress, **more)
     _say(caught, console)
@@ -194,7 +218,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
             "budget": spec.budget,
             "pool": len(pool.rows),
             "target": len(target.rows),
-            "skipped": {"pool": pool.skipped, "target": target.skipped},
+            "skipped": {name: side.skipped for name, side in sides.items() if side is not None},
             "helpful": solver.get("helpful", int((scores < 0).sum())),
             "seconds": {
                 "features": round(embedded - started, 3),
@@ -245,10 +269,6 @@ def _check_budget(spec: Select, count: int) -> None:
         )
 
 
-def _vectors_needed(spec: Select) -> bool:
-    return "features" in needs(spec.method) or isinstance(spec.embedder, Features)
-
-
 class _Named:
     """Names by number, looked up a slice at a time."""
 
@@ -292,7 +312,7 @@ def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray) ->
             moved = {key: record.pop(key) for key in sorted(collides)}
             if moved:
                 record["source"] = moved
-            handle.write(json.dumps({**record, **added}, ensure_ascii=False, default=str) + "\n")
+            handle.write(json_text({**record, **added}, default=str) + "\n")
 
 
 def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:

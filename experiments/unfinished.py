@@ -36,8 +36,10 @@ class Work:
 
 
 @contextlib.contextmanager
-def unfinished(out: Path, recipe_yaml: str) -> Iterator[Work]:
+def unfinished(out: Path, recipe_yaml: str, *, again: str = "the same command goes on from there") -> Iterator[Work]:
     """The work on `out`, begun or gone on with. What fails before anything was kept leaves `out` as it was.
+
+    recipe_yaml: names what is being made. again: what an interrupted user is told of going on.
 
     Raises:
         UserError: `out` holds something else, what another recipe's unfinished work kept, or another process is at it.
@@ -71,7 +73,7 @@ def unfinished(out: Path, recipe_yaml: str) -> Iterator[Work]:
                     with contextlib.suppress(OSError):
                         out.rmdir()
             elif isinstance(error, KeyboardInterrupt):
-                raise Interrupted(f"what was reached is kept in {state}; the same command goes on from there") from None
+                raise Interrupted(f"what was reached is kept in {state}; {again}") from None
             raise
 
 

@@ -84,11 +84,25 @@ def sweep_leftovers(directory: str | Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Atomically write `text` as UTF-8."""
+    """Atomically write `text` as UTF-8, halves of surrogate pairs (of a user's file) as `\\udXXX`."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """`value` as JSON that UTF-8 can hold: in its own letters, or escaped where it has half of a surrogate pair.
+
+    options: of `json.dumps`.
+    """
+    text = json.dumps(value, ensure_ascii=False, **options)
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            return json.dumps(value, ensure_ascii=True, **options)
+    return text
 
 
 def write_json(path: str | Path, value: Any) -> None:
     """Atomically write `value` as indented JSON; NaN and infinities are refused."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json_text(value, indent=2, allow_nan=False) + "\n")

@@ -13,6 +13,11 @@ class Interrupted(Exception):
     """Stopped from outside (signal, full disk) with everything finished so far kept and resumable."""
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the disk, or the user's share of it, had no room left."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or a device had no memory left for what `error` tells of."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

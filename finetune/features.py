@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
 import torch
 
 from .backbone import first_line, load_tokenizer, quiet_transformers, resolve_backbone, resolve_device
 from .errors import UserError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def hidden_state_encoder(
@@ -21,8 +20,9 @@ def hidden_state_encoder(
 ) -> Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]:
     """`encode(texts)` → (last hidden states [B, T, D] float32, mask [B, T]) of any transformers encoder or decoder.
 
-    For selection, which pools them and never loads a model itself. Texts are cut after `max_length` tokens and padded
-    on the right.
+    For selection, which pools them and never loads a model itself. Texts are cut after `max_length` tokens, or as many
+    as the model can read (with a UserWarning where these are fewer), and padded on the right. Of texts without a token
+    T is 0.
 
     Raises:
         UserError: as `resolve_backbone` and `resolve_device`.
@@ -43,6 +43,15 @@ def hidden_state_encoder(
         model = model.get_encoder()
     model.requires_grad_(False).eval().to(place)
 
+    readable = _readable_tokens(model, tokenizer)
+    if readable < max_length:
+        warnings.warn(
+            f"encoder {str(name)!r} reads no more than {readable} tokens: texts are cut there, not at {max_length}",
+            UserWarning,
+            stacklevel=2,
+        )
+        max_length = readable
+
     @torch.no_grad()
     def encode(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         batch = tokenizer(
@@ -53,10 +62,28 @@ def hidden_state_encoder(
             return_tensors="pt",
             return_token_type_ids=False,
         ).to(place)
+        if not batch["input_ids"].shape[1]:  # an empty batch has no dtype and no states: one token tells their width
+            one = torch.full((1, 1), tokenizer.pad_token_id, device=place)
+            width = model(input_ids=one, attention_mask=torch.ones_like(one)).last_hidden_state.shape[2]
+            return np.zeros((len(texts), 0, width), np.float32), np.zeros((len(texts), 0), np.int64)
         states = model(**batch).last_hidden_state
         return states.float().cpu().numpy(), batch["attention_mask"].cpu().numpy()
 
     return encode
+
+
+def _readable_tokens(model: Any, tokenizer: Any) -> int:
+    """How many tokens of a text `model` can read: its positions, less those that its family keeps for padding; where
+    the configuration does not say, what the tokenizer says."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:  # XLNet says -1
+        return int(tokenizer.model_max_length)
+    for module_name, module in model.named_modules():
+        # RoBERTa and its kin count from padding_idx + 1.
+        table = isinstance(module, torch.nn.Embedding) and "position" in module_name.rpartition(".")[2]
+        if table and module.padding_idx is not None and module.num_embeddings == positions:
+            return positions - module.padding_idx - 1
+    return positions
 
 
 def model_fingerprint(directory: str | Path) -> str:

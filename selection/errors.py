@@ -1,8 +1,35 @@
-"""The error that bad selection input raises, and the warning of an unfinished solve."""
+"""The errors that bad selection input raises, and the warning of an unfinished solve."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
 
 
 class SelectionError(ValueError):
     """A mistake in pool, target, features or settings: one sentence with what, where and the nearest valid fix."""
+
+
+class BadRow(SelectionError):
+    """A row of features that cannot be used: row `row` of the matrix given for `side`.
+
+    told: what is wrong with it. fix: what to do. bad: rows (n, d) → (n,) bool, the rows with that fault, so that a
+    caller who filtered or joined rows finds the one in a matrix of its own.
+    """
+
+    def __init__(self, side: str, row: int, told: str, fix: str, bad: Callable[[np.ndarray], np.ndarray]):
+        super().__init__(f"{side} features: row {row} {told}; {fix}")
+        self.side, self.row, self.told, self.fix, self.bad = side, row, told, fix, bad
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether the disk, or the user's share of it, had no room left: no mistake in the input, and resumable."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class ConvergenceWarning(UserWarning):

@@ -15,6 +15,7 @@ import numpy as np
 
 from selection.errors import SelectionError
 from selection.transport import sinkhorn_potentials
+from selection.transport.problem import finite_rows
 
 
 def sample_domains(
@@ -57,6 +58,9 @@ def domain_distances(
     if not samples:
         raise SelectionError("domain relevance needs at least one domain")
     y = np.asarray(target, dtype=np.float64)
+    finite_rows(y, "target", 0)
+    for x in samples.values():
+        finite_rows(np.asarray(x), "pool", 0)
     costs = {name: _mean_cost(np.asarray(x, dtype=np.float64), y) for name, x in samples.items()}
     overall = float(np.mean(list(costs.values())))
     found: dict[str, float] = {}

@@ -219,11 +219,7 @@ class _Reader:
             if name not in self.required:
                 return value
             raise ValueError(f"column {own!r} is a {type(value).__name__}, not text")
-        if not value.isascii():
-            try:
-                value.encode("utf-8")
-            except UnicodeEncodeError:
-                raise ValueError(f"column {own!r} has half of a surrogate pair, which is not text") from None
+        _refuse_half_pair(value, own)
         return value
 
     def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
@@ -250,10 +246,20 @@ def _given_id(value: Any, own: str) -> str | None:
     if value is None or value == "":
         return None
     if isinstance(value, (str, int)) and not isinstance(value, bool):
-        return str(value)
+        _refuse_half_pair(given := str(value), own)
+        return given
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     raise ValueError(f"column {own!r} is a {type(value).__name__}, not a name or a number")
+
+
+def _refuse_half_pair(value: str, own: str) -> None:
+    """Raise ValueError for a string that no file in UTF-8 can hold."""
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"column {own!r} has half of a surrogate pair, which is not text") from None
 
 
 def _refuse_twice(given: str, where: str, paths: Sequence[Path], reader: _Reader) -> None:

@@ -21,7 +21,7 @@ from typing import Any, overload
 import numpy as np
 
 from ..config import Columns
-from ..errors import UserError
+from ..errors import UserError, is_disk_full
 from .rows import Row, canonical_values
 
 Span = tuple[int, int]
@@ -38,12 +38,15 @@ def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_colu
     batch of rows.
 
     Raises:
-        UserError: the disk is full, or an id or domain is not text. Whatever `rows` raises.
+        UserError: the file cannot be written, or a domain is not text. Whatever `rows` raises.
+        OSError: the disk is full.
     """
     try:
         _write(rows, path, columns, domain_column)
         return RowView(_Store(path, columns))
     except OSError as error:
+        if is_disk_full(error):
+            raise
         raise UserError(f"{path}: the pool's rows cannot be kept there ({error.strerror or error})") from error
     finally:
         with contextlib.suppress(OSError):
@@ -76,14 +79,11 @@ def _batches(rows: Iterable[Row], columns: Columns, domain_column: str) -> Itera
         text = row.values["text"]
         domain = row.values.get(domain_column)
         domain = None if domain is None else str(domain)
-        for name, value in (("id", row.id), ("domain", domain)):
-            if value is not None and not value.isascii():
-                try:
-                    value.encode("utf-8")
-                except UnicodeEncodeError:
-                    raise UserError(
-                        f"{row.where}: the {name} has half of a surrogate pair, which is not text"
-                    ) from None
+        if domain is not None and not domain.isascii():
+            try:
+                domain.encode("utf-8")
+            except UnicodeEncodeError:
+                raise UserError(f"{row.where}: the domain has half of a surrogate pair, which is not text") from None
         # The text's place among the columns is kept, so that a record comes back with its own order.
         rest = {name: None if name == columns.text else value for name, value in row.record.items()}
         batch.append((row.id, text, domain, row.where, row.index, json.dumps(rest, default=str)))

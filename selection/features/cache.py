@@ -19,7 +19,7 @@ from typing import IO, Literal
 
 import numpy as np
 
-from selection.errors import SelectionError
+from selection.errors import SelectionError, is_disk_full
 from selection.features.rows import ShardedRows
 
 SHARD_ROWS = 8192
@@ -75,7 +75,7 @@ class FeatureCache:
 
         key: names the embedder, its model's content and every parameter that changes what it gives. texts are read
         `shard_rows` at a time. Raises SelectionError: features that are not (len(texts), d), not finite, of differing
-        width, or a directory that cannot be written to.
+        width, or a directory that cannot be written to; OSError where the disk is full, the shards before it kept.
         """
         if not len(texts):
             raise SelectionError("there are no texts to embed")
@@ -138,7 +138,10 @@ class FeatureCache:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path` on normal exit and vanishes otherwise. Raises SelectionError for OSError."""
+    """A file to write that becomes `path` on normal exit and vanishes otherwise.
+
+    Raises SelectionError where it cannot be written, OSError where the disk is full.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,6 +151,8 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(handle.fileno())
         temporary.replace(path)
     except OSError as error:
+        if is_disk_full(error):
+            raise
         raise SelectionError(f"{path.parent}: no cache can be kept there ({error.strerror or error})") from error
     finally:
         with contextlib.suppress(OSError):

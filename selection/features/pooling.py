@@ -63,6 +63,8 @@ def pool_features(
 def _pooled(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
     """(B, D) of states (B, T, D) and mask (B, T) bool. Rows without a real token are 0."""
     some: np.ndarray = np.asarray(real.any(axis=1))
+    if not real.shape[1]:  # no text of the batch has a token
+        return np.zeros((len(hidden), hidden.shape[2]), dtype=np.float32)
     if pooling in ("cls", "last"):
         steps = real.shape[1]
         place = real.argmax(axis=1) if pooling == "cls" else steps - 1 - real[:, ::-1].argmax(axis=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from selection.errors import SelectionError
 from selection.features.pooling import Pooling
@@ -46,7 +46,7 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
     if not (root / "modules.json").is_file():
         return None
     transformer, pooling, normalise = None, None, False
-    for module in _json(root / "modules.json", list):
+    for module in read_json(root / "modules.json", list):
         kind = str(module.get("type", "")).rpartition(".")[2]
         folder = root / str(module.get("path", ""))
         if kind == "Transformer" and transformer is None:
@@ -64,7 +64,7 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
     if transformer is None or pooling is None:
         raise SelectionError(f"{root / 'modules.json'}: names no Transformer followed by Pooling; is it complete?")
     about = transformer / "sentence_bert_config.json"
-    settings = _json(about, dict) if about.is_file() else {}
+    settings = read_json(about, dict) if about.is_file() else {}
     length = settings.get("max_seq_length")
     return SentenceLayout(
         transformer=transformer,
@@ -79,13 +79,13 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
 def transformer_folder(directory: str | Path) -> Path:
     """Where the transformer of `directory` lies: a folder that modules.json names, or the directory itself."""
     root = Path(directory)
-    modules = _json(root / "modules.json", list) if (root / "modules.json").is_file() else []
+    modules = read_json(root / "modules.json", list) if (root / "modules.json").is_file() else []
     named = (str(m.get("path", "")) for m in modules if str(m.get("type", "")).endswith(".Transformer"))
     return root / next(named, "")
 
 
 def _pooling(path: Path) -> Pooling:
-    config = _json(path, dict)
+    config = read_json(path, dict)
     if "pooling_mode" in config:
         asked = config["pooling_mode"]
         names = [asked] if isinstance(asked, str) else list(asked)
@@ -104,7 +104,7 @@ def _pooling(path: Path) -> Pooling:
 
 
 def _prompt(path: Path) -> str:
-    config = _json(path, dict) if path.is_file() else {}
+    config = read_json(path, dict) if path.is_file() else {}
     name = config.get("default_prompt_name")
     if name is None:
         return ""
@@ -114,13 +114,15 @@ def _prompt(path: Path) -> str:
     return str(prompts[name])
 
 
-def _json(path: Path, kind: type) -> Any:
+def read_json(path: Path, kind: type) -> Any:
+    """The JSON of a model's file: an object (`kind` dict), or an array of objects (list). Raises SelectionError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SelectionError(
             f"{path}: cannot be read ({error}); name a complete local copy of the repository"
         ) from error
-    if not isinstance(value, kind):
-        raise SelectionError(f"{path}: must hold a JSON {'object' if kind is dict else 'array'}")
-    return cast(Any, value)
+    whole = isinstance(value, list) and all(isinstance(part, dict) for part in value)
+    if not (whole if kind is list else isinstance(value, kind)):
+        raise SelectionError(f"{path}: must hold a JSON {'object' if kind is dict else 'array of objects'}")
+    return value

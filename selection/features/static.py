@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -19,6 +18,7 @@ import numpy as np
 
 from selection.errors import SelectionError
 from selection.features.pooling import normalised
+from selection.features.sentence import read_json
 
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -84,7 +84,7 @@ class StaticEmbedder:
 def _from_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
     folder, normalise = root, False
     if (root / "modules.json").is_file():
-        modules = json.loads((root / "modules.json").read_text(encoding="utf-8"))
+        modules = read_json(root / "modules.json", list)
         kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
         if kinds not in (["StaticEmbedding"], ["StaticEmbedding", "Normalize"]):
             raise SelectionError(f"{root}: holds {', '.join(kinds)}, no static vectors; use the embedder `encoder`")
@@ -93,8 +93,7 @@ def _from_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
         if not (folder / name).is_file():
             raise SelectionError(f"{folder}: has no {name}; static vectors need model.safetensors and tokenizer.json")
     if (folder / "config.json").is_file():
-        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        normalise = bool(about.get("normalize", normalise))
+        normalise = bool(read_json(folder / "config.json", dict).get("normalize", normalise))
     tensors = _tensors(folder / "model.safetensors")
     name = "embeddings" if "embeddings" in tensors else "embedding.weight"
     if name not in tensors or tensors[name].ndim != 2:
@@ -131,7 +130,7 @@ def _by_tokenizer(path: Path, rows: int, *, without_unknown: bool) -> Tokenise:
     tokenizer.no_truncation()
     if tokenizer.get_vocab_size() > rows:
         raise SelectionError(f"{path}: knows {tokenizer.get_vocab_size()} tokens, and the table has {rows} vectors")
-    model = json.loads(path.read_text(encoding="utf-8")).get("model", {})
+    model = read_json(path, dict).get("model", {})
     unknown = model.get("unk_id")
     if unknown is None and model.get("unk_token") is not None:
         unknown = tokenizer.token_to_id(model["unk_token"])

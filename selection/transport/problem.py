@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from selection.errors import SelectionError
+from selection.errors import BadRow, SelectionError
 from selection.transport.crew import Crew
 from selection.transport.ranks import Team
 
@@ -172,18 +172,30 @@ def _lengths(rows: np.ndarray, side: str, offset: int) -> np.ndarray:
     if not (found > 0).all() or not np.isfinite(found).all():
         row = int(np.flatnonzero(~((found > 0) & np.isfinite(found)))[0])
         told = "is zero" if found[row] == 0 else "is too long"
-        raise SelectionError(f"{side} features: row {offset + row} {told}, so it has no cosine; drop it or rescale")
+        raise BadRow(side, offset + row, f"{told}, so it has no cosine", "drop it or rescale", _without_length)
     return found
 
 
 def finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
-    """Raise SelectionError naming the first row of `rows` that holds a NaN or an infinity."""
+    """Raise BadRow naming the first row of `rows` that holds a NaN or an infinity."""
     # One sum is enough to clear the usual case: it is finite unless some entry is not (or it overflows: then look).
     if np.isfinite(rows.sum()):
         return
-    bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    bad = np.flatnonzero(_not_finite(rows))
     if len(bad):
-        raise SelectionError(f"{side} features: row {offset + int(bad[0])} holds a NaN or an infinity; drop or mend it")
+        raise BadRow(side, offset + int(bad[0]), "holds a NaN or an infinity", "drop or mend it", _not_finite)
+
+
+def _not_finite(rows: np.ndarray) -> np.ndarray:
+    """(n,) bool: rows (n, d) with a NaN or an infinity."""
+    return np.asarray(~np.isfinite(rows).all(axis=1))
+
+
+def _without_length(rows: np.ndarray) -> np.ndarray:
+    """(n,) bool: rows (n, d) of length 0, or too long for a float64."""
+    wide = np.asarray(rows, dtype=np.float64)
+    found = np.sqrt(np.einsum("ij,ij->i", wide, wide))
+    return np.asarray(~((found > 0) & np.isfinite(found)))
 
 
 def _matrix(value: Any, side: str) -> Any:

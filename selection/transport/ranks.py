@@ -78,12 +78,20 @@ class Team:
         parts = [part[:count].cpu().numpy() for part, count in zip(found, counts, strict=True)]
         return np.concatenate(parts).view(own.dtype).reshape(-1, *own.shape[1:])
 
-    def agree(self, error: SelectionError | None) -> None:
-        """Raise on every member what the first member that has an error found wrong; else nothing happens."""
-        told = self.gather(None if error is None else str(error))
-        for rank, message in enumerate(told):
-            if message is not None:
-                raise SelectionError(message if self.size == 1 else f"process {rank} of {self.size}: {message}")
+    def agree(self, error: SelectionError | OSError | None) -> None:
+        """Raise on every member what the first member that has an error found wrong; else nothing happens.
+
+        A process alone raises `error` itself; a team a SelectionError, or an OSError with the number of the first.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        told = self.gather(None if error is None else (str(error), getattr(error, "errno", None)))
+        for rank, found in enumerate(told):
+            if found is not None:
+                message = f"process {rank} of {self.size}: {found[0]}"
+                raise SelectionError(message) if found[1] is None else OSError(found[1], message)
 
     def same(self, what: str, *parts: Any) -> None:
         """Raise SelectionError where members disagree about `parts` (arrays or printable settings)."""

@@ -8,6 +8,7 @@ of anything else refuses it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selection.errors import SelectionError
+from selection.errors import SelectionError, is_disk_full
 from selection.transport.kernel import Evaluation
 from selection.transport.problem import Problem
 from selection.transport.settings import Settings
@@ -74,7 +75,10 @@ class Store:
         return self.directory / f"pass-{passes:04d}-process-{self.team.rank}.npz"
 
     def save(self, standing: Standing) -> None:
-        """Write atomically, then drop older passes once every process has written this one."""
+        """Write atomically, then drop older passes once every process has written this one.
+
+        Raises SelectionError where it cannot, OSError where the disk is full; the pass before is kept.
+        """
         assert standing.best is not None
         best = standing.best
         arrays: dict[str, Any] = {"best_g": best.g, "best_f": best.f, "best_column": best.column}
@@ -90,11 +94,11 @@ class Store:
             "length": standing.length,
             "overlap": standing.overlap,
         }
-        mistake: SelectionError | None = None
+        mistake: SelectionError | OSError | None = None
+        path = self._path(standing.passes)
+        scratch = path.with_name(f".{path.name}.tmp")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            path = self._path(standing.passes)
-            scratch = path.with_name(f".{path.name}.tmp")
             with scratch.open("wb") as handle:
                 found = {name: value.cpu().numpy() for name, value in arrays.items() if value is not None}
                 np.savez(handle, meta=np.array(json.dumps(meta)), **found)
@@ -102,7 +106,12 @@ class Store:
                 os.fsync(handle.fileno())
             scratch.replace(path)
         except OSError as error:
-            mistake = SelectionError(f"state {self.directory}: cannot be written ({error}); name a writable directory")
+            mistake = error
+            if not is_disk_full(error):
+                told = f"state {self.directory}: cannot be written ({error}); name a writable directory"
+                mistake = SelectionError(told)
+            with contextlib.suppress(OSError):
+                scratch.unlink()
         self.team.agree(mistake)
         for old in self._mine():
             if old != path:

@@ -24,7 +24,8 @@ def lines(rows: list[dict]) -> bytes:
 def select(folder: Path, *more: str, budget: int = 5, out: str = "out") -> int:
     pool = next(folder.glob("pool.*"))
     words = ["select", "--pool", str(pool), "--target", str(folder / "target.jsonl"), "--budget", str(budget)]
-    words += [] if any(word.startswith("--pool-features") for word in more) else ["--select.embedder.dim", "4"]
+    vectors = not any(word in ("--pool-features", "--embedder", "dsir", "length", "random") for word in more)
+    words += ["--select.embedder.dim", "4"] if vectors else []
     return run([*words, "--out", str(folder / out), *more])
 
 
@@ -100,7 +101,20 @@ def test_features_that_are_not_finite_name_their_row(given: Path, capsys, method
     x, y = np.random.default_rng(0).standard_normal((30, 3)), np.random.default_rng(1).standard_normal((4, 3))
     (x if side == "pool" else y)[2, 1] = value
     told = refused(given, capsys, *features(given, x, y), "--method", method)
-    assert f"{side} features: row 2 holds a NaN or an infinity" in told
+    assert f"{side} features: row 2 holds a NaN or an infinity (record '{side[0]}2', " in told
+
+
+@pytest.mark.parametrize("side", ["pool", "target"])
+def test_a_bad_feature_is_named_by_its_row_in_the_file(given: Path, capsys, side: str) -> None:
+    """Not by its place among the rows that were kept."""
+    x, y = np.random.default_rng(0).standard_normal((31, 3)), np.random.default_rng(1).standard_normal((5, 3))
+    (x if side == "pool" else y)[3] = np.nan
+    for name in ("pool", "target"):
+        content = (given / f"{name}.jsonl").read_bytes()
+        (given / f"{name}.jsonl").write_bytes(b"null\n" + content)
+    told = refused(given, capsys, *features(given, x, y), "--bad-rows", "skip")
+    assert f"{side} features: row 3 holds a NaN or an infinity (record '{side[0]}2', " in told
+    assert f"{side}.jsonl:4)" in told
 
 
 @pytest.mark.parametrize(
@@ -132,7 +146,7 @@ def test_rows_without_direction_have_no_cosine(given: Path, capsys) -> None:
     x = np.ones((30, 3))
     x[4] = 0.0
     more = (*features(given, x, np.ones((4, 3))), "--select.method.cost", "cosine")
-    assert "pool features: row 4 is zero, so it has no cosine" in refused(given, capsys, *more)
+    assert "pool features: row 4 is zero, so it has no cosine (record 'p4', " in refused(given, capsys, *more)
 
 
 def test_all_rows_alike_are_ranked_by_file_order(given: Path) -> None:
@@ -189,23 +203,95 @@ def test_a_target_of_one_row(given: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["gotd", "dsir", "length", "knn"])
-def test_empty_and_very_long_texts_are_scored(given: Path, method: str) -> None:
-    rows = [*POOL[:28], {"text": "", "id": "empty"}, {"text": "word1 and word2 " * 650_000, "id": "long"}]
-    (given / "pool.jsonl").write_bytes(lines(rows))
+def test_empty_texts_are_left_out_and_very_long_ones_are_scored(given: Path, capsys, method: str) -> None:
+    long = {"text": "word1 and word2 " * 650_000, "id": "long"}
+    blank = [{"text": "", "id": "empty"}, {"text": " \n\u3000", "id": "spaces"}]
+    (given / "pool.jsonl").write_bytes(lines([*POOL[:26], *blank, long, *POOL[26:]]))
+    (given / "target.jsonl").write_bytes(lines([{"text": "\t", "id": "tab"}, *TARGET]))
     assert select(given, "--method", method) == 0
     columns = table(given)
-    assert columns["id"] == [row["id"] for row in rows] and np.isfinite(columns["score"]).all()
-    assert (given / "out" / "report.html").stat().st_size < 2 << 20, "a page shows the beginning of a text"
+    assert columns["id"] == [row["id"] for row in (*POOL[:26], long, *POOL[26:])]
+    assert np.isfinite(columns["score"]).all() and sorted(columns["rank"]) == list(range(1, 32))
+    assert about(given)["skipped"] == {
+        "pool": [f"{given / 'pool.jsonl'}:{line}: the text is blank" for line in (27, 28)],
+        "target": [f"{given / 'target.jsonl'}:1: the text is blank"],
+    }
+    assert (about(given)["pool"], about(given)["target"]) == (31, 4)
+    assert "pool: skipped 2 bad records" in capsys.readouterr().err
+    page = (given / "out" / "report.html").read_text(encoding="utf-8")
+    assert "2 bad records of the pool left out" in page
+    assert len(page) < 2 << 20, "a page shows the beginning of a text"
 
 
-def test_only_empty_texts_on_a_side(given: Path, capsys) -> None:
-    (given / "target.jsonl").write_bytes(lines([{"text": ""}, {"text": "  "}]))
-    code = select(given)
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    assert code in (0, 2)
-    if code == 0:
-        assert np.isfinite(table(given)["score"]).all()
+@pytest.mark.parametrize("method", ["gotd", "knn", "tsds", "gotd-contrast"])
+def test_texts_of_which_the_embedder_knows_no_token_are_left_out(given: Path, capsys, method: str) -> None:
+    """Their vectors are zero, nearer to the target than most texts are: they were the best of the pool."""
+    mute = [{"text": "... !!!", "id": f"m{i}"} for i in range(3)]
+    (given / "pool.jsonl").write_bytes(lines([*mute, *POOL]))
+    (given / "target.jsonl").write_bytes(lines([*TARGET, {"text": "?", "id": "mute"}]))
+    (given / "negative.jsonl").write_bytes(lines([{"text": "word5 and more"}, {"text": "-"}]))
+    more = ("--negative", str(given / "negative.jsonl")) if method == "gotd-contrast" else ()
+    assert select(given, "--method", method, *more) == 0
+    assert table(given)["id"] == [row["id"] for row in POOL]
+    skipped = about(given)["skipped"]
+    assert [len(skipped["pool"]), len(skipped["target"])] == [3, 1]
+    assert len(skipped.get("negative", [])) == (method == "gotd-contrast")
+    told = f"{given / 'pool.jsonl'}:1: the embedder knows no token of the text"
+    assert skipped["pool"][0] == told and f"pool: skipped 3 records, first {told}" in capsys.readouterr().err
+    assert "mute" not in (table(given)["nearest_target"] or [])
+
+
+def test_domains_are_judged_without_mute_texts(given: Path, capsys) -> None:
+    rows = [row | {"domain": "ab"[i % 2]} for i, row in enumerate(POOL)]
+    mute = [{"text": "...", "domain": "mute"} for _ in range(9)]
+    (given / "pool.jsonl").write_bytes(lines([*rows, *mute]))
+    assert select(given, "--select.relevance.keep", "2") == 0
+    assert set(table(given)["domain"]) == {"a", "b"}
+    assert "knows no token are as far as can be: mute" in capsys.readouterr().err
+
+
+def test_blank_rows_with_features_of_their_own_stay(given: Path) -> None:
+    (given / "pool.jsonl").write_bytes(lines([{"text": "", "id": "empty"}, *POOL[1:]]))
+    rng = np.random.default_rng(0)
+    assert select(given, *features(given, rng.standard_normal((30, 3)), np.zeros((4, 3)))) == 0
+    assert table(given)["id"][0] == "empty" and about(given)["skipped"] == {"pool": [], "target": []}
+
+
+@pytest.mark.parametrize("side", ["pool", "target"])
+def test_only_empty_texts_on_a_side(given: Path, capsys, side: str) -> None:
+    (given / f"{side}.jsonl").write_bytes(lines([{"text": ""}, {"text": "  "}]))
+    told = refused(given, capsys, budget=2)
+    assert f"no {side} rows: all 2 of" in told and f"{side}.jsonl:1: the text is blank" in told
+    (given / f"{side}.jsonl").write_bytes(lines([{"text": "!"}, {"text": ""}]))
+    assert f"no {side} rows: all 2 of" in refused(given, capsys, budget=1)
+
+
+def test_half_a_surrogate_pair_never_ends_a_finished_selection(given: Path, capsys) -> None:
+    broken = "bad \ud83d"
+    (given / "pool.jsonl").write_bytes(lines([{"title": broken, **row} for row in POOL]))
+    assert select(given, "--select.hygiene.exact", "true", budget=2, out="whole") == 0
+    first, _ = (given / "whole" / "selected.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(first)["title"] == broken
+    for side, rows in (("pool", POOL), ("target", TARGET)):
+        (given / f"{side}.jsonl").write_bytes(lines([*rows[:-1], rows[-1] | {"id": broken}]))
+        told = refused(given, capsys)
+        assert f"{side}.jsonl:{len(rows)}: column 'id' has half of a surrogate pair" in told
+        assert select(given, "--bad-rows", "skip", out=f"skip {side}") == 0
+        assert len(about(given, f"skip {side}")["skipped"][side]) == 1
+        (given / f"{side}.jsonl").write_bytes(lines(rows))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--embedder", "static:nowhere"), ("--select.cache", "kept"), ("--select.feature_type", "float16")],
+    ids=["embedder", "cache", "type"],
+)
+def test_settings_of_vectors_that_have_no_effect(given: Path, capsys, more: tuple[str, str]) -> None:
+    name = {"--embedder": "select.embedder"}.get(more[0], more[0].removeprefix("--"))
+    assert f"{name}: dsir looks at texts, not at vectors" in refused(given, capsys, "--method", "dsir", *more)
+    # The control of a comparison shares the recipe of the rest: it runs, and says so.
+    assert select(given, "--method", "random", *more) == 0
+    assert f"note: {name} has no effect: random looks at no vectors" in capsys.readouterr().err
 
 
 BROKEN = b'{"text": "word1 \xff\xfe", "id": "b"}\n'

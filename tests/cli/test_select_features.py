@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +145,16 @@ def test_refusals_are_one_sentence_and_leave_nothing(files, tmp_path: Path, monk
     message = capsys.readouterr().err
     assert words in message and "Traceback" not in message
     assert set(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_interrupts(files, tmp_path: Path, monkeypatch, capsys) -> None:
+    def full(path: Path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("selection.features.cache.written_whole", full)
+    assert run([*files, "--out", str(tmp_path / "out"), "--select.cache", str(tmp_path / "cache")]) == 3
+    message = capsys.readouterr().err
+    assert "the disk is full while selecting into" in message and "Traceback" not in message
 
 
 def test_own_features_refuse_what_they_cannot_follow(files, tmp_path: Path, capsys) -> None:

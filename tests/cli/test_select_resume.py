@@ -121,6 +121,62 @@ def test_an_interrupt_keeps_the_state_and_changed_input_is_told(words, tmp_path:
     assert len(list((out / "state" / "kept").glob("pass-*"))) == 1
 
 
+def test_a_full_disk_keeps_the_pass_before(tmp_path: Path, monkeypatch) -> None:
+    import errno
+    from types import SimpleNamespace
+
+    import torch
+
+    from selection.transport import state
+    from selection.transport.kernel import Evaluation
+    from selection.transport.ranks import Team
+
+    best = Evaluation(torch.zeros(2), torch.zeros(3), torch.zeros(2), 0.0, 1.0, None)
+    store = Store(tmp_path, SimpleNamespace(team=Team()), {"data": "x"})  # type: ignore[arg-type]
+    store.save(Standing(torch.zeros(2), passes=1, best=best))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def savez(handle, **_arrays):
+        handle.write(b"half")
+        raise full
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(state.np, "savez", savez)
+        store.save(Standing(torch.zeros(2), passes=2, best=best))
+    assert [path.name for path in tmp_path.iterdir()] == ["pass-0001-process-0.npz"]
+
+
+def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None:
+    from experiments import pipeline
+    from experiments.config import Recipe, Select
+    from experiments.console import Console
+    from finetune.backbone import resolve_device
+    from finetune.errors import Interrupted
+    from finetune.parallel.world import World
+    from finetune.rundir import RunDirectory
+
+    found: list[list[str]] = []
+
+    def select_into(_recipe: Recipe, directory: Path, _console: Console, *, state: Path) -> None:
+        found.append([path.name for path in state.glob("*")])
+        state.mkdir(exist_ok=True)
+        (state / "pass-0001-process-0.npz").touch()
+        if len(found) == 1:
+            raise KeyboardInterrupt
+        (directory / "manifest.json").write_text("{}", encoding="utf-8")
+
+    monkeypatch.setattr(pipeline, "select_into", select_into)
+    recipe, console = Recipe(select=Select()), Console(quiet=True)
+    place = (RunDirectory(tmp_path), recipe, console, World.alone(resolve_device("cpu")))
+    with pytest.raises(Interrupted, match="flatshift train --resume"):
+        pipeline._selection(*place)
+    assert [path.name for path in (tmp_path / "selection").iterdir()] == ["state"]
+    for _ in range(2):
+        pipeline._selection(*place)
+    assert found == [[], ["pass-0001-process-0.npz"]], "what is finished is not made again"
+    assert [path.name for path in (tmp_path / "selection").iterdir()] == ["manifest.json"]
+
+
 def test_a_kill_before_the_first_pass_is_no_obstacle(words, tmp_path: Path) -> None:
     """Wherever the first moments were cut, the command begins anew; anything else in the directory is refused."""
     pool, target = tmp_path / "p.jsonl", tmp_path / "t.jsonl"

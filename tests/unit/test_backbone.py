@@ -183,6 +183,33 @@ def test_hidden_states_match_the_model_and_the_mask_marks_padding():
     assert abs(states[1, :length] - alone[0]).max() < 1e-4
 
 
+def test_hidden_states_of_texts_without_a_token():
+    encode = hidden_state_encoder("flatshift-5m", max_length=6, device="cpu")
+    assert encode([""])[0].shape[1] == 0, "this tokenizer adds no token of its own"
+    states, mask = encode([""] * 3)
+    assert states.shape == (3, 0, encode(["one"])[0].shape[2]) and mask.shape == (3, 0)
+    assert encode(["", "one"])[1][0].sum() == 0
+
+
+@pytest.mark.parametrize(("kind", "readable"), [("BertModel", 32), ("RobertaModel", 30)])
+def test_hidden_states_of_texts_longer_than_the_model_reads(kind, readable, tmp_path):
+    """RoBERTa counts positions from its padding token's number + 1 = 2."""
+    import transformers
+
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.AutoConfig.for_model(
+        kind.removesuffix("Model").lower(), vocab_size=6000, max_position_embeddings=32, pad_token_id=1, **shape
+    )
+    getattr(transformers, kind)(config).save_pretrained(tmp_path)
+    for file in resolve_backbone("flatshift-5m").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    told = f"reads no more than {readable} tokens: texts are cut there, not at 256"
+    with pytest.warns(UserWarning, match=told):
+        encode = hidden_state_encoder(tmp_path, max_length=256, device="cpu")
+    states, mask = encode(["one two three four five " * 20, "one"])
+    assert states.shape[1] == readable == mask[0].sum()
+
+
 def test_a_hub_name_in_the_cache_loads_without_a_network(llama, tmp_path, offline, monkeypatch):
     import huggingface_hub.constants
 

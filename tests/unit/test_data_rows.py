@@ -107,6 +107,7 @@ def test_blank_lines_count_as_lines_and_a_bom_is_no_text(tmp_path):
         (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"text": "a", "id": [1]}', "column 'id' is a list"),
+        (b'{"text": "a", "id": "\\ud83d"}', "column 'id' has half of a surrogate pair"),
     ],
 )
 def test_bad_rows_are_refused_by_line_or_skipped(tmp_path, line, reason):

@@ -1,5 +1,6 @@
 """Shards of features: computed once, verified, resumed; and the array-like rows they make."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from selection import FeatureCache, SelectionError, TfIdfEmbedder
 from selection.features import ShardedRows, TakenRows, in_shards
+from selection.features.cache import written_whole
 from selection.features.tfidf import load_fitted
 
 TEXTS = [f"text number {i}" for i in range(25)]
@@ -111,6 +113,12 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path):
         FeatureCache(tmp_path / "file").features(TEXTS, Embed(), key="k")
     with pytest.raises(SelectionError, match="no texts"):
         FeatureCache(tmp_path).features([], Embed(), key="k")
+
+
+def test_a_full_disk_is_no_mistake_of_the_users(tmp_path: Path):
+    with pytest.raises(OSError, match="No space left") as caught, written_whole(tmp_path / "shard.npy"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not isinstance(caught.value, ValueError) and not list(tmp_path.iterdir())
 
 
 def test_rows_on_disk_behave_like_an_array(tmp_path: Path):

@@ -229,6 +229,17 @@ def test_bad_static_directories_are_one_sentence(tmp_path: Path):
     (broken / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(SelectionError, match="cannot be read"):
         StaticEmbedder(broken)
+    modules = '[{"type": "x.StaticEmbedding", "path": ""}]'
+    for name, content, told in (
+        ("config.json", "{", "cannot be read"),
+        ("config.json", "[]", "must hold a JSON object"),
+        ("modules.json", modules[:-1], "cannot be read"),
+        ("modules.json", '["x.StaticEmbedding"]', "must hold a JSON array of objects"),
+    ):
+        root = static_directory(tmp_path / f"{name} {len(content)}", embeddings=TABLE)
+        (root / name).write_text(content, encoding="utf-8")
+        with pytest.raises(SelectionError, match=rf"{name}: {told}"):
+            StaticEmbedder(root)
 
 
 def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):

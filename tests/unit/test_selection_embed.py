@@ -99,6 +99,15 @@ def test_pool_features_refuses():
         pool_features(["a"], encode, 0)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "max", "cls", "last"])
+def test_batches_of_texts_without_a_token(pooling):
+    def none(texts):
+        return np.zeros((len(texts), 0, 3), np.float32), np.zeros((len(texts), 0), np.int64)
+
+    found = pool_features(["", "", ""], none, batch_size=2, pooling=pooling)
+    assert found.shape == (3, 3) and (found == 0).all()
+
+
 def test_load_features(tmp_path):
     x = np.arange(12.0).reshape(4, 3)
     np.save(tmp_path / "x.npy", x)
