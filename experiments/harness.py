@@ -73,8 +73,8 @@ def run_harness(
     if recipe.adapter.soft_tokens is not None:
         what = "soft_tokens" if recipe.adapter.projector is None else "projector"
         raise UserError(
-            f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; judge this "
-            "run with `flatshift eval RUN_DIR --data FILE`"
+            f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; judge "
+            "this run with `flatshift eval RUN_DIR --data FILE`"
         )
     writer_of(recipe.task)
     for name, value in (("limit", limit), ("batch-size", batch_size)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -131,6 +132,13 @@ def test_a_template_that_raises_is_a_bad_row(tmp_path):
         encoded([ASK, SAY], template=str(path), system="Be brief.")
     found = encoded([{"role": "system", "content": "x"}, ASK, SAY], [ASK, SAY], template=str(path), bad_rows="skip")
     assert [said(example) for example in found.examples] == ["Hello<|im_end|>"] and len(found.skipped) == 1
+
+
+def test_nulls_that_arrow_made_up_are_told_of():
+    filled = dataclasses.replace(row(1, messages=[ASK, SAY]), nulls=3)
+    found = encode([row(0, messages=[ASK, SAY]), filled], task=Chat(), tokenizer=TOKENIZER, max_length=256)
+    assert "1 conversations came with 3 keys that hold null inside their calls and tools" in " ".join(found.notes)
+    assert not any("null" in note for note in encoded([ASK, SAY]).notes)
 
 
 @pytest.mark.parametrize(

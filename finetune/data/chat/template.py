@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SHIPPED = Path(__file__).resolve().parent / "templates"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOO_MUCH = (ArithmeticError, RecursionError, MemoryError)
-"""What a template may ask of Python that it cannot do: 1 // 0, a macro that calls itself for ever, a text of petabytes."""
+"""What a template may ask of Python that it cannot do: 1 // 0, a macro that calls itself, a text of petabytes."""
 _NOW = re.compile(r"strftime_now\(\s*(?:'([^']*)'|\"([^\"]*)\")?")
 
 Messages = list[dict[str, Any]]
