@@ -145,8 +145,9 @@ def encode_rows(
             f"train.overlong: drop leaves no training row, as all {made.dropped:,} are longer than train.max_length = "
             f"{recipe.train.max_length} tokens; raise it"
         )
-    for counted in losses.values():
-        counted.refuse(task, recipe.train)
+    for (split, _), counted in losses.items():
+        if what is None or split == "train":  # of a run that is over, which judges other rows, nothing can be raised
+            counted.refuse(task, recipe.train)
         made.notes += counted.notes()
     for split, lost in skipped.items():
         if lost and not made.splits[split]:

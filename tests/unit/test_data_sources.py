@@ -13,6 +13,7 @@ from experiments.pipeline import check_recipe, recipe_inputs
 from experiments.preparing import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
 from experiments.sources import supply, supply_lines
+from finetune.backbone import load_tokenizer
 from finetune.data import Batches, Examples, describe, encode, read_rows
 from finetune.errors import UserError
 from tests.data_models import write_jsonl
@@ -132,7 +133,6 @@ def test_streamed_and_cached_examples_are_those_of_rows_in_memory(text, more, fo
 
 def test_examples_are_those_of_encode_on_the_rows(folder):
     recipe = recipe_of(folder, PLAIN.replace("TASK", "classify"))
-    from finetune.backbone import load_tokenizer
 
     rows = read_splits(recipe)
     settings = {"task": recipe.task, "tokenizer": load_tokenizer("flatshift-5m"), "max_length": 48}
@@ -290,6 +290,11 @@ def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, mo
         UserError, match=r"train \(a\): 1 of 12 samples have an answer that is cut at train\.max_length"
     ):
         prepare(recipe_of(folder, completion, **few))
+    recipe = recipe_of(folder, completion, **few)
+    judged = (("test", 0, row) for row in read_rows([str(folder / "long.jsonl")]))
+    how = {"task": recipe.task, "labels": None, "paths": [str(folder / "long.jsonl")], "what": "--data"}
+    judged = tokens.encode_rows(recipe, load_tokenizer("flatshift-5m"), judged, **how)
+    assert len(judged.splits["test"]) == 12 and judged.notes == ["--data: 1 of 12 samples have an answer that is cut"]
     drop = {"train.max_length": 24, "train.overlong": "drop"}
     assert prepare(recipe_of(folder, plain, **drop)).dropped == 1
     with pytest.raises(
