@@ -138,7 +138,7 @@ def encode_rows(
         if split == "train":
             made.sizes[part] += len(encoded.examples)
     for (split, part), chat in chats.items():
-        made.notes += [f"{_called(recipe, split, part, None)}: {note}" for note in chat.close()]
+        made.notes += [f"{_called(recipe, split, part, what)}: {note}" for note in chat.close()]
     made.splits = {split: writer.close() for split, writer in writers.items()}
     if made.dropped and not made.splits["train"]:
         raise UserError(
