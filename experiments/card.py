@@ -19,6 +19,7 @@ from experiments.config import Recipe
 from finetune import assets
 from finetune.config import Chat
 from finetune.data.chat import ask, question
+from finetune.data.formats import HUB, HubName
 from finetune.data.prompts import end_token
 from finetune.data.specials import Specials
 from finetune.data.template import Template
@@ -140,23 +141,24 @@ def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, jud
     evaluation = json.loads((path / "eval.json").read_text(encoding="utf-8"))
     found = {name for metrics in evaluation.values() for name in metrics}
     kind = _KINDS.get(recipe.task.kind)
-    hubs = [name.removeprefix("hub:").rsplit(":", 1)[0].split("@")[0] for name in _hub_files(recipe)]
     data = ModelCardData(
         base_model=base,
         library_name="peft",
         license=license,
         pipeline_tag=kind.pipeline_tag if kind is not None else None,
         tags=["lora", "flatshift", recipe.regularizer.kind],
-        datasets=list(dict.fromkeys(hubs)) or None,
+        datasets=_hub_sources(recipe) or None,
         metrics=list(dict.fromkeys(hub for ours, hub in _METRICS.items() if judged and ours in found)) or None,
     )
     missing = [] if license is not None else ["# license: TO FILL IN, by its name on the hub (apache-2.0, mit, …)"]
     return "\n".join(["---", *data.to_yaml().strip().splitlines(), *missing, "---", ""])
 
 
-def _hub_files(recipe: Recipe) -> list[str]:
+def _hub_sources(recipe: Recipe) -> list[str]:
+    """Names of the hub's data sets among the run's files."""
     splits = (recipe.data.train.all_files, recipe.data.dev.files, recipe.data.test.files)
-    return [name for files in splits for name in files if name.startswith("hub:")]
+    names = [HubName.read(name).source for files in splits for name in files if name.startswith(HUB)]
+    return list(dict.fromkeys(names))
 
 
 def _sum(added: Sequence[tuple[str, float]], rank: int | None) -> str:

@@ -60,7 +60,7 @@ def run_harness(
     Returns what the file holds: `results` by task and metric, with `versions`, `tasks`, `limit`, `shots`, `seed` and
     `prefix`, the tokens before every text.
     Raises UserError if lm-eval is missing, a task is unknown, or `path` is no finished run of a language model, or one
-    of conversations.
+    of conversations, or of soft tokens.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--harness needs the package lm-eval; {GET}")
@@ -69,6 +69,12 @@ def run_harness(
         raise UserError(
             "--harness: lm-eval would not ask a chat run as it was trained; `flatshift merge` it and give lm-eval "
             "--apply_chat_template, or judge it with `flatshift eval RUN_DIR --data FILE`"
+        )
+    if recipe.adapter.soft_tokens is not None:
+        what = "soft_tokens" if recipe.adapter.projector is None else "projector"
+        raise UserError(
+            f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; judge "
+            "this run with `flatshift eval RUN_DIR --data FILE`"
         )
     writer_of(recipe.task)
     for name, value in (("limit", limit), ("batch-size", batch_size)):

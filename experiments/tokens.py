@@ -36,6 +36,7 @@ from finetune.data import (
 )
 from finetune.data.chat import ChatEncoder, template_record
 from finetune.data.formats import split_suffix
+from finetune.data.left_out import Losses
 from finetune.errors import UserError
 from finetune.units import Units, output_layer
 
@@ -92,13 +93,15 @@ def encode_rows(
         folder: where the columns go, one directory a split; None: memory.
         what: what a user calls the rows, where they are of no split of the recipe.
     Raises:
-        UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long.
+        UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
+            a split or source is cut or left out for its length than `task.max_truncated` and `train.max_dropped` allow.
     """
     from finetune.backbone import decoder_start
 
     settings: dict[str, Any] = {"bad_rows": recipe.data.bad_rows, "truncation": recipe.train.truncation}
     start = decoder_start(recipe.backbone) if isinstance(task, Seq2Seq) else None
     chats: dict[tuple[Split, int], ChatEncoder] = {}
+    losses: dict[tuple[Split, int], Losses] = {}
     writers: dict[Split, ExampleWriter] = {}
     for split in SPLITS:
         place = None if folder is None else folder / split
@@ -126,6 +129,7 @@ def encode_rows(
                 features=recipe.adapter.projector,
                 **settings,
             )
+        losses.setdefault((split, part), Losses(_called(recipe, split, part, what))).add(encoded)
         writers[split].add(encoded.examples)
         made.truncated += encoded.truncated
         made.dropped += encoded.dropped
@@ -134,18 +138,27 @@ def encode_rows(
         if split == "train":
             made.sizes[part] += len(encoded.examples)
     for (split, part), chat in chats.items():
-        source = parts_of(recipe.data)[split][part].name if split == "train" else None
-        made.notes += [f"{split if source is None else f'{split} ({source})'}: {note}" for note in chat.close()]
+        made.notes += [f"{_called(recipe, split, part, what)}: {note}" for note in chat.close()]
     made.splits = {split: writer.close() for split, writer in writers.items()}
     if made.dropped and not made.splits["train"]:
         raise UserError(
             f"train.overlong: drop leaves no training row, as all {made.dropped:,} are longer than train.max_length = "
             f"{recipe.train.max_length} tokens; raise it"
         )
+    for (split, _), counted in losses.items():
+        if what is None or split == "train":  # of a run that is over, which judges other rows, nothing can be raised
+            counted.refuse(task, recipe.train)
+        made.notes += counted.notes()
     for split, lost in skipped.items():
         if lost and not made.splits[split]:
             raise UserError(f"no {what or split} row is left: {len(lost):,} were skipped, the first for {lost[0]}")
     return made
+
+
+def _called(recipe: Recipe, split: Split, part: int, what: str | None) -> str:
+    """What messages call the rows of a split or source."""
+    source = parts_of(recipe.data)[split][part].name if split == "train" and what is None else None
+    return (what or split) if source is None else f"{split} ({source})"
 
 
 def _chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
@@ -314,7 +327,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     for split in SPLITS:
         data.pop(split)
     seeded = recipe.data.label_noise or any(own["limit"] is not None for _, _, own in counts)
-    train = {name: getattr(recipe.train, name) for name in ("max_length", "truncation", "overlong")}
+    train = {name: getattr(recipe.train, name) for name in ("max_length", "truncation", "overlong", "max_dropped")}
     what = {
         "inputs": names,
         "parts": counts,

@@ -193,7 +193,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
         model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         write_projector(model, temporary)
-        _compare(read_adapter(temporary), trainable(model))
+        require_saved(read_adapter(temporary), trainable(model))
     return directory
 
 
@@ -215,16 +215,19 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = str(model.get_base_model().name_or_path)
     layers = lora_layers(model)
-    host = {_file_name(name, layers): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    host = {file_name(name, layers): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing_directory(directory) as temporary:
         config.save_pretrained(str(temporary))
         save_file(host, temporary / WEIGHTS, metadata={"format": "pt"})
-        _compare(read_adapter(temporary), tensors)
+        require_saved(read_adapter(temporary), tensors)
     return directory
 
 
-def _file_name(name: str, layers: Mapping[str, Any]) -> str:
-    """The name in PEFT's file of a trained parameter's plain name."""
+def file_name(name: str, layers: Mapping[str, Any]) -> str:
+    """The name in PEFT's file of a trained parameter's plain name.
+
+    layers: the adapted ones by plain name, whose own bias lies in what PEFT wraps.
+    """
     owner, _, leaf = name.rpartition(".")
     if owner in layers and leaf == "bias":
         name = f"{owner}.base_layer.bias"
@@ -253,7 +256,8 @@ def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{file} is damaged or cut short: {error}") from error
 
 
-def _compare(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
+def require_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
+    """Raise RuntimeError unless the tensors `saved`, read back from a file, are `live`, by name and bit for bit."""
     if not live or not any(t.numel() for t in saved.values()):
         raise RuntimeError("the adapter to be saved is empty")
     if saved.keys() != live.keys():

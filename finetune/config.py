@@ -201,6 +201,9 @@ class Train:
     overlong: Literal["drop", "refuse"] | None = None
     """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), or
     stop the run (refuse)."""
+    max_dropped: float | None = None
+    """Largest share of the training samples, of each source, that `overlong: drop` leaves out; more is refused. Null:
+    0.1."""
     group: Literal["length"] | None = None
     """`length`: rows of like length share a micro-batch, drawn anew in every window of 50 micro-batches, which saves
     padding; for tasks that are not packed. Null: rows meet by chance."""
@@ -248,7 +251,7 @@ class Train:
             self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None), threads=(1, None)
         )
         check_bounds(self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), peak_tflops=(1e-6, None))
-        check_bounds(self, backbone_dropout=(0, 0.99))
+        check_bounds(self, backbone_dropout=(0, 0.99), max_dropped=(0, 1))
         if self.spikes is not None and self.save_every == 0:
             raise ValueError("spikes need checkpoints to go back to; set train.save_every above 0")
 
@@ -258,7 +261,8 @@ class Files:
     """Rows from JSONL (.gz .xz .zst), CSV, Parquet, a saved `datasets` directory, or a hub data set."""
 
     files: tuple[str, ...] = ()
-    """Paths, globs (sorted), `sample:NAME` for a file that ships with Flatshift, or `hub:NAME@REVISION:SPLIT`."""
+    """Paths, globs (sorted), `sample:NAME` for a file that ships with Flatshift, or
+    `hub:NAME[CONFIG]@REVISION:SPLIT`."""
     limit: int | None = None
     """Use this many rows: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
 

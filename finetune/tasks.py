@@ -34,9 +34,11 @@ class Completion:
     (accuracy, F1, Matthews), or `generate` greedily and compare (exact match)."""
     max_new_tokens: int = 64
     """Longest generated answer, tokens (score: generate)."""
+    max_truncated: float | None = None
+    """Largest share of rows whose completion `train.max_length` cuts; more is refused. Null: 0.1."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, max_new_tokens=(1, None))
+        check_bounds(self, max_new_tokens=(1, None), max_truncated=(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +106,12 @@ class Seq2Seq:
     """Longest generated answer, tokens (score: generate)."""
     num_beams: int | None = None
     """Beams of the search for an answer (score: generate); null: greedy."""
+    max_truncated: float | None = None
+    """Largest share of rows whose target `train.max_length` cuts; more is refused. Null: 0.1."""
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), label_smoothing=(0, 0.99), num_beams=(1, None))
+        check_bounds(self, max_truncated=(0, 1))
         if self.num_beams is not None and self.score != "generate":
             raise ValueError(f"num_beams is for `score: generate`, got {self.num_beams} with score: {self.score}")
 

@@ -24,16 +24,17 @@ _ENDS = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embeddin
 
 
 def combine(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
-    """Write Σ weight · adapter as a PEFT adapter into the existing directory `out`.
+    """Write Σ weight · adapter as a PEFT adapter into the existing directory `out`. Re-opened and compared.
 
-    A head or another module that trained whole is taken from the first adapter, which alone may have one.
+    A head, a bias or another module that trained whole is taken from the first adapter, which alone may have one.
 
     Raises:
         UserError: DoRA, adapters on experts, soft tokens, or a whole module that is not the first one's.
+        RuntimeError: the file differs from the tensors.
     """
     from safetensors.torch import save_file
 
-    from ..adapter import WEIGHTS, read_adapter
+    from ..adapter import WEIGHTS, file_name, read_adapter, require_saved
 
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     kept: dict[str, Tensor] = {}
@@ -56,8 +57,9 @@ def combine(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
         kept[f"{layer}.{ends[layer][0]}"] = torch.cat([a for a, _ in factors])
         kept[f"{layer}.{ends[layer][1]}"] = torch.cat([b for _, b in factors], dim=1)
     first = adapters[0][0]
-    file_names = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in kept.items()}
-    save_file(file_names, out / WEIGHTS, metadata={"format": "pt"})
+    host = {file_name(name, parts): tensor.contiguous() for name, tensor in kept.items()}
+    save_file(host, out / WEIGHTS, metadata={"format": "pt"})
+    require_saved(read_adapter(out), kept)
     write_json(out / SETTINGS, _settings(first, {layer: sum(len(a) for a, _ in f) for layer, f in parts.items()}))
 
 

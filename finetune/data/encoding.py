@@ -23,8 +23,8 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +37,7 @@ from .example import IGNORE as IGNORE
 from .example import Encoded as Encoded
 from .example import Example as Example
 from .labels import classes_of, several_hot, unknown_class
+from .left_out import Cut, LeftOut
 from .masking import SPECIAL, Masking
 from .rows import Row, missing_column
 from .specials import Specials
@@ -128,7 +129,8 @@ def encode(
     Arguments:
         label_names: classes in head order; else the task's, else the sorted labels of these rows. Needed (and found)
             for classification and for completions that are ranked.
-        bad_rows: refuse, or skip and count, rows that have nothing to supervise.
+        bad_rows: refuse, or skip and count, rows that have nothing to supervise, a `text2` that is no text, or a column
+            that a template cannot show.
         decoder_start: the token that a decoder begins with (`finetune.backbone.decoder_start`); for seq2seq.
         truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
         overlong: longer samples are truncated (None), left out, or refused.
@@ -166,35 +168,6 @@ def encode(
     return _encode_texts(rows, task, maker, label_names, rest, features)
 
 
-@dataclass
-class LeftOut:
-    """Which rows get no example, and which are cut."""
-
-    bad_rows: str
-    overlong: str | None
-    max_length: int
-    skipped: list[str] = field(default_factory=list)
-    truncated: int = 0
-    dropped: int = 0
-
-    def bad(self, row: Row, reason: str) -> None:
-        """Refuse or skip a row with nothing to supervise."""
-        if self.bad_rows == "refuse":
-            raise UserError(f"{row.where}: {reason}; leave the row out, or set data.bad_rows: skip")
-        self.skipped.append(f"{row.where}: {reason}")
-
-    def long(self, row: Row) -> bool:
-        """Count a sample that is longer than allowed; whether it is left out."""
-        if self.overlong == "refuse":
-            raise UserError(
-                f"{row.where}: this sample is longer than train.max_length = {self.max_length} tokens; raise it, leave "
-                "the row out, or set train.overlong: drop"
-            )
-        self.dropped += self.overlong == "drop"
-        self.truncated += self.overlong is None
-        return self.overlong == "drop"
-
-
 def _encode_texts(
     rows: Iterable[Row],
     task: LanguageModel | Completion | MaskedLM | Seq2Seq,
@@ -212,7 +185,8 @@ def _encode_texts(
         names = tuple(label_names)
     examples: list[Example] = []
     masking = Masking.of(task, maker.tokenizer) if isinstance(task, MaskedLM) else None
-    for chunk in _chunks(rows):
+    shown = [] if isinstance(task, LanguageModel | MaskedLM) else [Template(task.prompt, "task.prompt"), _answer(task)]
+    for chunk in _chunks(_usable(rows, partial(_unfilled, shown), rest)):
         if masking is not None:
             made = maker.masked(chunk, masking)
         elif isinstance(task, Seq2Seq):
@@ -226,9 +200,35 @@ def _encode_texts(
                 example = with_features(example, row, features)
             if isinstance(example, str):
                 rest.bad(row, example)
-            elif not (cut and rest.long(row)):
+            elif not (cut and rest.long(row, cut)):
                 examples.append(example)
-    return Encoded(examples, rest.truncated, rest.skipped, names, rest.dropped)
+    return Encoded(examples, rest.truncated, rest.skipped, names, rest.dropped, rest.cut_answers)
+
+
+def _usable(rows: Iterable[Row], problem: Callable[[Row], str | None], rest: LeftOut) -> Iterator[Row]:
+    """The rows without a problem; the others are bad ones."""
+    for row in rows:
+        found = problem(row)
+        if found is None:
+            yield row
+        else:
+            rest.bad(row, found)
+
+
+def _unfilled(templates: Sequence[Template], row: Row) -> str | None:
+    """Why one of the templates cannot show `row`; None: they can."""
+    try:
+        for template in templates:
+            template.fill(row)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _no_pair(row: Row) -> str | None:
+    """Why the row's second text is none; None: it is one, or there is none."""
+    text2 = row.values.get("text2")
+    return None if text2 is None or isinstance(text2, str) else f"column 'text2' is a {type(text2).__name__}, not text"
 
 
 def _check_ranked(task: Completion) -> None:
@@ -247,7 +247,7 @@ def _encode_wholes(
     units: Units | None,
 ) -> Encoded:
     kept: list[tuple[Row, list[int], list[int] | None]] = []
-    for chunk in _chunks(rows):
+    for chunk in _chunks(_usable(rows, _no_pair, rest)):
         for row, (ids, segments, cut) in zip(chunk, maker.texts(chunk), strict=True):
             if not ids:
                 rest.bad(row, "the text has no token")
@@ -315,14 +315,14 @@ class _Maker:
     def tokens(self, texts: list[str]) -> Any:
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
 
-    def documents(self, rows: Sequence[Row]) -> list[tuple[Example | str, bool]]:
+    def documents(self, rows: Sequence[Row]) -> list[tuple[Example | str, Cut]]:
         texts = [row.values["text"] for row in rows]
         batch = self.tokens(texts)
         prefix = list(self.specials.prefix)
-        made: list[tuple[Example | str, bool]] = []
+        made: list[tuple[Example | str, Cut]] = []
         for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
             content, room = [*ids, *self.end], self.max_length - len(prefix)
-            cut = len(content) > room
+            cut = Cut(len(content) > room)
             start = len(content) - room if cut and self.left else 0
             input_ids = [*prefix, *content[start : start + room]]
             if len(input_ids) < 2 or not ids:
@@ -333,12 +333,12 @@ class _Maker:
             made.append((Example(input_ids, [IGNORE, *input_ids[1:]], row.id, row.where, size), cut))
         return made
 
-    def masked(self, rows: Sequence[Row], masking: Masking) -> list[tuple[Example | str, bool]]:
+    def masked(self, rows: Sequence[Row], masking: Masking) -> list[tuple[Example | str, Cut]]:
         batch = self.tokens([row.values["text"] for row in rows])
         prefix, suffix = self.specials.prefix, self.specials.suffix
         room = self.max_length - len(prefix) - len(suffix)
         special = set(self.tokenizer.all_special_ids)
-        made: list[tuple[Example | str, bool]] = []
+        made: list[tuple[Example | str, Cut]] = []
         for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
             of = batch.word_ids(i) if batch.is_fast else range(len(ids))
             kept = _shortened(ids, room, left=self.left)
@@ -348,32 +348,33 @@ class _Maker:
             ]
             words = [SPECIAL] * len(prefix) + inner + [SPECIAL] * len(suffix)
             if all(word == SPECIAL for word in inner):
-                made.append(("the text has no token that could be hidden", len(ids) > room))
+                made.append(("the text has no token that could be hidden", Cut.NOTHING))
                 continue
             whole = np.array([*prefix, *kept, *suffix], dtype=np.int64)
             read, labels = masking.fixed(whole, np.array(words), row.id)
             segments = [0] * len(whole) if self.specials.segments else None
             example = Example(read.tolist(), labels.tolist(), row.id, row.where, segments=segments, words=words)
-            made.append((example, len(ids) > room))
+            made.append((example, Cut(len(ids) > room)))
         return made
 
     def completions(
         self, rows: Sequence[Row], task: Completion, names: tuple[str, ...] | None
-    ) -> list[tuple[Example | str, bool]]:
+    ) -> list[tuple[Example | str, Cut]]:
         ask, answer = Template(task.prompt, "task.prompt"), Template(task.completion, "task.completion")
         prompts = self.tokens([ask.fill(row) for row in rows])["input_ids"]
         texts = [answer.fill(row) for row in rows]
         batch = self.tokens(texts)
         choices = self._choices(rows, answer, names) if names is not None else [None] * len(rows)
         prefix = list(self.specials.prefix)
-        made: list[tuple[Example | str, bool]] = []
+        made: list[tuple[Example | str, Cut]] = []
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
             mine = choices[i]
             # All choices follow one prompt, so it is cut for the longest of them.
             reserve = max(map(len, mine)) if mine else 0
-            context, kept, cut = fit_completion(
+            context, kept, shorter = fit_completion(
                 prefix, prompt, [*ids, *self.end], self.max_length, reserve=reserve, left=self.left
             )
+            cut = Cut.ANSWER if len(kept) < len(ids) + len(self.end) else Cut(shorter)
             if not ids or len(context) + len(kept) < 2:
                 made.append(("the completion is empty", cut))
                 continue
@@ -396,18 +397,18 @@ class _Maker:
             made.append((example, cut))
         return made
 
-    def pairs(self, rows: Sequence[Row], task: Seq2Seq) -> list[tuple[Example | str, bool]]:
+    def pairs(self, rows: Sequence[Row], task: Seq2Seq) -> list[tuple[Example | str, Cut]]:
         if self.decoder_start is None:
             raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with")
         ask, answer = Template(task.prompt, "task.prompt"), Template(task.target, "task.target")
         prompts = self.tokens([(task.prefix or "") + ask.fill(row) for row in rows])["input_ids"]
         texts = [answer.fill(row) for row in rows]
         batch = self.tokens(texts)
-        made: list[tuple[Example | str, bool]] = []
+        made: list[tuple[Example | str, Cut]] = []
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
             source, cut_prompt = self._closed(prompt, self.specials.suffix, left=self.left)
             labels, cut_target = self._closed(ids, self.end)
-            cut = cut_prompt or cut_target
+            cut = Cut.ANSWER if cut_target else Cut(cut_prompt)
             if not ids or not source:
                 made.append((f"the {'prompt' if ids else 'target'} is empty", cut))
                 continue
@@ -444,9 +445,6 @@ class _Maker:
         paired = [i for i, row in enumerate(rows) if row.values.get("text2") is not None]
         seconds: dict[int, list[int]] = {}
         if paired:
-            for i in paired:
-                if not isinstance(rows[i].values["text2"], str):
-                    raise UserError(f"{rows[i].where}: column 'text2' is not text")
             ids = self.tokens([rows[i].values["text2"] for i in paired])["input_ids"]
             seconds = dict(zip(paired, ids, strict=True))
         return [self._text(a, seconds.get(i)) for i, a in enumerate(firsts)]

@@ -58,5 +58,7 @@ class Encoded:
     """Classes in head order."""
     dropped: int = 0
     """Samples that were longer than `max_length`, and left out."""
+    cut_answers: int = 0
+    """Of the truncated samples those that lost some of their answer (completion, seq2seq)."""
     notes: tuple[str, ...] = ()
     """What else there is to know before the first step, a sentence each."""

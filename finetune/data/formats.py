@@ -14,6 +14,7 @@ import gzip
 import itertools
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
 SUPPORTED = "JSONL (.jsonl .ndjson .json), .csv, .tsv (each also .gz .xz .zst) and .parquet"
 HUB = "hub:"
+HUB_FORM = "hub:NAME[CONFIG]@REVISION:SPLIT"
 
 _CHUNK = 1 << 18
 
@@ -42,6 +44,8 @@ class Record(NamedTuple):
     """Columns; empty when there is a problem."""
     problem: str | None = None
     """What is wrong with this record, or None."""
+    nulls: int = 0
+    """Keys that hold null, inside the objects of its lists, which Arrow made up and which are not in `values`."""
 
 
 def records(path: Path) -> Iterator[Record]:
@@ -245,10 +249,67 @@ def _parquet(path: Path) -> Iterator[Record]:
             ordinal = 0
             for batch in file.iter_batches(batch_size=1024):
                 for values in batch.to_pylist():
-                    yield Record(ordinal, ordinal + 1, values)
+                    yield _of_arrow(ordinal, values)
                     ordinal += 1
     except pa.ArrowInvalid as error:
         raise UserError(f"{path}: not a valid Parquet file ({str(error).splitlines()[0]})") from error
+
+
+def _of_arrow(ordinal: int, values: dict[str, Any]) -> Record:
+    """A record without the keys that are null in the objects of its lists (turns, tools).
+
+    Arrow gives all objects of a column the keys of every other one, so an argument of one tool is there, as null, in
+    the calls of all tools. Whether a null was written cannot be told.
+    """
+    nulls = 0
+    for name, value in values.items():
+        if isinstance(value, list) and isinstance(next((one for one in value if one is not None), None), dict):
+            values[name], found = _without_nulls(value)
+            # what a turn itself does not have (`tool_calls`, `name`) is no loss to tell of
+            nulls += found - sum(part is None for one in value if one is not None for part in one.values())
+    return Record(ordinal, ordinal + 1, values, nulls=nulls)
+
+
+def _without_nulls(value: Any) -> tuple[Any, int]:
+    """`value` without the keys that hold null, in every object of it, and how many they are."""
+    if isinstance(value, dict):
+        kept = {key: _without_nulls(part) for key, part in value.items() if part is not None}
+        lost = len(value) - len(kept) + sum(count for _, count in kept.values())
+        return {key: part for key, (part, _) in kept.items()}, lost
+    if isinstance(value, list):
+        parts = [_without_nulls(part) for part in value]
+        return [part for part, _ in parts], sum(count for _, count in parts)
+    return value, 0
+
+
+class HubName(NamedTuple):
+    """What `hub:NAME[CONFIG]@REVISION:SPLIT` names; all but NAME may be left out."""
+
+    source: str
+    config: str | None = None
+    revision: str | None = None
+    split: str | None = None
+
+    @classmethod
+    def read(cls, name: str) -> HubName:
+        """Raises UserError: `name` is not of this form."""
+        found = _HUB_NAME.fullmatch(name)
+        if found is None:
+            raise UserError(f"{name}: not the name of a hub data set; write {HUB_FORM}, all but NAME may be left out")
+        return cls(found["source"], found["config"], found["revision"] or None, found["split"] or None)
+
+    def __str__(self) -> str:
+        parts = (
+            self.config and f"[{self.config}]",
+            self.revision and f"@{self.revision}",
+            self.split and f":{self.split}",
+        )
+        return HUB + self.source + "".join(part or "" for part in parts)
+
+
+_HUB_NAME = re.compile(
+    r"hub:(?P<source>[^\[\]@:]+)(?:\[(?P<config>[^\[\]]+)\])?(?:@(?P<revision>[^:]*))?(?::(?P<split>.*))?"
+)
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -262,13 +323,7 @@ def _datasets(path: Path) -> Iterator[Record]:
         raise UserError(f"{path}: needs the datasets package: pip install 'flatshift[hf]'") from error
     name = str(path)
     if name.startswith(HUB):
-        source, _, split = name.removeprefix(HUB).partition(":")
-        source, _, revision = source.partition("@")
-        try:
-            rows: Any = datasets.load_dataset(source, split=split or None, revision=revision or None, streaming=True)
-        except Exception as error:  # the package raises many kinds: offline, unknown name, unknown split
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{name}: this hub data set cannot be opened ({first})") from error
+        rows: Any = _opened(datasets, HubName.read(name))
     else:
         try:
             rows = datasets.load_from_disk(name)
@@ -286,7 +341,21 @@ def _datasets(path: Path) -> Iterator[Record]:
         except Exception as error:  # a stream may break off at any record, for reasons of the network
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{name}: the data set breaks off at record {ordinal + 1} ({first})") from error
-        yield Record(ordinal, ordinal + 1, dict(values))
+        yield _of_arrow(ordinal, dict(values))
+
+
+def _opened(package: Any, given: HubName) -> Any:
+    """The rows of a hub data set, or those of each of its splits."""
+    config = {} if given.config is None else {"name": given.config}
+    try:
+        return package.load_dataset(given.source, split=given.split, revision=given.revision, streaming=True, **config)
+    except Exception as error:  # the package raises many kinds: offline, unknown name, unknown split
+        first, *others = str(error).splitlines() or [type(error).__name__]
+        configs = re.findall(r"'([^']+)'", others[0]) if others and first.startswith("Config name is missing") else []
+        if configs:
+            names = ", ".join(str(given._replace(config=config)) for config in configs)
+            raise UserError(f"{given} has several configurations; name one: {names}") from error
+        raise UserError(f"{given}: this hub data set cannot be opened ({first})") from error
 
 
 def _split_names(name: str, splits: dict[str, Any]) -> list[str]:

@@ -80,7 +80,11 @@ def _prompt_columns(task: Any) -> tuple[str, ...]:
 
 
 def _filled(task: Any, row: Row) -> str:
-    return (getattr(task, "prefix", None) or "") + Template(task.prompt, "task.prompt").fill(row)
+    template = Template(task.prompt, "task.prompt")
+    try:
+        return (getattr(task, "prefix", None) or "") + template.fill(row)
+    except ValueError as error:
+        raise UserError(f"{row.where}: {error}") from None
 
 
 _WRITERS: dict[str, Writer] = {

@@ -41,10 +41,12 @@ class Row:
     """The record as it was read."""
     index: int = 0
     """0-based position among all records of all files, bad ones included: the row of the user's own features."""
+    nulls: int = 0
+    """As `Record.nulls`."""
 
 
 def expand(files: Sequence[str]) -> list[Path]:
-    """Paths for `files`: paths as given, globs sorted, `sample:NAME` for what ships, `hub:NAME[@REVISION]:SPLIT`.
+    """Paths for `files`: paths as given, globs sorted, `sample:NAME` for what ships, `hub:NAME[CONFIG]@REVISION:SPLIT`.
 
     Raises:
         UserError: a path that does not exist (with the nearest that does), a glob without a match, a file named twice.
@@ -157,7 +159,7 @@ def read_rows(
             if given is not None:
                 for again, place in seen.add(given, where):
                     _refuse_twice(again, place, paths, reader)
-            yield Row(values, given or f"{file_index}-{record.line}", where, record.values, index)
+            yield Row(values, given or f"{file_index}-{record.line}", where, record.values, index, record.nulls)
             given_rows += 1
             if given_rows == first:
                 break

@@ -31,7 +31,7 @@ class Template:
         """The text for `row`, with columns replaced by `instead` where given.
 
         Raises:
-            UserError: a column that the row lacks, or that holds a list or object.
+            ValueError: a column that the row lacks, or that holds a list, an object or half a character.
         """
         return "".join(literal + self._value(row, name, instead) for literal, name in self.parts)
 
@@ -39,15 +39,16 @@ class Template:
         if name is None:
             return ""
         value: Any = instead.get(name, row.values.get(name))
-        if isinstance(value, str):
-            return value
         if value is None:
-            reason = f"column {name!r} is null" if name in row.record else missing_column(name, row.values)
-            raise UserError(f"{row.where}: {reason}")
+            raise ValueError(f"column {name!r} is null" if name in row.record else missing_column(name, row.values))
         try:
-            return canonical_label(value)
+            text = value if isinstance(value, str) else canonical_label(value)
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"column {name!r} has half of a surrogate pair, which is not text") from None
         except ValueError as error:
-            raise UserError(f"{row.where}: column {name!r} {error}") from None
+            raise ValueError(f"column {name!r} {error}") from None
+        return text
 
 
 def fit_completion(

@@ -1,7 +1,8 @@
 """What a model writes after prompts, a batch at a time: for answers that are judged, and for those that are asked for.
 
-Prompts are padded on the left, so that every answer follows its prompt directly; an encoder's on the right. The cache
-is used. How the next token is chosen is the caller's.
+Prompts are padded on the left, so that every answer follows its prompt directly; an encoder's on the right. Behind soft
+tokens nothing is padded: it would lie between them and the prompt, and PEFT counts it as positions. The cache is used.
+How the next token is chosen is the caller's.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ def written(
 
     apart = config.decoder_start_token_id is not None
     more: dict[str, Any] = {"synced_gpus": True} if share.lockstep else {}
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for batch in batched(order, batch_size):
+    for batch in _batches(prompts, batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
         places, counts = share.mine(batch)
         ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
         if processors is not None:
@@ -72,6 +72,14 @@ def lacking_room(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apar
     if limit is None or needed + soft <= limit:
         return None
     return f"the backbone's {limit} positions{f' beside {before_text(model)}' if soft else ''}"
+
+
+def _batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Iterator[list[int]]:
+    """Places of at most `size` prompts, the longest first; alike: only of prompts of one length."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    runs = itertools.groupby(order, key=lambda i: len(prompts[i]) if alike else 0)
+    for _, run in runs:
+        yield from batched(list(run), size)
 
 
 def batched(items: list[int], size: int) -> Iterator[list[int]]:

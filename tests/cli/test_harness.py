@@ -15,7 +15,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.harness import run_harness
+from experiments.recipe import load_recipe
 from finetune.assets import backbone
+from finetune.errors import UserError
 from flatshift.cli import run
 
 HERE = all(importlib.util.find_spec(name) is not None for name in ("lm_eval", "datasets"))
@@ -133,6 +135,21 @@ def test_texts_begin_as_in_training() -> None:
 def test_what_does_not_go_is_refused(tmp_path: Path, capsys: Any, words: list[str], message: str) -> None:
     assert run(["eval", str(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"), [("", "soft_tokens"), (", projector: {features: x, width: 2}", "projector")]
+)
+def test_what_lies_before_every_text_is_refused(words: str, what: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "own.yaml").write_text(f"task: {{pack: false}}\nadapter: {{soft_tokens: 2{words}}}\n", encoding="utf-8")
+    recipe = load_recipe(str(tmp_path / "own.yaml")).recipe
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: True if name == "lm_eval" else real(name, *a))
+    monkeypatch.setattr("experiments.harness.finished_recipe", lambda *_: recipe)
+    with pytest.raises(
+        UserError, match=f"--harness: lm-eval pads .*adapter.{what} puts before .*`flatshift eval RUN_D"
+    ):
+        run_harness(tmp_path, ["hellaswag"])
 
 
 def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

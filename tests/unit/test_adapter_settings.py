@@ -255,6 +255,22 @@ def test_a_weighted_sum_of_adapters_is_exact(source, tmp_path):
         combine([pair[0], (SavedAdapter.find(str(tmp_path / "head"), where="x"), 1.0)], tmp_path / "sum")
 
 
+@pytest.mark.parametrize("bias", ["adapted", "all"])
+def test_a_sum_keeps_trained_biases_where_peft_looks_for_them(bias, tied, tmp_path):
+    """Beside an adapter on more layers: a bias of the first lies in a layer that only the sum adapts."""
+    first = build(tied, Adapter(rank=2, bias=bias, targets=("c_attn",)))
+    move(first)
+    save_adapter(first, tmp_path / "first")
+    saved(tied, tmp_path / "second", Adapter(rank=2))
+    (tmp_path / "sum").mkdir()
+    pair = [SavedAdapter.find(str(tmp_path / name), where="x") for name in ("first", "second")]
+    combine([(pair[0], 1.0), (pair[1], 0.0)], tmp_path / "sum")
+    found, own = read_adapter(tmp_path / "sum"), read_adapter(tmp_path / "first")
+    biases = [name for name in own if name.endswith(".bias")]
+    assert biases and all(torch.equal(found[name], own[name]) and own[name].any() for name in biases)
+    torch.testing.assert_close(logits(plain_peft(tied, tmp_path / "sum")), logits(first), rtol=0, atol=1e-5)
+
+
 def test_an_adapter_beneath_must_fit(source, tied, tmp_path):
     saved(source, tmp_path / "first", Adapter(rank=2))
     saved(tied, tmp_path / "foreign", Adapter(rank=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -81,6 +82,10 @@ BAD = {
     "turn 1 is a str, not an object with role and content": ["Hi"],
     "turn 1 has the role 'users'; did you mean 'user'?": [{"role": "users", "content": "Hi"}, SAY],
     "turn 1 has the role None; there are system, developer, user": [{"content": "Hi"}, SAY],
+    r"turn 1 has the role \['user'\]; did you mean 'user'": [{"role": ["user"], "content": "Hi"}, SAY],
+    r"turn 1 has the role \{'user': 1\}; ": [{"role": {"user": 1}, "content": "Hi"}, SAY],
+    r"turn 1 is from \['human'\]; of ShareGPT's form": [{"from": ["human"], "value": "Hi"}, SAY],
+    "messages is text but not JSON; give": "[" * 200_000,
     r"turn 1 \(user\) has no content": [{"role": "user"}, SAY],
     "the content of turn 1 is a int, not text": [{"role": "user", "content": 3}, SAY],
     "turn 1 has a part of type 'image'; only text": [{"role": "user", "content": [{"type": "image"}]}, SAY],
@@ -126,6 +131,33 @@ def test_a_template_that_raises_is_a_bad_row(tmp_path):
     with pytest.raises(UserError, match=r"rows.jsonl:1: task.template fails on it \(System role not supported\)"):
         encoded([ASK, SAY], template=str(path), system="Be brief.")
     found = encoded([{"role": "system", "content": "x"}, ASK, SAY], [ASK, SAY], template=str(path), bad_rows="skip")
+    assert [said(example) for example in found.examples] == ["Hello<|im_end|>"] and len(found.skipped) == 1
+
+
+def test_nulls_that_arrow_made_up_are_told_of():
+    filled = dataclasses.replace(row(1, messages=[ASK, SAY]), nulls=3)
+    found = encode([row(0, messages=[ASK, SAY]), filled], task=Chat(), tokenizer=TOKENIZER, max_length=256)
+    assert "1 conversations came with 3 keys that hold null inside their calls and tools" in " ".join(found.notes)
+    assert not any("null" in note for note in encoded([ASK, SAY]).notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{{ 1 // (messages[0].content|length - 2) }}", "integer division or modulo by zero"),
+        ("{{ eos_token * 10 ** 15 }}", "MemoryError"),
+        ("{{ eos_token * 10 ** 30 }}", "cannot fit"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "maximum recursion depth"),
+    ],
+)
+def test_a_template_that_asks_too_much_of_python_is_a_bad_row(text, reason, tmp_path):
+    path = tmp_path / "too-much.jinja"
+    body = "{{ messages[0].content }};{{ messages[1].content if messages[1] }}{{ eos_token if messages[1] }}"
+    path.write_text(f"{body}{{% if messages[0].content|length == 2 %}}{text}{{% endif %}}")
+    with pytest.raises(UserError, match=rf"rows.jsonl:1: task.template fails on it \(.*{reason}.*; or leave such rows"):
+        encoded([ASK, SAY], template=str(path))
+    longer = [{"role": "user", "content": "Hello"}, SAY]
+    found = encoded([ASK, SAY], longer, template=str(path), bad_rows="skip")
     assert [said(example) for example in found.examples] == ["Hello<|im_end|>"] and len(found.skipped) == 1
 
 

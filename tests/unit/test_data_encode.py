@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.config import Classify, Completion, LanguageModel
+from finetune.config import Classify, Completion, LanguageModel, Seq2Seq
 from finetune.data import Template, encode, required_columns, sort_labels
 from finetune.data.encoding import IGNORE
 from finetune.data.template import fit_completion
@@ -125,15 +125,47 @@ def test_nothing_to_supervise_is_refused_or_skipped():
         one(Completion(prompt="{text}", score="generate"), rows[0], tokenizer=no_bos)
 
 
+QA = {"prompt": "{q}", "completion": " {a}"}
+
+
+@pytest.mark.parametrize(
+    ("task", "bad", "reason"),
+    [
+        (Classify(labels=("x", "y")), {"text": "a b", "text2": 7, "label": "y"}, "column 'text2' is a int, not text"),
+        (Completion(**QA), {"q": ["a"], "a": "c"}, "column 'q' is a list, not a name or a number"),
+        (Completion(**QA), {"q": "a", "a": {"b": 1}}, "column 'a' is a dict, not a name or a number"),
+        (Completion(**QA), {"q": "\ud800", "a": "c"}, "column 'q' has half of a surrogate pair, which is not text"),
+        (Completion(**QA), {"q": "x"}, "no column 'a'; there are 'q'"),
+        (Seq2Seq(prompt="{q}", target="{a}"), {"q": "a", "a": ["c"]}, "column 'a' is a list, not a name or a number"),
+        (
+            Completion(completion=" {label}{n}", score="rank"),
+            {"text": "b", "label": "a", "n": [1]},
+            "column 'n' is a l",
+        ),
+    ],
+)
+def test_columns_that_cannot_be_shown_make_a_bad_row(task, bad, reason):
+    good = {"text": "a b", "text2": "c", "label": "x", "q": "a", "a": 2.0, "n": 1}
+    rows = [row(0, **good), row(1, **bad), row(2, **good)]
+    how = {"task": task, "tokenizer": TOKENIZER, "max_length": 32, "decoder_start": 0}
+    with pytest.raises(
+        UserError, match=rf"^rows\.jsonl:2: {reason}.*; leave the row out, or set data\.bad_rows: skip$"
+    ):
+        encode(rows, **how)
+    found = encode(rows, bad_rows="skip", **how)
+    assert [example.id for example in found.examples] == ["0-0", "0-2"]
+    assert len(found.skipped) == 1 and found.skipped[0].startswith(f"rows.jsonl:2: {reason}")
+
+
 def test_templates():
     filled = Template("{{{a b}}} {n}{flag}", "task.prompt").fill(row(**{"a b": "x", "n": 2.0, "flag": True}))
     assert filled == "{x} 2True"
     for bad in ("{", "}", "{}", "{a!r}", "{a:>3}"):
         with pytest.raises(UserError, match=r"task\.prompt: .* is not a template"):
             Template(bad, "task.prompt")
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: no column 'txt'; did you mean 'text'"):
+    with pytest.raises(ValueError, match=r"^no column 'txt'; did you mean 'text'"):
         Template("{txt}", "task.prompt").fill(row(text="a"))
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: column 'x' is a list"):
+    with pytest.raises(ValueError, match=r"^column 'x' is a list"):
         Template("{x}", "task.prompt").fill(row(x=[1]))
     assert required_columns(Completion(prompt="{a} {b}", completion="{a}{c}")) == ("a", "b", "c")
     assert required_columns(Classify()) == ("text", "label")

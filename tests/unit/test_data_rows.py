@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import importlib.util
 import json
 import lzma
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from finetune.config import Columns
 from finetune.data import canonical_label, describe, expand, limit_rows, read_rows, require_rows
+from finetune.data.formats import HubName
 from finetune.errors import UserError
 from tests.data_models import write_jsonl
 
@@ -202,6 +204,70 @@ def test_parquet(tmp_path):
     assert describe([str(path)])[0]["rows"] == 50
     path.write_bytes(path.read_bytes()[:-20])
     assert f"{path}: " in refused(path) and "Parquet" in refused(path)
+
+
+def test_a_hub_name_has_a_configuration_a_revision_and_a_split():
+    for name, parts in (
+        ("hub:imdb", ("imdb", None, None, None)),
+        ("hub:a/b:train", ("a/b", None, None, "train")),
+        ("hub:a/b@refs/pr/1:train[:9]", ("a/b", None, "refs/pr/1", "train[:9]")),
+        ("hub:a/b[2022.en]@abc:test", ("a/b", "2022.en", "abc", "test")),
+    ):
+        assert HubName.read(name) == parts and str(HubName.read(name)) == name
+    assert expand(["hub:a/b[x]:train"]) == [Path("hub:a/b[x]:train")]
+    for name in ("hub:", "hub:a[]:train", "hub:a[b:train", "hub::train"):
+        assert f"{name}: not the name of a hub data set; write hub:NAME[CONFIG]@REV" in refused(name)
+
+
+def test_one_configuration_of_several_is_named(tmp_path):
+    pytest.importorskip("datasets")
+    repository = tmp_path / "repository"
+    for name in "ab":
+        (repository / name).mkdir(parents=True)
+        write_jsonl(repository / name / "train.jsonl", [{"text": f"of {name}"}])
+    told = [f"- config_name: {n}\n  data_files: [{{split: train, path: {n}/train.jsonl}}]\n" for n in "ab"]
+    (repository / "README.md").write_text("---\nconfigs:\n" + "".join(told) + "---\n", encoding="utf-8")
+    assert texts(f"hub:{repository}[b]:train") == ["of b"]
+    assert f"several configurations; name one: hub:{repository}[a]:train, hub:" in refused(f"hub:{repository}:train")
+    assert "cannot be opened (BuilderConfig 'c' not found" in refused(f"hub:{repository}[c]:train")
+
+
+def call(name: str, arguments: dict) -> dict:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
+
+
+def test_arrow_makes_no_argument_up(tmp_path):
+    """One tool's argument is a null in the calls and schemas of all others, once they share a column."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schemas = [
+        {"name": name, "parameters": {"properties": {key: {"type": "string"}}}}
+        for name, key in (("weather", "city"), ("time", "zone"))
+    ]
+    wanted = [
+        {"messages": [{"role": "user", "content": "w?"}, call("weather", {"city": "Bonn"})], "tools": schemas},
+        {"messages": [{"role": "user", "content": "t?"}, call("time", {"zone": "CET"})], "tools": schemas[1:]},
+    ]
+    written = [{**record, "meta": {"a": None}, "clip": [0.5, None]} for record in wanted]
+    pq.write_table(pa.Table.from_pylist(written), tmp_path / "a.parquet")
+    sources = [tmp_path / "a.parquet"]
+    if importlib.util.find_spec("datasets") is not None:
+        import datasets
+
+        datasets.Dataset(pa.Table.from_pylist(written)).save_to_disk(tmp_path / "saved")
+        sources.append(tmp_path / "saved")
+    for source in sources:
+        rows = list(read_rows([str(source)], required=("messages",)))
+        assert [{name: row.values[name] for name in wanted[0]} for row in rows] == wanted
+        assert [row.nulls for row in rows] == [1 + 2, 1 + 1], "an argument, and a property of each schema"
+        assert rows[0].values["meta"] == {"a": None} and rows[0].values["clip"] == [0.5, None]
+    explicit = [{"messages": [{"role": "user", "content": "w?"}, call("weather", {"zone": None})]}]
+    (row,) = read_rows([str(write_jsonl(tmp_path / "a.jsonl", explicit))], required=("messages",))
+    assert row.values["messages"] == explicit[0]["messages"] and row.nulls == 0
 
 
 def test_expand_sorts_globs_and_names_the_nearest(tmp_path):

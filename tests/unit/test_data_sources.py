@@ -13,6 +13,7 @@ from experiments.pipeline import check_recipe, recipe_inputs
 from experiments.preparing import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
 from experiments.sources import supply, supply_lines
+from finetune.backbone import load_tokenizer
 from finetune.data import Batches, Examples, describe, encode, read_rows
 from finetune.errors import UserError
 from tests.data_models import write_jsonl
@@ -97,7 +98,11 @@ MORE = [
     ("language-model", PLAIN.replace("TASK", "language-model"), {"train.max_length": 8}),
     ("without a survey", "task: {kind: language-model}\ndata: {train: {files: [DIR/code.jsonl], first: 13}}", {}),
     ("given classes", "task: {kind: classify, labels: [b, a]}\ndata: {train: {files: [DIR/code.jsonl]}}", {}),
-    ("dropped", PLAIN.replace("TASK", "language-model"), {"train.max_length": 9, "train.overlong": "drop"}),
+    (
+        "dropped",
+        PLAIN.replace("TASK", "language-model"),
+        {"train.max_length": 9, "train.overlong": "drop", "train.max_dropped": 1},
+    ),
 ]
 
 
@@ -128,7 +133,6 @@ def test_streamed_and_cached_examples_are_those_of_rows_in_memory(text, more, fo
 
 def test_examples_are_those_of_encode_on_the_rows(folder):
     recipe = recipe_of(folder, PLAIN.replace("TASK", "classify"))
-    from finetune.backbone import load_tokenizer
 
     rows = read_splits(recipe)
     settings = {"task": recipe.task, "tokenizer": load_tokenizer("flatshift-5m"), "max_length": 48}
@@ -268,3 +272,32 @@ def test_rows_that_end_early_or_are_none(folder):
         prepare(recipe_of(folder, "task: {kind: language-model}\ndata: {train: {files: [DIR/code.jsonl]}}", **long))
     with pytest.raises(UserError, match=r"train\.group: length has no use with task\.pack: true"):
         check_recipe(recipe_of(folder, "task: {kind: language-model}", **{"train.group": "length"}))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, monkeypatch):
+    monkeypatch.setattr(tokens, "_CHUNK", 2)  # in the first chunk one row of two is cut
+    if streamed:
+        monkeypatch.setattr(tokens, "IN_MEMORY", 0)
+    rows = [{"text": "word " * (1 if i else 60), "label": "no " * (60 if i == 1 else 1)} for i in range(12)]
+    write_jsonl(folder / "long.jsonl", rows)
+    text = "task: {kind: TASK}\ndata: {train: {sources: {a: {files: [DIR/long.jsonl]}}}}"
+    completion, plain = text.replace("TASK", "completion"), text.replace("TASK", "language-model")
+    made = prepare(recipe_of(folder, completion, **{"train.max_length": 24}))
+    assert made.truncated == 2 and "train (a): 1 of 12 samples have an answer that is cut" in made.notes
+    few = {"train.max_length": 24, "task.max_truncated": 0.05}
+    with pytest.raises(
+        UserError, match=r"train \(a\): 1 of 12 samples have an answer that is cut at train\.max_length"
+    ):
+        prepare(recipe_of(folder, completion, **few))
+    recipe = recipe_of(folder, completion, **few)
+    judged = (("test", 0, row) for row in read_rows([str(folder / "long.jsonl")]))
+    how = {"task": recipe.task, "labels": None, "paths": [str(folder / "long.jsonl")], "what": "--data"}
+    judged = tokens.encode_rows(recipe, load_tokenizer("flatshift-5m"), judged, **how)
+    assert len(judged.splits["test"]) == 12 and judged.notes == ["--data: 1 of 12 samples have an answer that is cut"]
+    drop = {"train.max_length": 24, "train.overlong": "drop"}
+    assert prepare(recipe_of(folder, plain, **drop)).dropped == 1
+    with pytest.raises(
+        UserError, match=r"train \(a\): 1 of 12 samples are longer than .* train\.max_dropped \(0\.05\)"
+    ):
+        prepare(recipe_of(folder, plain, **drop, **{"train.max_dropped": 0.05}))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from finetune.config import Classify, Completion, LanguageModel, Seq2Seq
-from finetune.data import encode
+from finetune.config import Classify, Completion, LanguageModel, Seq2Seq, Train
+from finetune.data import Example, encode
 from finetune.data.encoding import IGNORE
+from finetune.data.example import Encoded
+from finetune.data.left_out import Losses
 from finetune.errors import UserError
 from tests.data_models import bert_tokenizer, byte_tokenizer, row
 
@@ -49,6 +53,39 @@ def test_a_prompt_loses_the_end_that_is_named_and_an_answer_its_right():
     for truncation in ("left", "right"):
         example, _ = one(task, row(text="the", label=TEXT), 8, truncation=truncation)
         assert example.input_ids[1:] == ids(" " + TEXT)[:7]
+
+
+def test_cut_answers_are_counted_apart_from_cut_prompts():
+    rows = [row(0, text="the cat", label="good")]
+    rows += [row(1, text="the cat " * 20, label="good"), row(2, text="the cat", label="good " * 40)]
+    for task in (Completion(), Seq2Seq()):
+        made = encode(rows, task=task, tokenizer=TOKENIZER, max_length=24, decoder_start=0)
+        assert (made.truncated, made.cut_answers, len(made.examples)) == (2, 1, 3)
+        dropped = encode(rows, task=task, tokenizer=TOKENIZER, max_length=24, decoder_start=0, overlong="drop")
+        assert (dropped.dropped, dropped.cut_answers, len(dropped.examples)) == (2, 0, 1)
+
+
+def test_more_losses_than_a_task_allows_are_refused():
+    def lost(**counts):
+        found = Losses("train (a)")
+        for _ in range(2):
+            found.add(Encoded([Example([1], [1], "0", "rows.jsonl:1")] * (5 - counts.get("dropped", 0)), 0, **counts))
+        return found
+
+    short, ten = Train(max_length=24), Train(max_length=24, max_dropped=0.2)
+    for task in (Completion(), Seq2Seq()):
+        with pytest.raises(
+            UserError, match=r"^train \(a\): 2 of 10 samples have an answer .* = 24 tokens, more than task"
+        ):
+            lost(cut_answers=1).refuse(task, short)
+        lost(cut_answers=1).refuse(dataclasses.replace(task, max_truncated=0.2), short)
+        assert list(lost(cut_answers=1).notes()) == ["train (a): 2 of 10 samples have an answer that is cut"]
+    with pytest.raises(
+        UserError, match=r"2 of 10 samples are longer than .*, more than train\.max_dropped \(0\.1\) allows"
+    ):
+        lost(dropped=1).refuse(LanguageModel(), short)
+    lost(dropped=1).refuse(LanguageModel(), ten)
+    assert not list(lost(dropped=1).notes())
 
 
 def test_an_encoder_loses_the_end_that_is_named_and_a_target_its_right():

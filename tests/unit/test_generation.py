@@ -17,6 +17,8 @@ from finetune.data.prompts import end_token, writer_of
 from finetune.errors import UserError
 from finetune.evaluate import generate_answers
 from finetune.evaluate.generate import prompt_of
+from finetune.evaluate.share import Share
+from finetune.evaluate.writing import written as run_prompts
 from finetune.generation import Decoding, _drawing, continue_prompts
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 from tests.seq2seq_models import save_encoder_decoder
@@ -104,6 +106,42 @@ def test_soft_tokens_take_positions():
     judged = [Example([*prompt[0], 7], [*[IGNORE] * len(prompt[0]), 7], "0", "rows.jsonl:1", answer="x")]
     with pytest.raises(UserError, match=r"rows\.jsonl:1: .* positions beside 1 soft token; lower train\.max_length"):
         generate_answers(model, TOKENIZER, judged, max_new_tokens=8, batch_size=1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_behind_soft_tokens_batches_write_what_a_naive_loop_writes(kind):
+    task = Completion(pack=False)
+    model = attach_adapter(tiny_model(kind, len(TOKENIZER)), Adapter(soft_tokens=5), task=task, seed=0).eval()
+    with torch.no_grad():
+        (soft,) = trainable(model).values()
+        soft.add_(torch.randn(soft.shape, generator=torch.Generator().manual_seed(3)))
+    prompts = [*PROMPTS, [BOS, *TOKENIZER("the dog")["input_ids"]], PROMPTS[0]]
+    assert len({len(prompt) for prompt in prompts}) < len(prompts), "two share a batch"
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(8):
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        expected.append(ids[len(prompt) :])
+    for size in (1, 3, 16):
+        assert [answer.ids for answer in written(model, prompts=prompts, batch_size=size, end=None)] == expected
+    how = Decoding(max_new_tokens=6, num_beams=3)
+    beams = [[answer.ids for answer in written(model, how, prompts=prompts, batch_size=size)] for size in (1, 16)]
+    assert beams[0] == beams[1]
+
+
+def test_every_process_goes_through_the_same_batches_behind_soft_tokens():
+    model = tiny_model("llama", len(TOKENIZER))
+    model.soft_tokens = 1
+    shapes: list[list[tuple[int, ...]]] = [[], []]
+    config = GenerationConfig(max_new_tokens=1, pad_token_id=PAD)
+    for index, seen in enumerate(shapes):
+        model.generate = lambda seen=seen, **more: (seen.append(more["attention_mask"].shape), more["input_ids"])[1]
+        share = Share(index=index, width=2)
+        rows = [p for p, _ in run_prompts(model, [*PROMPTS, PROMPTS[0]], config, batch_size=4, share=share)]
+        assert sorted(i for places in rows for i in places) == ([0, 1, 2, 3], [4])[index]
+    assert [shape[1] for shape in shapes[0]] == [shape[1] for shape in shapes[1]]
 
 
 def test_an_answer_ends_at_the_end_token_and_says_so():

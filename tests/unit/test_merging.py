@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from experiments.card import _hub_files
+from experiments.card import _hub_sources
 from experiments.config import Recipe
 from experiments.exporting import export
 from experiments.merging import _merge_in_memory, _some_rows, merge
@@ -191,13 +191,13 @@ def test_rows_to_compare_come_from_sources_with_their_own_columns(tmp_path: Path
         "task.kind": "language-model",
         "data.train.sources.a.files": f"[{tmp_path / 'a.jsonl'}]",
         "data.train.sources.a.columns.text": "body",
-        "data.train.sources.b.files": "[hub:org/texts]",
+        "data.train.sources.b.files": '["hub:org/texts[en]@abc:train", "hub:org/texts[de]:train", "hub:other"]',
         "data.holdout": "0.4",
     }
     recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
     rows = _some_rows(only(recipe, "a"), None, byte_tokenizer())
     assert [row.id for row in rows] == ["a/0-0", "a/0-1"]
-    assert _hub_files(recipe) == ["hub:org/texts"]
+    assert _hub_sources(recipe) == ["org/texts", "other"]
 
 
 def only(recipe: Recipe, name: str) -> Recipe:

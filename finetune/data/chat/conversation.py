@@ -102,7 +102,7 @@ def _listed(value: Any, name: str) -> list[Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{name} is text but not JSON; give a list of objects") from None
     if not isinstance(value, list):
         raise ValueError(f"{name} is {_article(value)}, not a list of objects")
@@ -120,7 +120,7 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
     if "role" not in message and "from" in message:
         message = _from_sharegpt(message, number)
     role = message.get("role")
-    if role not in _BEFORE:
+    if not isinstance(role, str) or role not in _BEFORE:
         near = difflib.get_close_matches(str(role), _BEFORE, n=1, cutoff=0.5)
         known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_BEFORE)}"
         raise ValueError(f"turn {number} has the role {role!r}; {known}")
@@ -142,12 +142,13 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
 
 
 def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
-    if message.keys() - {"from", "value", "weight"} or message["from"] not in _SHAREGPT:
+    who = message["from"]
+    if message.keys() - {"from", "value", "weight"} or not isinstance(who, str) or who not in _SHAREGPT:
         raise ValueError(
-            f"turn {number} is from {message['from']!r}; of ShareGPT's form only human, gpt and system with a value "
+            f"turn {number} is from {who!r}; of ShareGPT's form only human, gpt and system with a value "
             "are clear: write role and content instead"
         )
-    role = {"role": _SHAREGPT[message["from"]]}
+    role = {"role": _SHAREGPT[who]}
     rest = {key: message[key] for key in ("weight",) if key in message}
     return role | ({"content": message["value"]} if "value" in message else {}) | rest
 
@@ -184,7 +185,7 @@ def _check_text(*parts: Any) -> None:
         json.dumps(parts, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("the conversation has half of a surrogate pair, which is not text") from None
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"the conversation holds what JSON cannot ({error})") from None
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ...config import Chat
 from ...errors import UserError
-from ..encoding import IGNORE, Encoded, Example, LeftOut
+from ..encoding import IGNORE, Encoded, Example
+from ..left_out import LeftOut
 from ..rows import Row
 from .answers import Answers, Sample
 from .conversation import read_conversation
@@ -42,6 +43,10 @@ class _Counts:
     """Rows of which nothing supervised is left."""
     in_pieces: int = 0
     """Samples with an answer that began or ended inside a token."""
+    filled: int = 0
+    """Rows of Parquet or Arrow whose turns or tools came with keys that hold null."""
+    nulls: int = 0
+    """Those keys."""
     lengths: list[int] = field(default_factory=list)
     """Tokens that each row needs to be whole."""
 
@@ -164,6 +169,8 @@ class ChatEncoder:
     ) -> list[Example]:
         counts, limit = self.counts, self.max_length
         counts.rows += 1
+        counts.filled += row.nulls > 0
+        counts.nulls += row.nulls
         counts.apart += len(samples) > 1
         counts.lengths.append(max(i + 1 for one in tokenised for i, on in enumerate(one.supervised) if on))
         left = [(k, one) for k, one in enumerate(tokenised) if not (len(one.ids) > limit and rest.long(row))]
@@ -249,6 +256,11 @@ class ChatEncoder:
             )
         if self.answers.thoughts_left_out:
             yield f"{self.answers.thoughts_left_out:,} turns have thoughts that the template leaves out"
+        if counts.filled:
+            yield (
+                f"{counts.filled:,} conversations came with {counts.nulls:,} keys that hold null inside their calls "
+                "and tools, which were left out: Parquet and Arrow give every object the keys of all the others"
+            )
         if counts.in_pieces:
             yield (
                 f"{counts.in_pieces:,} samples have an answer that began or ended inside a token; they were tokenised "

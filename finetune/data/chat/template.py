@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SHIPPED = Path(__file__).resolve().parent / "templates"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TOO_MUCH = (ArithmeticError, RecursionError, MemoryError)
+"""What a template may ask of Python that it cannot do: 1 // 0, a macro that calls itself, a text of petabytes."""
 _NOW = re.compile(r"strftime_now\(\s*(?:'([^']*)'|\"([^\"]*)\")?")
 
 Messages = list[dict[str, Any]]
@@ -158,7 +160,7 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise UserError(f"task.template: {self.name} is not valid Jinja (line {error.lineno}: {error})") from error
-        except (TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
+        except (TemplateError, TypeError, LookupError, AttributeError, ValueError, *_TOO_MUCH) as error:
             said = (str(error).splitlines() or [""])[0]
             raise CannotRender(f"{self.name} fails on it ({said or type(error).__name__})") from error
         (text,), blocks = found
