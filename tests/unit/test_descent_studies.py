@@ -127,6 +127,7 @@ def test_every_study_has_a_shipped_recipe_with_its_axis_and_seeds_for_a_test() -
         assert recipe.sweep is not None and recipe.sweep.seeds >= FEWEST_SEEDS
         assert study.axis == STEP or len(recipe.sweep.grid[study.axis]) >= FEWEST_POINTS
         assert recipe.record is not None
+        assert "plain" in recipe.sweep.grid["regularizer"], "every arm is set beside it"
 
 
 @pytest.mark.skipif(not KEPT.is_dir(), reason="no study is committed yet")
