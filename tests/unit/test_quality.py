@@ -18,7 +18,7 @@ from experiments.cells.training import kept_tokenizer
 from experiments.quality.choosing import matched_draw, selection_file
 from experiments.quality.plan import Plan
 from experiments.quality.pool import StoredPool, open_pool, pool_file
-from experiments.quality.settings import Quality, QualityArm, QualityTarget
+from experiments.quality.settings import Quality, QualityArm, QualityEmbedder, QualityTarget
 from experiments.quality.stream import packed_rows
 from experiments.quality.study import study_quality
 from experiments.recipe import from_override, load_recipe
@@ -59,6 +59,38 @@ def test_a_study_that_cannot_be_is_refused(changes: dict, words: str) -> None:
 def test_more_labels_than_texts_are_refused() -> None:
     with pytest.raises(ValueError, match="labels: 300 labelled rows are more than the 200 texts"):
         QualityTarget(file="a.jsonl", texts=200)
+
+
+REFUSED_KEYS = [
+    (QualityArm, {"warmup.steps": 200}, "set has 'warmup.steps', but an arm .* top of the recipe, for every arm"),
+    (QualityArm, {"train": {"steps": 99}}, "set has 'train.steps'"),
+    (QualityArm, {"select.method.kind": "gotd", "adapter.rank": 64}, "set has 'adapter.rank'"),
+    (QualityArm, {"select.embedder.kind": "backbone"}, "'select.embedder.kind', .* compare embedders in quality.emb"),
+    (QualityArm, {"select.feature_type": "float32"}, "set has 'select.feature_type', .* one pool, cleaned once"),
+    (QualityArm, {"select.feature-type": "float32"}, "set has 'select.feature_type'"),
+    (QualityTarget, {"select.embedder.kind": "backbone"}, "'select.embedder.kind', but a target"),
+    (QualityTarget, {"select.hygiene.exact": False}, "set has 'select.hygiene.exact', .* one pool, cleaned once"),
+    (QualityTarget, {"select.method.epsilon": 0.1}, "'select.method.epsilon', .* set it in quality.arms.NAME.set"),
+    (QualityTarget, {"backbone": "x"}, "set has 'backbone'"),
+    (QualityTarget, {"train.seed": 3}, "'train.seed', which the study overwrites in every run; set quality.seeds"),
+    (QualityTarget, {"warmup.lr": 0.1}, "set has 'warmup.lr', which .* set quality.lr"),
+    (QualityTarget, {"train.eval_every": 5}, "'train.eval_every', but a study's runs have no dev rows"),
+    (QualityEmbedder, {"select.method.kind": "knn"}, "'select.method.kind', but an embedder"),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "words"), REFUSED_KEYS)
+def test_keys_that_would_be_ignored_or_make_arms_unlike_are_refused(kind, keys: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        kind(set=keys, **({"file": "a.jsonl"} if kind is QualityTarget else {}))
+
+
+def test_keys_of_a_method_and_of_how_a_target_trains_are_taken() -> None:
+    QualityArm(set={"select.method": {"kind": "gotd", "rounds": 5}, "select.method.epsilon": 0.1})
+    QualityTarget(file="a.jsonl", set={"train.max_length": 32, "warmup.steps": 8, "eval.batch_size": 4})
+    QualityEmbedder(set={"select.embedder": "backbone"})
+    with pytest.raises(ValueError, match=r"'select\.method\.kind', but an arm of source pool runs no selector"):
+        QualityArm(source="pool", set={"select.method.kind": "knn"})
 
 
 # --------------------------------------------------------------------------------------------- draws and rows
@@ -263,11 +295,160 @@ def test_a_part_of_the_study_shares_its_cells(made) -> None:
     )
     assert set((out / "cells").iterdir()) == before
     assert part["primary_budget"] == 10 and set(part["arms"]) == {"random", "gotd"}
-    assert part["exploratory"] and "budget of 10, are exploratory" in part["protocol"][0]
-    assert not document["exploratory"] and "exploratory" not in document["protocol"][0]
+    assert part["exploratory"] and part["missing"] == {
+        "arms": ["matched", "all", "target-text", "no-warm-up"], "targets": ["bank"], "budgets": ["30"],
+    }  # fmt: skip
+    assert part["answers"][0] == part["protocol"][0] and part["protocol"][0].startswith(
+        "This is a part of the study, run without its arms matched, all, target-text, no-warm-up; targets bank; "
+        "budgets 30: its figures, at a budget of 10 instead of the primary 30, are exploratory"
+    )
+    assert not document["exploratory"] and "exploratory" not in document["protocol"][0] and not document["missing"]
     assert document["targets"]["science"]["fine_tune_edge"]  # of two rates, both are edges
     ours, whole = (d["targets"]["science"]["budgets"]["10"]["gotd"]["nats"] for d in (part, document))
     assert ours == whole
+
+
+def test_a_method_that_shapes_its_choice_for_one_size_selects_anew_for_every_budget(made) -> None:
+    from experiments.quality.choosing import choose, chosen_rows
+
+    recipe, out, _ = made
+
+    def cells_of(*changes: tuple[str, str]) -> list:
+        plan = Plan(str(recipe), [from_override(k, v, "--") for k, v in changes], data=recipe.parent)
+        return [plan.selection(arm, "science", 0) for arm in ("gotd", "matched")]
+
+    plain = cells_of(("quality.arms.gotd.note", "another"))
+    assert [cell.key for cell in plain] == [cell.key for cell in cells_of()] and not any(cell.each for cell in plain)
+    rounds = ("quality.arms.gotd.set", "{select.method.kind: gotd, select.method.rounds: 3}")
+    both = cells_of(rounds)
+    small = cells_of(rounds, ("quality.targets.science.budgets", "[10]"), ("quality.targets.bank.budgets", "[10]"),
+                     ("quality.primary_budget", "10"))  # fmt: skip
+    assert all(cell.each for cell in both) and not any(cell.each for cell in small)
+    figures = [choose(out, cell)["figures"] for cell in (*both, *small)]
+    for ours, alone in zip(both, small, strict=True):
+        found = chosen_rows(out, ours.key, 10)
+        assert found.tolist() == chosen_rows(out, alone.key, 10).tolist() and len(set(found.tolist())) == 10
+    large = chosen_rows(out, both[0].key, 30)
+    assert len(set(large.tolist())) == 30 and set(large[:10].tolist()) != set(
+        chosen_rows(out, both[0].key, 10).tolist()
+    )
+    assert figures[0]["10"] == figures[2]["10"] and set(figures[0]) == {"10", "30"}
+
+
+def test_what_is_told_to_readers_names_no_other_cell(made) -> None:
+    recipe, _, _ = made
+    plans = [
+        Plan(str(recipe), [from_override("quality.notes", notes, "--")], data=recipe.parent)
+        for notes in ("[]", "[TSDS was cut to fit.]")
+    ]
+    keys = [
+        [plan.pool.key, plan.selection("gotd", "bank", 0).key, plan.trial("all", "bank", 1e-3).key,
+         plan.final("gotd", "bank", 30, 0, lr=1e-3, fine_tune_lr=1e-2).key]
+        for plan in plans
+    ]  # fmt: skip
+    assert keys[0] == keys[1]
+
+
+def test_a_targets_own_settings_serve_all_its_arms_and_are_told(made) -> None:
+    from experiments.quality.protocol import protocol
+
+    recipe, _, _ = made
+    laid = [from_override("quality.targets.bank.set", "{warmup.steps: 3}", "--")]
+    plan = Plan(str(recipe), laid, data=recipe.parent)
+    for arm in plan.warm_arms():
+        assert plan.trial(arm, "bank", 1e-3).recipe.warmup.steps == 3
+        assert plan.trial(arm, "science", 1e-3).recipe.warmup.steps == 2
+    told = protocol(plan, 30)
+    assert told[-1] == "Target bank has settings of its own, the same for every arm: warmup.steps 3."
+    assert "Every warm-up (but where a target's own settings, named below, say otherwise) takes 2 steps" in told[1]
+
+
+# --------------------------------------------------------------------------------------------- what is said
+
+
+def losses(*differences: tuple[float, float]) -> str:
+    """What is said of gotd − knn, given as (mean, lower end), one a target."""
+    from experiments.quality.answers import _losses
+
+    targets = {
+        f"t{i}": {"budgets": {"30": {"knn": {"nats_focus": {"value": mean, "low": low, "high": 2 * mean - low}}}}}
+        for i, (mean, low) in enumerate(differences)
+    }
+    arms = {name: {"source": "selector"} for name in ("random", "gotd", "knn")}
+    return _losses({"focus": "gotd", "baseline": "random", "arms": arms, "targets": targets})
+
+
+def test_a_mean_that_is_behind_is_told_where_no_interval_is() -> None:
+    assert losses((0.2, -0.1), (-0.1, -0.3)) == (
+        "In perplexity, on no target and budget does an uncorrected 95 % interval put gotd behind another selector; "
+        "its mean is behind in 1 of 2 comparisons."
+    )
+    lost = losses((0.2, 0.1), (-0.1, -0.3), (0.1, -0.1))
+    assert lost.startswith(
+        "In perplexity, 1 of 3 uncorrected 95 % intervals put gotd behind: on t0 at 30 (knn −18.1 %)"
+    )
+    assert lost.endswith("its mean is behind in 2 of 3 comparisons.") and losses() == ""
+
+
+def test_accuracy_that_holds_for_these_rows_only_is_told() -> None:
+    from experiments.quality.answers import _accuracy
+
+    found = {"value": 0.05, "p_holm": 0.01, "detectable": 0.1}
+    arms = {
+        "a": {"accuracy": {**found, "bootstrap": {"low": -0.01, "high": 0.1}}},
+        "b": {"accuracy": {**found, "bootstrap": {"low": 0.01, "high": 0.1}}},
+    }
+    told = _accuracy({"baseline": "random", "arms": arms})
+    assert told.endswith(
+        "with a (+5.0 points) and b (+5.0 points); with other test rows too, by the bootstrap, a may not differ."
+    )
+
+
+def test_a_bootstrap_over_seeds_and_rows_is_the_naive_one() -> None:
+    from experiments.cells.resampling import seeds_by_items
+
+    rng = np.random.default_rng(0)
+    tables = [rng.choice([-1.0, 0.0, 1.0], size=(5, 40), p=[0.2, 0.5, 0.3]), rng.choice([0.0, 1.0], size=(5, 60))]
+    found = seeds_by_items(tables, resamples=4000, rng=np.random.default_rng(1))
+    naive = []
+    for _ in range(4000):
+        seeds = rng.integers(0, 5, 5)
+        naive.append(
+            np.mean([table[seeds][:, rng.integers(0, table.shape[1], table.shape[1])].mean() for table in tables])
+        )
+    low, high = np.quantile(naive, [0.025, 0.975])
+    assert found["low"] == pytest.approx(low, abs=0.01) and found["high"] == pytest.approx(high, abs=0.01)
+    seeds_alone = np.mean([table.mean(1) for table in tables], axis=0).std()
+    assert found["high"] - found["low"] > 2 * 1.96 * seeds_alone / math.sqrt(5)  # rows are a chance of their own
+
+
+def test_accuracy_endpoints_have_an_interval_over_rows_and_nats_say_that_they_have_none(made) -> None:
+    from experiments.quality.page import page
+
+    document = made[2]
+    for name, arm in document["arms"].items():
+        if name != "random":
+            boot = arm["accuracy"]["bootstrap"]
+            assert boot["low"] <= arm["accuracy"]["value"] <= boot["high"] and "bootstrap" not in arm["nats"]
+    text = page(document)
+    assert "95 % bootstrap" in text and "unique tokens" in text
+    told = " ".join(document["protocol"])
+    assert "hold for these test rows and targets; item sampling is not in them" in told
+    assert "judged by the final runs and the embedder comparison's" in told and "coverage of every selection" in told
+
+
+def test_an_arm_without_a_p_keeps_the_family_as_large() -> None:
+    from experiments.quality.analysis import _correct
+    from experiments.stats import paired_test
+
+    alike = paired_test({0: 0.71, 1: 0.62}, {0: 0.7, 1: 0.61})
+    assert alike is not None and alike["p"] is None and alike["low"] is alike["high"] is alike["detectable"] is None
+    same = paired_test({0: 0.7, 1: 0.6}, {0: 0.7, 1: 0.6})
+    assert same is not None and same["p"] == 1.0 and same["low"] == same["high"] == 0.0
+    family = [{"p": 0.01}, {**alike, "p_holm": None}, None, {"p": 0.03}]
+    _correct(family)
+    assert family[0]["p_holm"] == pytest.approx(0.04) and family[3]["p_holm"] == pytest.approx(0.09)
+    assert family[1]["p_holm"] is None
 
 
 # --------------------------------------------------------------------------------------------- bad input
@@ -289,7 +470,10 @@ def test_what_cannot_run_is_refused_before_anything_runs(made, tmp_path: Path) -
     refuse("--jobs must be at least 1", jobs=0)
     refuse("--budgets: target bank has none of them; leave it out with --targets, or add one of 30", budgets=[10])
     refuse("select.budget: a study of selectors does not read it; set quality.budgets", ("select.budget", "7"))
-    refuse("select.cache: a study", ("quality.arms.gotd.set", "{select.cache: somewhere}"))
+    refuse("select.cache: a study", ("select.cache", "somewhere"))
+    refuse("arms.gotd.set has 'select.cache', but an arm", ("quality.arms.gotd.set", "{select.cache: somewhere}"))
+    refuse("targets.bank.set: .* not task.kind: regress", ("quality.targets.bank.set", "{task.kind: regress}"))
+    refuse("targets.bank.set: train.overlong: a study", ("quality.targets.bank.set", "{train.overlong: drop}"))
     refuse("data: a study of selectors does not read it", ("data.holdout", "0.2"))
     refuse("no such file", ("quality.tags", "nowhere.tsv"))
     refuse("no such file", ("quality.pool", "nowhere.jsonl"))
@@ -420,6 +604,34 @@ def test_results_and_guide_come_from_the_document_alone(made) -> None:
     if (KEPT / "quality.json").is_file():
         kept = json.loads((KEPT / "quality.json").read_text(encoding="utf-8"))
         assert guide(kept) in page, "run: python -m benchmarks.selection_quality --data DIR"
+
+
+def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path: Path, capsys) -> None:
+    import sys
+
+    import benchmarks.selection_quality as benchmark
+    from finetune.errors import Interrupted
+
+    page = tmp_path / "selection.md"
+    page.write_text(f"before {benchmark.BEGIN}\nkept\n{benchmark.END} after", encoding="utf-8")
+    monkeypatch.setattr(benchmark, "PAGE", page)
+    monkeypatch.setattr(benchmark, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(benchmark.Benchmark, "finish", lambda self: pytest.fail("rows of a part were written"))
+    out = str(tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["x", "--data", "DIR", "--out", out, "--selectors", "gotd"])
+    monkeypatch.setattr(benchmark, "study_quality", lambda *a, **k: {**made[2], "missing": {"arms": ["all"]}})
+    benchmark.main()
+    assert "until `python -m benchmarks.selection_quality --data DIR` has run every cell" in capsys.readouterr().out
+
+    def stopped(*a, **k):
+        raise Interrupted("finished cells are kept")
+
+    monkeypatch.setattr(benchmark, "study_quality", stopped)
+    with pytest.raises(
+        SystemExit, match=r"stopped: selection\.md .* `python -m benchmarks\.selection_quality --data DIR`"
+    ):
+        benchmark.main()
+    assert "kept" in page.read_text(encoding="utf-8") and not (tmp_path / "kept" / "quality.json").exists()
 
 
 def test_an_encoder_is_distilled_into_a_table_of_static_vectors(tmp_path: Path) -> None:
