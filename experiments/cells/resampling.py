@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,6 @@ def seeds_by_items(
     return {"low": float(low), "high": float(high), "resamples": resamples}
 
 
-def right_items(told: Any) -> np.ndarray | None:
-    """(n,) float64: right (1) or wrong (0) by test row, from a text of 1 and 0; None for anything else."""
-    return np.frombuffer(told.encode(), dtype=np.uint8).astype(np.float64) - 48 if isinstance(told, str) else None
+def right_items(text: str) -> np.ndarray:
+    """(n,) float64: right (1) or wrong (0) by test row, from the text of 1 and 0 that a result keeps."""
+    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.float64) - 48

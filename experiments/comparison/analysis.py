@@ -103,8 +103,8 @@ def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
     mean = t_interval(list(base.values())).value if base else None
     informative, margin = None, None
     if floor is not None and mean is not None:
-        items = right_items(outcome.finals[study.baseline, task][0].get("items"))
-        n = len(items) if items is not None else study.tasks[task].test
+        told = outcome.finals[study.baseline, task][0].get("items")
+        n = len(told) if isinstance(told, str) else study.tasks[task].test
         spread = float(np.var(list(base.values()), ddof=1)) / len(base) if len(base) > 1 else 0.0
         error = math.sqrt(spread + mean * (1 - mean) / n)
         margin = (mean - floor) / error if error else (math.inf if mean > floor else 0.0)
@@ -240,7 +240,8 @@ def _bootstrap(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequen
         floor = _floor(plan, outcome, task) or 0.0
         sides = []
         for method in (ours, base):
-            found = [right_items(result.get("items")) for result in outcome.finals[method, task][:count]]
+            told = [result.get("items") for result in outcome.finals[method, task][:count]]
+            found = [right_items(text) if isinstance(text, str) else None for text in told]
             width = next((len(f) for f in found if f is not None), 1)
             sides.append(np.stack([np.full(width, floor) if f is None else f for f in found]))
         if sides[0].shape != sides[1].shape:

@@ -128,9 +128,9 @@ def _bootstrap(
     for target in plan.study.targets:
         sides = []
         for arm in (ours, base):
-            by_seed = {r["seed"]: r for r in outcome.finals[_point(plan, arm, target, budget)] if r["status"] == "done"}
-            sides.append([right_items(by_seed[seed]["items"]["right"]) for seed in seeds])
-        differences.append(np.stack(sides[0]) - np.stack(sides[1]))
+            runs = {r["seed"]: r for r in outcome.finals[_point(plan, arm, target, budget)] if r["status"] == "done"}
+            sides.append(np.stack([right_items(runs[seed]["items"]["right"]) for seed in seeds]))
+        differences.append(sides[0] - sides[1])
     rng = numpy_generator(0, "quality", "bootstrap", ours, base)
     return seeds_by_items(differences, resamples=_RESAMPLES, rng=rng)
 

@@ -32,8 +32,8 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         f"nats on validation texts under the seed {study.tuning_seed}, which no final run uses; the rate serves all "
         "budgets of the arm.",
         f"The fine-tune{other} takes {train.steps} steps of {train.batch_size * train.accumulate} rows; its learning "
-        f"rate is chosen once per target without a warm-up, from {len(study.fine_tune_lr)} trials, and serves every arm: "
-        "if that favours anyone, it is the cold backbone.",
+        f"rate is chosen once per target without a warm-up, from {len(study.fine_tune_lr)} trials, and serves every "
+        "arm: if that favours anyone, it is the cold backbone.",
         "A seed draws the target's texts that selectors see, the labelled rows among them, the selection where it is a "
         "draw, the order of training and the adapter. Validation and test rows are the same for all. Learning rates "
         f"are chosen on validation rows alone; {_test_rows(study)}.",
@@ -41,7 +41,7 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         "effect is (t.975 + t.80)·s_d/√S. Where all seeds differ by the same amount, there is no spread to test by: no "
         "p and no interval are given, and Holm's correction counts that arm with p = 1.",
         "The t-intervals hold for these test rows and targets; item sampling is not in them. Accuracy endpoints have a "
-        "second, percentile interval beside it, from a bootstrap over seeds and test rows, the same rows for both "
+        "second interval beside, the percentiles of a bootstrap over seeds and test rows, the same rows for both "
         "sides; of nats only totals are kept, and no such interval is given.",
         "Recall: the share of the hidden domains' passages among those chosen, of what the budget could hold. "
         "Coverage: the share of running words in the test texts that the selection contains, and the mean squared "
