@@ -156,6 +156,8 @@ def guide(document: dict[str, Any]) -> str:
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", *(f"- {sentence}" for sentence in document["answers"])]
+    if failed := len(document["failed"]):
+        lines.append(f"- {failed} of {document['cells']:,} cells failed: their seeds are left out on both sides.")
     if document["embedders"]:
         columns = ["embedder", "recall, %", "nats/token", "CPU-s of the features", "what it is"]
         one = next(iter(document["embedders"].values()))

@@ -497,6 +497,8 @@ def test_results_and_guide_come_from_the_document_alone(made) -> None:
     assert row["ours"] - row["peer"] == pytest.approx(document["arms"]["gotd"]["nats"]["value"])
     text = guide(document)
     assert "| `gotd` |" in text and "| `backbone` |" in text and all(s in text for s in document["answers"])
+    assert "cells failed" not in text and "| 95 % with test rows |" in text
+    assert "- 1 of " in guide({**document, "failed": [{}]}) and all(s in text for s in document["protocol"])
     page = PAGE.read_text(encoding="utf-8")
     assert page.count(BEGIN) == page.count(END) == 1
     if (KEPT / "quality.json").is_file():
