@@ -17,13 +17,24 @@ def studied(out: Path, kept: Path, name: str, study: Callable[..., dict[str, Any
 
     name: of the document in `kept`, beside the cells and report.html. Returns the document.
     """
+    document = measured(out, kept, study)
+    publish(out, kept, name, document)
+    return document
+
+
+def measured(out: Path, kept: Path, study: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Run `study(on_cell=…)`, which writes into `out`, with the cells of `kept`, and keep its cells there."""
     take_back(out / "cells", kept)
     document = study(on_cell=partial(keep, kept=kept))
     for file in (out / "cells").glob("*.json"):
         keep(file, kept)
+    return document
+
+
+def publish(out: Path, kept: Path, name: str, document: dict[str, Any]) -> None:
+    """Put the document as `name` and the report of `out` beside the kept cells."""
     write_json(kept / name, document)
     shutil.copyfile(out / "report.html", kept / "report.html")
-    return document
 
 
 def keep(file: Path, kept: Path) -> None:

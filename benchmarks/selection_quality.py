@@ -6,6 +6,9 @@ DIR is the directory of the recipe's files. Cells are kept in .bench/selection_q
 benchmarks/results/selection_quality/cells as they finish, from where a later run takes them back. One row an arm for
 perplexity after the warm-up beside random's on the same seeds, with the paired difference, its interval and Holm's p;
 one for few-label accuracy, one for the recall of hidden domains, and one for each embedder.
+
+Only the whole study is published. A part (--selectors, --targets, --budgets) leaves its report in --out, labelled
+exploratory, and its cells for the whole; so does a run that was stopped, without a report.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
-from benchmarks._kept import studied, write_between
+from benchmarks._kept import measured, publish, write_between
 from experiments.quality.study import DOCUMENT, study_quality
+from finetune.errors import Interrupted
 
 RECIPE = "selection-quality"
 KEPT = RESULTS / "selection_quality"
@@ -50,10 +54,23 @@ def main() -> None:
         budgets=options.budgets,
         jobs=options.jobs,
     )
-    document = studied(options.out, KEPT, DOCUMENT, study)
+    whole = f"python -m benchmarks.selection_quality --data {options.data}"
+    try:
+        document = measured(options.out, KEPT, study)
+    except Interrupted as error:
+        raise SystemExit(f"{unpublished('the study was stopped', whole)} ({error})") from None
+    if document["missing"]:
+        print(f"{unpublished('this is a part of the study', whole)}; the part's report is {options.out}/report.html")
+        return
+    publish(options.out, KEPT, DOCUMENT, document)
     rows(bench, document)
     bench.finish()
     write_between(PAGE, BEGIN, END, guide(document))
+
+
+def unpublished(why: str, whole: str) -> str:
+    """Why neither results nor page were written, and the command that goes on from the cells that are there."""
+    return f"{why}: {PAGE.name} and the committed results stay as they are, until `{whole}` has run every cell"
 
 
 def rows(bench: Benchmark, document: dict[str, Any]) -> None:
@@ -72,6 +89,8 @@ def rows(bench: Benchmark, document: dict[str, Any]) -> None:
             row = bench.row(what, ours=peer + found["value"], peer=peer, peer_name=base, unit=unit)
             kept = ("low", "high", "n", "p", "p_holm", "detectable")
             row["difference"] = {"mean": found["value"], "confidence": 0.95, **{key: found[key] for key in kept}}
+            if found.get("bootstrap"):
+                row["difference"]["bootstrap"] = found["bootstrap"]
     for name, recall in recalls(document).items():
         bench.row(f"recall of hidden domains, {name}, {budget}", ours=recall, unit="share")
     for name, embedder in document["embedders"].items():
@@ -104,18 +123,19 @@ def recalls(document: dict[str, Any]) -> dict[str, float]:
 
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/selection.md, from the results alone."""
-    from experiments.quality.page import ranked
+    from experiments.quality.page import bootstrap, ranked
     from experiments.report import formats
 
     base, budget, focus = document["baseline"], document["primary_budget"], document["focus"]
     pool = document["pool"]
     head = ["arm", f"perplexity against {base}, %", "nats/token", "95 % interval", "p (Holm)", "accuracy, points",
-            "95 % interval", "recall, %", "what it is"]  # fmt: skip
+            "95 % interval", "95 % with test rows", "recall, %", "what it is"]  # fmt: skip
     lines = [
         "",
         f"Measured by `flatshift compare {document['recipe']}`: a pool of {pool['kept']:,} passages, targets "
         f"{', '.join(document['targets'])}, {document['seeds']} seeds, {budget or 0:,} passages; the arm minus {base}, "
-        "mean over targets, seed-paired. Nats: test texts after the warm-up, lower is better. Every budget, target, "
+        "mean over targets, seed-paired. Nats: test texts after the warm-up, lower is better. Intervals are "
+        "t-intervals over seeds; the last of accuracy is a bootstrap over seeds and test rows. Every budget, target, "
         "trial and failed run is in [the report](../benchmarks/results/selection_quality/report.html).",
         "",
         "| " + " | ".join(head) + " |",
@@ -130,11 +150,14 @@ def guide(document: dict[str, Any]) -> str:
             *formats.effect(nats),
             formats.number(nats["p_holm"]),
             *formats.effect(accuracy, 100.0),
+            "–" if accuracy is None else bootstrap(accuracy, 100.0),
             formats.number(100 * share[name]) if name in share else "–",
             arm["note"],
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", *(f"- {sentence}" for sentence in document["answers"])]
+    if failed := len(document["failed"]):
+        lines.append(f"- {failed} of {document['cells']:,} cells failed: their seeds are left out on both sides.")
     if document["embedders"]:
         columns = ["embedder", "recall, %", "nats/token", "CPU-s of the features", "what it is"]
         one = next(iter(document["embedders"].values()))

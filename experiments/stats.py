@@ -65,7 +65,11 @@ def paired_difference(
 
 
 def paired_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p of a paired t-test; None below two differences, 1 or 0 where they do not spread."""
+    """Two-sided p of a paired t-test; None below two differences, and where they are alike but not zero.
+
+    The test divides by their spread: with none it has no p, and a 0 would claim certainty that a few equal figures do
+    not give. Differences that are all zero have 1.
+    """
     from scipy.special import stdtr
 
     n = len(differences)
@@ -73,9 +77,14 @@ def paired_p(differences: Sequence[float]) -> float | None:
         return None
     mean = math.fsum(differences) / n
     sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    if sd == 0:
-        return 1.0 if mean == 0 else 0.0
+    if not _spread(differences, sd):
+        return 1.0 if mean == 0 else None
     return float(2 * stdtr(n - 1, -abs(mean) / (sd / math.sqrt(n))))
+
+
+def _spread(differences: Sequence[float], sd: float) -> bool:
+    """Whether `sd` is more than the rounding of the differences themselves."""
+    return sd > 1e-9 * max(abs(d) for d in differences)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
@@ -98,10 +107,16 @@ def detectable(differences: Sequence[float]) -> float | None:
 
 
 def paired_test(ours: Mapping[Any, float], base: Mapping[Any, float]) -> dict[str, Any] | None:
-    """ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's own difference."""
+    """ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's own difference.
+
+    Where `paired_p` has no p there is no interval either. None without a shared seed.
+    """
     found = paired_difference(ours, base)
     if found is None:
         return None
     by_seed = {str(s): ours[s] - base[s] for s in sorted(set(ours) & set(base))}
     differences = list(by_seed.values())
-    return {**asdict(found), "p": paired_p(differences), "detectable": detectable(differences), "by_seed": by_seed}
+    result = {**asdict(found), "p": paired_p(differences), "detectable": detectable(differences), "by_seed": by_seed}
+    if result["p"] is None:  # one difference, or several alike: nothing to learn a width from
+        result |= {"low": None, "high": None, "detectable": None}
+    return result

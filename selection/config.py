@@ -179,6 +179,11 @@ def needs(method: Method) -> frozenset[str]:
     return frozenset((*method.needs, *inside))
 
 
+def one_size(method: Method) -> bool:
+    """Whether a selection is shaped for its budget, so that the first k of a larger one are not the selection of k."""
+    return isinstance(method, Domains) or (isinstance(method, GotD) and method.rounds > 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TfIdf:
     """Hashing TF-IDF followed by truncated SVD and L2 normalisation. Offline, no model."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.cells.resampling import right_items, seeds_by_items
 from experiments.comparison.plan import Plan
 from experiments.comparison.protocol import protocol
 from experiments.comparison.runner import Outcome, Result
@@ -102,8 +103,8 @@ def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
     mean = t_interval(list(base.values())).value if base else None
     informative, margin = None, None
     if floor is not None and mean is not None:
-        items = _items(outcome.finals[study.baseline, task][0])
-        n = len(items) if items is not None else study.tasks[task].test
+        told = outcome.finals[study.baseline, task][0].get("items")
+        n = len(told) if isinstance(told, str) else study.tasks[task].test
         spread = float(np.var(list(base.values()), ddof=1)) / len(base) if len(base) > 1 else 0.0
         error = math.sqrt(spread + mean * (1 - mean) / n)
         margin = (mean - floor) / error if error else (math.inf if mean > floor else 0.0)
@@ -229,36 +230,25 @@ def _sharpness(plan: Plan, outcome: Outcome, name: str) -> dict[str, Any] | None
     }
 
 
-def _items(result: Result) -> np.ndarray | None:
-    """Right (1) or wrong (0) by test row; None of a run that failed or of generation."""
-    items = result.get("items")
-    return np.frombuffer(items.encode(), dtype=np.uint8).astype(np.float64) - 48 if isinstance(items, str) else None
-
-
 def _bootstrap(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence[str]) -> dict[str, Any] | None:
     """95 % percentile interval of the endpoint over resampled seeds × test items (the same for both sides)."""
     count = min(len(outcome.finals[ours, tasks[0]]), len(outcome.finals[base, tasks[0]])) if tasks else 0
     if not count:
         return None
-    rng = numpy_generator(0, "comparison", "bootstrap", ours)
-    draws = plan.study.resamples
-    seeds = rng.multinomial(count, np.full(count, 1 / count), size=draws) / count
-    total = np.zeros(draws)
+    differences = []
     for task in tasks:
         floor = _floor(plan, outcome, task) or 0.0
         sides = []
         for method in (ours, base):
-            found = [_items(result) for result in outcome.finals[method, task][:count]]
+            told = [result.get("items") for result in outcome.finals[method, task][:count]]
+            found = [right_items(text) if isinstance(text, str) else None for text in told]
             width = next((len(f) for f in found if f is not None), 1)
             sides.append(np.stack([np.full(width, floor) if f is None else f for f in found]))
         if sides[0].shape != sides[1].shape:
             return None
-        difference = sides[0] - sides[1]
-        n = difference.shape[1]
-        items = rng.multinomial(n, np.full(n, 1 / n), size=draws) / n
-        total += np.einsum("rs,si,ri->r", seeds, difference, items, optimize=True)
-    low, high = np.quantile(total / len(tasks), [0.025, 0.975])
-    return {"low": float(low), "high": float(high), "resamples": draws}
+        differences.append(sides[0] - sides[1])
+    rng = numpy_generator(0, "comparison", "bootstrap", ours)
+    return seeds_by_items(differences, resamples=plan.study.resamples, rng=rng)
 
 
 def _control(plan: Plan, outcome: Outcome, control: str, of: str, informative: Sequence[str]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _points(value: float | None) -> float | None:
 def _tile(name: str, m: Mapping[str, Any]) -> Tile:
     mean, interval = formats.effect(m["primary"], 100.0)
     p = m["primary"]["p_holm"]
-    note = "one seed" if p is None else f"p = {formats.number(p)} (Holm), {m['primary']['n']} seeds"
+    note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
     return Tile(f"{name}, points", mean, interval, note)
 
 

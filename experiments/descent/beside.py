@@ -31,8 +31,8 @@ class Beside:
 
     mean: Interval
     """Mean over the axis of the difference, ours − base."""
-    p: float
-    """Two-sided p of `mean`."""
+    p: float | None
+    """Two-sided p of `mean`; None where every seed has the same difference, which is not zero."""
     points: tuple[Interval, ...]
     """The difference at each position; all intervals hold at once (Bonferroni over the positions)."""
     triple: tuple[int, int, int] | None
@@ -40,7 +40,7 @@ class Beside:
     peak: Interval | None
     """How much higher ours stands at the peak, above the mean of its two flanks, than base does."""
     peak_p: float | None
-    """Two-sided p of `peak`."""
+    """Two-sided p of `peak`; None as for `p`, and without a peak."""
     threshold: Interval | None
     """Position where the training error crosses ε, ours ÷ base, seed by seed; None unless every seed crosses it on the
     axis in both curves."""
@@ -76,13 +76,11 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Bes
     difference = mine - theirs
     each = 1 - (1 - confidence) / difference.shape[1]
     means = difference.mean(1).tolist()
-    p = paired_p(means)
-    assert p is not None
     triple = common_peak(np.stack([mine, theirs]))
     heights = None if triple is None else (height_at(mine, triple) - height_at(theirs, triple)).tolist()
     return Beside(
         mean=t_interval(means, confidence=confidence),
-        p=p,
+        p=paired_p(means),
         points=tuple(t_interval(column.tolist(), confidence=each) for column in difference.T),
         triple=triple,
         peak=None if heights is None else t_interval(heights, confidence=confidence),

@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 
 from experiments.cells.files import Result
+from experiments.cells.resampling import right_items, seeds_by_items
 from experiments.cells.rows import split_rows
 from experiments.quality.answers import answers
 from experiments.quality.plan import Plan
 from experiments.quality.protocol import protocol
 from experiments.quality.runner import Outcome
 from experiments.stats import holm, paired_test, t_interval
+from finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
+_RESAMPLES = 2000
 FIGURES = ("recall", "precision", "words", "distance", "length")
 
 
@@ -31,7 +34,8 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "baseline": study.baseline,
         "focus": study.focus,
         "primary_budget": budget,
-        "exploratory": budget != study.primary_budget,
+        "exploratory": budget != study.primary_budget or any(plan.missing.values()),
+        "missing": {what: list(names) for what, names in plan.missing.items() if names},
         "seeds": study.seeds,
         "protocol": protocol(plan, budget),
         "pool": {name: outcome.pool[name] for name in ("passages", "kept", "skipped", "dropped", "domains")},
@@ -54,7 +58,7 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "costs": _costs(outcome),
     }
     for metric in ("nats", "accuracy"):
-        _correct([arm[metric] for arm in document["arms"].values()])
+        _correct([arm[metric] for name, arm in document["arms"].items() if name != study.baseline])
         _correct([found[metric] for found in document["against"].values()])
     document["answers"] = answers(document)
     return document
@@ -107,7 +111,28 @@ def _endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, m
         seeds = set.intersection(*map(set, by_target))
         sides.append({s: math.fsum(values[s] for values in by_target) / len(by_target) for s in sorted(seeds)})
     found = paired_test(sides[0], sides[1])
-    return None if found is None else {**found, "p_holm": None}
+    if found is None:
+        return None
+    if metric == "accuracy":
+        found["bootstrap"] = _bootstrap(plan, outcome, ours, base, budget, sorted(set(sides[0]) & set(sides[1])))
+    return {**found, "p_holm": None}
+
+
+def _bootstrap(
+    plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, seeds: Sequence[int]
+) -> dict[str, Any] | None:
+    """95 % interval of an accuracy endpoint over resampled seeds × test rows; None where one seed is all there is."""
+    if len(seeds) < 2:
+        return None
+    differences = []
+    for target in plan.study.targets:
+        sides = []
+        for arm in (ours, base):
+            runs = {r["seed"]: r for r in outcome.finals[_point(plan, arm, target, budget)] if r["status"] == "done"}
+            sides.append(np.stack([right_items(runs[seed]["items"]["right"]) for seed in seeds]))
+        differences.append(sides[0] - sides[1])
+    rng = numpy_generator(0, "quality", "bootstrap", ours, base)
+    return seeds_by_items(differences, resamples=_RESAMPLES, rng=rng)
 
 
 def _against(plan: Plan, outcome: Outcome, budget: int | None) -> dict[str, Any]:
@@ -120,10 +145,12 @@ def _against(plan: Plan, outcome: Outcome, budget: int | None) -> dict[str, Any]
 
 
 def _correct(found: Sequence[dict[str, Any] | None]) -> None:
-    """Holm's p over one family, written into it."""
-    there = {str(i): f for i, f in enumerate(found) if f is not None and f["p"] is not None}
-    for name, p in holm({name: f["p"] for name, f in there.items()}).items():
-        there[name]["p_holm"] = p
+    """Holm's p over one family, written into it; a member without a p counts as 1, so that it stays as large."""
+    family = {str(i): f["p"] if f is not None and f["p"] is not None else 1.0 for i, f in enumerate(found)}
+    for i, p in holm(family).items():
+        member = found[int(i)]
+        if member is not None and member["p"] is not None:
+            member["p_holm"] = p
 
 
 # --------------------------------------------------------------------------------------------- targets

@@ -35,9 +35,8 @@ def _clear(found: Mapping[str, Any] | None) -> bool:
 
 
 def _exploratory(document: Document) -> str:
-    if not document["exploratory"]:
-        return ""
-    return "This part of the study was run without its primary budget: its figures are exploratory."
+    """The protocol's own first sentence, which says what a part of a study lacks."""
+    return str(document["protocol"][0]) if document["exploratory"] else ""
 
 
 def _primary(document: Document) -> str:
@@ -67,9 +66,13 @@ def _accuracy(document: Document) -> str:
     arms = {n: a["accuracy"] for n, a in document["arms"].items() if a["accuracy"] is not None}
     if not arms:
         return ""
-    clear = [f"{name} ({_points(f['value'])})" for name, f in arms.items() if _clear(f)]
+    clear = {name: f for name, f in arms.items() if _clear(f)}
     if clear:
-        return f"Few-label accuracy differs from {base}'s after Holm's correction with {_and(clear)}."
+        told = [f"{name} ({_points(f['value'])})" for name, f in clear.items()]
+        boots = {name: f["bootstrap"] for name, f in clear.items() if f["bootstrap"] is not None}
+        wide = [name for name, boot in boots.items() if boot["low"] <= 0 <= boot["high"]]
+        beyond = f"; with other test rows too, by the bootstrap, {_and(wide)} may not differ" if wide else ""
+        return f"Few-label accuracy differs from {base}'s after Holm's correction with {_and(told)}{beyond}."
     size = max((f["detectable"] for f in arms.values() if f["detectable"] is not None), default=1.0)
     seen = f"; a single uncorrected test finds {100 * size:.1f} points with 80 % power" if size < 1 else ""
     return f"No warm-up changes the few-label accuracy clearly, beside {base}'s{seen}."
@@ -131,22 +134,33 @@ def _recall(document: Document) -> str:
 
 
 def _losses(document: Document) -> str:
-    """Where the focus is worse than another selector, or the baseline: intervals that exclude zero."""
+    """Where the focus is worse than another selector, or the baseline: by intervals above zero, and by means alone."""
     focus = document["focus"]
     if focus == document["baseline"]:
         return ""
-    lost = []
+    lost: list[str] = []
+    seen = behind = 0
     for target, found in document["targets"].items():
         for budget, arms in found["budgets"].items():
             for arm, cell in arms.items():
                 difference = cell["nats_focus"]
                 if document["arms"][arm]["source"] != "selector" or difference is None or difference["low"] is None:
                     continue
+                seen += 1
+                behind += difference["value"] > 0
                 if difference["low"] > 0:
                     lost.append(f"{target} at {int(budget):,} ({arm} {_percent(-difference['value'])})")
+    if not seen:
+        return ""
     if not lost:
-        return f"{focus} has a higher perplexity than another selector on no target and budget (uncorrected intervals)."
-    return f"{focus} loses in perplexity (uncorrected intervals) on {_and(lost)}."
+        return (
+            f"In perplexity, on no target and budget does an uncorrected 95 % interval put {focus} behind another "
+            f"selector; its mean is behind in {behind} of {seen} comparisons."
+        )
+    return (
+        f"In perplexity, {len(lost)} of {seen} uncorrected 95 % intervals put {focus} behind: on {_and(lost)}; its "
+        f"mean is behind in {behind} of {seen} comparisons."
+    )
 
 
 def _embedders(document: Document) -> str:

@@ -88,6 +88,9 @@ class SelectionCell:
     features: FeaturesCell
     rows: TargetRows
     budgets: tuple[int, ...]
+    each: bool
+    """Whether every budget has a selection of its own, as the method shapes it for one size; else one order serves
+    all, and a smaller budget takes its beginning."""
     like: str | None
     """Key of the selection that a matched draw follows."""
 

@@ -1,6 +1,7 @@
 """A selection: the arm's rows for one target and seed, and what can be said of them before any training.
 
-`selections/<key>.npy` has the rows of the stored pool in rank order, as many as the largest budget asks for.
+`selections/<key>.npy` has the rows of the stored pool in rank order, as many as the largest budget asks for; of a
+method that shapes its choice for one size, a line for each budget, filled up with −1.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ def selection_file(root: Path, key: str) -> Path:
     return root / "selections" / f"{key}.npy"
 
 
+def chosen_rows(root: Path, key: str, budget: int) -> np.ndarray:
+    """(budget,) rows of the stored pool in rank order: a selection's own for this budget, or the beginning of one."""
+    kept = np.load(selection_file(root, key), allow_pickle=False)
+    if kept.ndim == 2:
+        kept = kept[int(np.flatnonzero((kept >= 0).sum(axis=1) == budget)[0])]
+    return np.asarray(kept[:budget])
+
+
 def target_texts(rows: TargetRows, task: Task, seed: int) -> list[Row]:
     """The training rows whose texts selectors see under `seed`; the labelled ones are among them."""
     train, _, _ = split_rows(rows.file, task, (rows.validation, rows.test, rows.test_split), "test")
@@ -55,17 +64,22 @@ def choose(root: Path, cell: SelectionCell) -> dict[str, Any]:
     y = vectors(root, cell.features, texts)
     prepared = time.process_time()
     about: dict[str, Any] = {}
-    if cell.like is not None:
-        followed = np.load(selection_file(root, cell.like), allow_pickle=False)
-        order = matched_draw(stored, followed, cell.budgets, derive(cell.seed, "select"))
-        about = {"shared": float(np.isin(order, followed).mean())}
-    else:
-        order, about = _selected(cell, stored, rows, x, texts, y)
+    orders = []
+    for budgets in _together(cell):
+        if cell.like is not None:
+            followed = chosen_rows(root, cell.like, budgets[-1])
+            orders.append(matched_draw(stored, followed, budgets, derive(cell.seed, "select")))
+            about = {"shared": float(np.isin(orders[-1], followed).mean())}
+        else:
+            order, about = _selected(cell, stored, rows, x, texts, y, budgets[-1])
+            orders.append(order)
     solved = time.process_time()
     path = selection_file(root, cell.key)
     with replacing(path) as temporary, temporary.open("wb") as handle:
-        np.save(handle, order.astype(np.int32), allow_pickle=False)
-    figures = _figures(root, cell, stored, rows, x, order)
+        np.save(handle, _lines(orders) if cell.each else orders[0].astype(np.int32), allow_pickle=False)
+    figures: dict[str, dict[str, Any]] = {}
+    for budgets, order in zip(_together(cell), orders, strict=True):
+        figures |= _figures(root, cell, stored, rows, x, order, budgets)
     seconds = {
         "features of the target": prepared - started,
         "scores": solved - prepared,
@@ -79,8 +93,27 @@ def choose(root: Path, cell: SelectionCell) -> dict[str, Any]:
     }
 
 
+def _together(cell: SelectionCell) -> list[tuple[int, ...]]:
+    """Budgets that one order serves."""
+    return [(budget,) for budget in cell.budgets] if cell.each else [cell.budgets]
+
+
+def _lines(orders: list[np.ndarray]) -> np.ndarray:
+    """(budgets, largest) int32: each order on a line, filled up with −1."""
+    lines = np.full((len(orders), max(map(len, orders))), -1, dtype=np.int32)
+    for line, order in zip(lines, orders, strict=True):
+        line[: len(order)] = order
+    return lines
+
+
 def _selected(
-    cell: SelectionCell, stored: StoredPool, rows: np.ndarray, x: np.ndarray, texts: list[str], y: np.ndarray
+    cell: SelectionCell,
+    stored: StoredPool,
+    rows: np.ndarray,
+    x: np.ndarray,
+    texts: list[str],
+    y: np.ndarray,
+    budget: int,
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Rows of the stored pool in rank order, and what the selector says of itself."""
     assert cell.recipe.select is not None
@@ -90,9 +123,7 @@ def _selected(
         texts=stored.texts if whole else [stored.texts[i] for i in rows.tolist()],
         features=x,
     )
-    selector = build_selector(
-        cell.recipe.select.method, seed=derive(cell.seed, "select"), budget=max(cell.budgets), device="cpu"
-    )
+    selector = build_selector(cell.recipe.select.method, seed=derive(cell.seed, "select"), budget=budget, device="cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         selector.fit(pool, Pool(texts=texts, features=y))
@@ -100,7 +131,7 @@ def _selected(
     about = {name: value for name, value in selector.diagnostics_.items() if isinstance(value, kept)}
     if caught:
         about["warning"] = str(caught[0].message)
-    return rows[np.asarray(selector.select(max(cell.budgets)))], about
+    return rows[np.asarray(selector.select(budget))], about
 
 
 def matched_draw(stored: StoredPool, followed: np.ndarray, budgets: tuple[int, ...], seed: int) -> np.ndarray:
@@ -130,9 +161,18 @@ def matched_draw(stored: StoredPool, followed: np.ndarray, budgets: tuple[int, .
 
 
 def _figures(
-    root: Path, cell: SelectionCell, stored: StoredPool, rows: np.ndarray, x: np.ndarray, order: np.ndarray
+    root: Path,
+    cell: SelectionCell,
+    stored: StoredPool,
+    rows: np.ndarray,
+    x: np.ndarray,
+    order: np.ndarray,
+    budgets: tuple[int, ...],
 ) -> dict[str, dict[str, Any]]:
-    """By budget: recall of the hidden domains, coverage of the judged texts, length and mix of what was chosen."""
+    """By budget: recall of the hidden domains, coverage of the judged texts, length and mix of what was chosen.
+
+    budgets: those that take the beginning of `order`.
+    """
     spec = (cell.rows.validation, cell.rows.test, cell.rows.test_split)
     _, judged, _ = split_rows(cell.rows.file, cell.recipe.task, spec, "test")
     texts = [str(row.values["text"]) for row in judged]
@@ -145,7 +185,7 @@ def _figures(
     found: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()
     nearest = np.full(len(y), np.inf)
-    for low, high in zip((0, *cell.budgets[:-1]), cell.budgets, strict=True):
+    for low, high in zip((0, *budgets[:-1]), budgets, strict=True):
         new = order[low:high]
         for row in new.tolist():
             seen.update(_words(stored.texts[row]))

@@ -78,10 +78,16 @@ def perplexity(found: Found) -> str:
     return level(keys)
 
 
+def bootstrap(found: Mapping[str, Any], scale: float) -> str:
+    """The interval of an accuracy endpoint over seeds and test rows."""
+    boot = found["bootstrap"]
+    return formats.effect({"value": found["value"], **boot}, scale)[1] if boot else "–"
+
+
 def _tile(name: str, arm: Mapping[str, Any]) -> Tile:
     mean, interval = formats.effect(arm["nats"])
     p = arm["nats"]["p_holm"]
-    note = "one seed" if p is None else f"p = {formats.number(p)} (Holm), {arm['nats']['n']} seeds"
+    note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {arm['nats']['n']}"
     return Tile(f"{name}, nats", mean, interval, note)
 
 
@@ -92,16 +98,20 @@ def _tests(pairs: Sequence[tuple[str, Mapping[str, Any], str]], scale: float, un
         row = [name, mean, interval, str(found["n"]), formats.number(found["p"]), formats.number(found["p_holm"])]
         detectable = found["detectable"]
         row.append(formats.number(None if detectable is None else scale * detectable))
-        row.append(f"{100 * math.expm1(found['value']):+.1f}".replace("-", "−") if unit == "nats" else "")
+        if unit == "nats":
+            row.append(f"{100 * math.expm1(found['value']):+.1f}".replace("-", "−"))
+        else:
+            row.insert(3, bootstrap(found, scale))
         rows.append([*row, note])
     return rows
 
 
 def _table(rows: list[list[str]], head: str, caption: str, unit: str) -> Table:
-    columns = [head, unit, "95 % t", "seeds", "p", "p (Holm)", "detectable", "perplexity, %", "what it is"]
-    if unit != "nats":
-        columns.remove("perplexity, %")
-        rows = [[*row[:7], row[8]] for row in rows]
+    columns = [head, unit, "95 % t", "seeds", "p", "p (Holm)", "detectable", "what it is"]
+    if unit == "nats":
+        columns.insert(-1, "perplexity, %")
+    else:
+        columns.insert(3, "95 % bootstrap")
     return Table(columns, rows, caption, frozenset(range(1, len(columns) - 1)))
 
 
@@ -149,7 +159,7 @@ def _accuracy(document: Document) -> list[Block]:
     rows = _tests([(name, arm["accuracy"], arm["note"]) for name, arm in arms], 100.0, "points")
     caption = (
         f"Test accuracy after the fine-tune minus {document['baseline']}'s at {document['primary_budget']:,} passages, "
-        "mean over targets, percentage points; higher is better."
+        "mean over targets, percentage points; higher is better. The bootstrap resamples seeds and test rows."
     )
     floors = []
     for name, target in document["targets"].items():
@@ -203,15 +213,16 @@ def _target_section(document: Document, name: str) -> Section:
                     _share(cell.get("words")),
                     level(cell.get("distance")),
                     formats.number(cell["passages"] and round(cell["passages"])),
+                    formats.number(cell["tokens"] and round(cell["tokens"])),
                     formats.number(cell["epochs"]),
                 ]
             )
         columns = [
             "arm", "perplexity", f"nats − {base}", f"{focus} − arm", "accuracy, %", f"− {base}, points",
-            "words covered, %", "distance", "passages read", "epochs",
+            "words covered, %", "distance", "passages read", "unique tokens", "epochs",
         ]  # fmt: skip
         if rows:
-            blocks.append(Table(columns, rows, f"{title}; 95 % t-intervals, not corrected.", frozenset(range(1, 10))))
+            blocks.append(Table(columns, rows, f"{title}; 95 % t-intervals, not corrected.", frozenset(range(1, 11))))
     lead = (
         f"{_counted(target, 'texts')} texts for the selectors, {_counted(target, 'labels')} labels, "
         f"{_counted(target, 'test')} test rows; served by {', '.join(target['domains'])}. Fine-tune learning rate "

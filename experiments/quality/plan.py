@@ -8,31 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells.inputs import chosen, digest, locate
-from experiments.cells.refusing import refuse_in_study
 from experiments.cells.study import study_recipe
-from experiments.config import Recipe, Select
+from experiments.config import Recipe
 from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
+from experiments.quality.checks import check_cells, check_method, check_study
 from experiments.quality.settings import Quality
 from experiments.recipe import from_override, recipe_key
 from experiments.recipe.key import settings_tree, short_hash
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
-from finetune.config import Classify, Data
 from finetune.errors import UserError
-from selection.config import Features, needs
-
-_UNREAD = {
-    "pool": "name the pool in quality.pool",
-    "target": "name targets in quality.targets",
-    "negative": "leave it out",
-    "eval": "leave it out, its pool is kept clear of every target's rows",
-    "budget": "set quality.budgets",
-    "chunk": "leave it out and cut the pool's file beforehand",
-    "relevance": "leave it out",
-    "cache": "leave it out, features are kept in its own directory",
-    "domain_column": "name domains in quality.tags",
-}
-"""Keys of `select` that a study never reads, and what to do instead."""
+from selection.config import Features, one_size
 
 
 class Plan:
@@ -62,7 +48,7 @@ class Plan:
         self.resolved, self._tree = study_recipe(reference, overrides, block="quality", example="selection-quality")
         whole = self.resolved.recipe.quality
         assert whole is not None
-        self._check_blocks(whole)
+        check_study(self.resolved.recipe, whole)
         files = {name: locate(t.file, data, f"quality.targets.{name}.file") for name, t in whole.targets.items()}
         self._rows = {
             name: TargetRows(
@@ -71,12 +57,19 @@ class Plan:
             for (name, t), file in zip(whole.targets.items(), files.values(), strict=True)
         }
         self.study = _only(whole, selectors, targets)
+        self.missing = {
+            "arms": [name for name in whole.arms if name not in self.study.arms],
+            "targets": [name for name in whole.targets if name not in self.study.targets],
+        }
+        """What the recipe has and this part of it leaves out: names of arms and targets, and budgets."""
         kept = chosen("--budgets", budgets, _budgets(self.study))
         self.budgets = {
             name: tuple(budget for budget in self.study.budgets_of(name) if budget in kept)
             for name in self.study.targets
         }
         self._check_budgets()
+        left = {b for name, some in self.budgets.items() for b in self.study.budgets_of(name) if b not in some}
+        self.missing["budgets"] = [f"{budget:,}" for budget in sorted(left)]
         # judged rows of every target, not only of those that run: the pool is the same for any part of the study
         self.pool = self._pool(whole, data)
         self.features = self._features("", {}, "", None)
@@ -85,8 +78,10 @@ class Plan:
             for name, embedder in self.study.embedders.items()
         }
         for target in self.study.targets:
-            for arm in self.study.arms:
-                self._check_arm(arm, target, self.resolve(arm, target))
+            check_cells(self.resolve("", target), f"quality.targets.{target}.set: ")
+            for arm, spec in self.study.arms.items():
+                if spec.source == "selector":
+                    check_method(self.resolve(arm, target), f"quality.arms.{arm}")
 
     # ---------------------------------------------------------------------------------------- what runs
 
@@ -115,19 +110,20 @@ class Plan:
         study = self.study
         recipe = self.resolve(arm, target, {"train.seed": seed})
         assert recipe.select is not None
-        like = None
-        if study.arms[arm].source == "matched":
-            like = self.selection(study.arms[arm].like, target, seed).key
+        matched = study.arms[arm].source == "matched"
+        followed = self.selection(study.arms[arm].like, target, seed) if matched else None
+        like = followed.key if followed else None
         features = self.features if embedder is None else self.embedders[embedder]
         budgets = study.budgets_of(target) if embedder is None else (study.embedder_budget,)
         rows = self._rows[target]
+        each = followed.each if followed else len(budgets) > 1 and one_size(recipe.select.method)
         key = short_hash(
             [
                 "selection", features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
-                seed, list(budgets), like,
+                seed, list(budgets), like, *(["a selection for each budget"] if each else []),
             ]
         )  # fmt: skip
-        return SelectionCell(key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, like)
+        return SelectionCell(key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, each, like)
 
     def trial(self, arm: str, target: str, lr: float) -> TrainingCell:
         """A warm-up of one learning rate, judged on validation texts."""
@@ -242,55 +238,6 @@ class Plan:
                 raise UserError(
                     f"--budgets: target {name} has none of them; leave it out with --targets, or add one of {own}"
                 )
-
-    def _check_blocks(self, whole: Quality) -> None:
-        from finetune.parallel.rules import Settings, check_settings
-
-        recipe = self.resolved.recipe
-        if not whole.targets or not whole.arms or not whole.pool:
-            raise UserError("quality.pool, quality.targets and quality.arms must name a pool, a target and two arms")
-        if recipe.select is None or recipe.warmup is None:
-            raise UserError("a study of selectors needs the blocks `select` and `warmup`: both are its settings")
-        _check_read(recipe, "")
-        if not isinstance(recipe.task, Classify) or recipe.task.multi:
-            kind = f"{recipe.task.kind} with multi" if isinstance(recipe.task, Classify) else recipe.task.kind
-            raise UserError(f"a study of selectors fine-tunes classifiers of one class a row, not task.kind: {kind}")
-        if recipe.warmup.task is not None:
-            raise UserError("warmup.task: a study of selectors warms up a decoder by its own packed rows; leave it out")
-        if recipe.mesh.size > 1 or recipe.train.quantization is not None:
-            raise UserError("a study of selectors runs each cell in one process on the backbone as it is")
-        near = recipe.select.hygiene.decontaminate
-        if near is not None and near.action == "split":
-            raise UserError("select.hygiene.decontaminate.action: passages of a study stay whole; set it to drop")
-        for name in ("truncation", "overlong"):
-            if getattr(recipe.train, name) is not None:
-                raise UserError(
-                    f"train.{name}: a study of selectors cuts longer texts at their right end; leave it out"
-                )
-        refuse_in_study(recipe)
-        check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
-
-    def _check_arm(self, arm: str, target: str, recipe: Recipe) -> None:
-        assert recipe.select is not None
-        _check_read(recipe, f"quality.arms.{arm}, target {target}: ")
-        if self.study.arms[arm].source != "selector":
-            return
-        short = needs(recipe.select.method) - {"features", "texts"}
-        if short:
-            raise UserError(
-                f"quality.arms.{arm}: method {recipe.select.method.kind} needs {', '.join(sorted(short))}, which a "
-                "study of selectors does not hand in"
-            )
-
-
-def _check_read(recipe: Recipe, where: str) -> None:
-    """Raise UserError for a setting that says something to other commands and nothing to a study."""
-    if recipe.data != Data():
-        raise UserError(f"{where}data: a study of selectors does not read it; name its files in quality.targets")
-    default = Select()
-    for name, instead in _UNREAD.items():
-        if getattr(recipe.select, name) != getattr(default, name):
-            raise UserError(f"{where}select.{name}: a study of selectors does not read it; {instead}")
 
 
 def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Quality:

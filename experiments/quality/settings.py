@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from experiments.quality.keys import check_arm_keys, check_embedder_keys, check_target_keys
 from finetune.config import check_bounds
 
 Source = Literal["selector", "matched", "pool", "target", "none"]
@@ -20,7 +21,7 @@ class QualityTarget:
     domains: tuple[str, ...] = ()
     """Hidden domains of the pool that serve it; selectors never see them."""
     set: dict[str, Any] = field(default_factory=dict)
-    """Recipe keys (dotted) and their values for this target."""
+    """Recipe keys (dotted) and their values for this target: how its runs train, the same for every arm."""
     texts: int = 500
     """Training texts, without labels, that selectors see; drawn by the seed."""
     labels: int = 300
@@ -28,7 +29,8 @@ class QualityTarget:
     validation: int = 200
     """Rows that choose learning rates, drawn once for all from the training rows."""
     test: int = 400
-    """Rows that are judged once, drawn once for all from the split `test_split`."""
+    """Rows that final runs and those of the embedder comparison are judged on, drawn once for all from the split
+    `test_split`."""
     test_split: str = "test"
     """The value of the column `split` that marks test rows; the training rows are those marked `train`."""
     budgets: tuple[int, ...] = ()
@@ -39,6 +41,7 @@ class QualityTarget:
         if self.labels > self.texts:
             raise ValueError(f"labels: {self.labels} labelled rows are more than the {self.texts} texts they belong to")
         _check_budgets(self.budgets)
+        check_target_keys(self.set)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +52,14 @@ class QualityArm:
     """Where the warm-up's text comes from: a `selector`'s choice; a random draw `matched` to another arm's choice in
     hidden domain and length; the whole `pool`; the `target` texts themselves; or `none`: no warm-up."""
     set: dict[str, Any] = field(default_factory=dict)
-    """Recipe keys (dotted) and their values for this arm: its `select.method`."""
+    """Recipe keys (dotted) and their values for this arm: those of `select.method`, and no others."""
     like: str = ""
     """The arm that a `matched` draw follows."""
     note: str = ""
     """What it is, for the page."""
+
+    def __post_init__(self) -> None:
+        check_arm_keys(self.set, self.source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +67,14 @@ class QualityEmbedder:
     """One embedder of the embedder comparison."""
 
     set: dict[str, Any] = field(default_factory=dict)
-    """Recipe keys (dotted) and their values: its `select.embedder`."""
+    """Recipe keys (dotted) and their values: those of `select.embedder`, and no others."""
     distil: str = ""
     """For static vectors: the encoder whose states of single tokens become the table, as model2vec does it."""
     note: str = ""
     """What it is, for the page."""
+
+    def __post_init__(self) -> None:
+        check_embedder_keys(self.set)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import numpy as np
 from experiments.cells.rows import split_rows
 from experiments.cells.training import fresh_engine, judge_examples, kept_tokenizer, train_examples
 from experiments.quality.cells import TrainingCell
-from experiments.quality.choosing import selection_file, target_texts
+from experiments.quality.choosing import chosen_rows, target_texts
 from experiments.quality.pool import open_pool
 from experiments.quality.stream import Packed, packed_rows
 from experiments.recipe.key import settings_tree, short_hash
@@ -158,7 +158,7 @@ def _texts(root: Path, cell: TrainingCell) -> tuple[Sequence[str], str]:
     if cell.source == "pool":
         return stored.texts, cell.pool.key
     assert cell.selection is not None and cell.budget is not None
-    rows = np.sort(np.load(selection_file(root, cell.selection), allow_pickle=False)[: cell.budget])
+    rows = np.sort(chosen_rows(root, cell.selection, cell.budget))
     return [stored.texts[i] for i in rows.tolist()], short_hash([cell.pool.key, rows.tolist()])
 
 

@@ -97,9 +97,9 @@ def _beside(curve: Curve, found: Beside) -> list[str]:
         return f"{value} ({ends})" if ends else value
 
     at = "–" if found.triple is None else _number(curve.values[found.triple[1]])
-    peak_p = "–" if found.peak_p is None else f"{found.peak_p:.2g}"
+    p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (found.p, found.peak_p))
     threshold = shown(found.threshold, plus=False)
-    return [shown(found.mean), f"{found.p:.2g}", at, shown(found.peak), peak_p, threshold]
+    return [shown(found.mean), p, at, shown(found.peak), peak_p, threshold]
 
 
 def verdict_notes(analysis: Analysis) -> list[str]:

@@ -135,6 +135,7 @@ def test_paired_p_is_scipys() -> None:
     a, b = rng.normal(size=10), rng.normal(size=10)
     assert paired_p(list(a - b)) == pytest.approx(ttest_rel(a, b).pvalue, rel=1e-10)
     assert paired_p([0.0, 0.0]) == 1.0 and paired_p([0.5]) is None
+    assert paired_p([0.5, 0.5]) is None and paired_p([0.1 + 0.2, 0.3]) is None  # no spread but rounding: no test
 
 
 def test_holm_is_the_step_down_procedure() -> None:

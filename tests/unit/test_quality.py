@@ -263,11 +263,90 @@ def test_a_part_of_the_study_shares_its_cells(made) -> None:
     )
     assert set((out / "cells").iterdir()) == before
     assert part["primary_budget"] == 10 and set(part["arms"]) == {"random", "gotd"}
-    assert part["exploratory"] and "budget of 10, are exploratory" in part["protocol"][0]
-    assert not document["exploratory"] and "exploratory" not in document["protocol"][0]
+    assert part["exploratory"] and part["missing"] == {
+        "arms": ["matched", "all", "target-text", "no-warm-up"], "targets": ["bank"], "budgets": ["30"],
+    }  # fmt: skip
+    assert part["answers"][0] == part["protocol"][0] and part["protocol"][0].startswith(
+        "This is a part of the study, run without its arms matched, all, target-text, no-warm-up; targets bank; "
+        "budgets 30: its figures, at a budget of 10 instead of the primary 30, are exploratory"
+    )
+    assert not document["exploratory"] and "exploratory" not in document["protocol"][0] and not document["missing"]
     assert document["targets"]["science"]["fine_tune_edge"]  # of two rates, both are edges
     ours, whole = (d["targets"]["science"]["budgets"]["10"]["gotd"]["nats"] for d in (part, document))
     assert ours == whole
+
+
+def test_a_method_that_shapes_its_choice_for_one_size_selects_anew_for_every_budget(made) -> None:
+    from experiments.quality.choosing import choose, chosen_rows
+
+    recipe, out, _ = made
+
+    def cells_of(*changes: tuple[str, str]) -> list:
+        plan = Plan(str(recipe), [from_override(k, v, "--") for k, v in changes], data=recipe.parent)
+        return [plan.selection(arm, "science", 0) for arm in ("gotd", "matched")]
+
+    plain = cells_of(("quality.arms.gotd.note", "another"))
+    assert [cell.key for cell in plain] == [cell.key for cell in cells_of()] and not any(cell.each for cell in plain)
+    rounds = ("quality.arms.gotd.set", "{select.method.kind: gotd, select.method.rounds: 3}")
+    both = cells_of(rounds)
+    small = cells_of(rounds, ("quality.targets.science.budgets", "[10]"), ("quality.targets.bank.budgets", "[10]"),
+                     ("quality.primary_budget", "10"))  # fmt: skip
+    assert all(cell.each for cell in both) and not any(cell.each for cell in small)
+    figures = [choose(out, cell)["figures"] for cell in (*both, *small)]
+    for ours, alone in zip(both, small, strict=True):
+        found = chosen_rows(out, ours.key, 10)
+        assert found.tolist() == chosen_rows(out, alone.key, 10).tolist() and len(set(found.tolist())) == 10
+    large = chosen_rows(out, both[0].key, 30)
+    assert len(set(large.tolist())) == 30 and set(large[:10].tolist()) != set(
+        chosen_rows(out, both[0].key, 10).tolist()
+    )
+    assert figures[0]["10"] == figures[2]["10"] and set(figures[0]) == {"10", "30"}
+
+
+def test_what_is_told_to_readers_names_no_other_cell(made) -> None:
+    recipe, _, _ = made
+    plans = [
+        Plan(str(recipe), [from_override("quality.notes", notes, "--")], data=recipe.parent)
+        for notes in ("[]", "[TSDS was cut to fit.]")
+    ]
+    keys = [
+        [plan.pool.key, plan.selection("gotd", "bank", 0).key, plan.trial("all", "bank", 1e-3).key,
+         plan.final("gotd", "bank", 30, 0, lr=1e-3, fine_tune_lr=1e-2).key]
+        for plan in plans
+    ]  # fmt: skip
+    assert keys[0] == keys[1]
+
+
+def test_a_targets_own_settings_serve_all_its_arms_and_are_told(made) -> None:
+    from experiments.quality.protocol import protocol
+
+    recipe, _, _ = made
+    laid = [from_override("quality.targets.bank.set", "{warmup.steps: 3}", "--")]
+    plan = Plan(str(recipe), laid, data=recipe.parent)
+    for arm in plan.warm_arms():
+        assert plan.trial(arm, "bank", 1e-3).recipe.warmup.steps == 3
+        assert plan.trial(arm, "science", 1e-3).recipe.warmup.steps == 2
+    told = protocol(plan, 30)
+    assert told[-1] == "Target bank has settings of its own, the same for every arm: warmup.steps 3."
+    assert "Every warm-up (but where a target's own settings, named below, say otherwise) takes 2 steps" in told[1]
+
+
+# --------------------------------------------------------------------------------------------- what is said
+
+
+def test_accuracy_endpoints_have_an_interval_over_rows_and_nats_say_that_they_have_none(made) -> None:
+    from experiments.quality.page import page
+
+    document = made[2]
+    for name, arm in document["arms"].items():
+        if name != "random":
+            boot = arm["accuracy"]["bootstrap"]
+            assert boot["low"] <= arm["accuracy"]["value"] <= boot["high"] and "bootstrap" not in arm["nats"]
+    text = page(document)
+    assert "95 % bootstrap" in text and "unique tokens" in text
+    told = " ".join(document["protocol"])
+    assert "hold for these test rows and targets; item sampling is not in them" in told
+    assert "judged by the final runs and the embedder comparison's" in told and "coverage of every selection" in told
 
 
 # --------------------------------------------------------------------------------------------- bad input
@@ -289,7 +368,10 @@ def test_what_cannot_run_is_refused_before_anything_runs(made, tmp_path: Path) -
     refuse("--jobs must be at least 1", jobs=0)
     refuse("--budgets: target bank has none of them; leave it out with --targets, or add one of 30", budgets=[10])
     refuse("select.budget: a study of selectors does not read it; set quality.budgets", ("select.budget", "7"))
-    refuse("select.cache: a study", ("quality.arms.gotd.set", "{select.cache: somewhere}"))
+    refuse("select.cache: a study", ("select.cache", "somewhere"))
+    refuse("arms.gotd.set has 'select.cache', but an arm", ("quality.arms.gotd.set", "{select.cache: somewhere}"))
+    refuse("targets.bank.set: .* not task.kind: regress", ("quality.targets.bank.set", "{task.kind: regress}"))
+    refuse("targets.bank.set: train.overlong: a study", ("quality.targets.bank.set", "{train.overlong: drop}"))
     refuse("data: a study of selectors does not read it", ("data.holdout", "0.2"))
     refuse("no such file", ("quality.tags", "nowhere.tsv"))
     refuse("no such file", ("quality.pool", "nowhere.jsonl"))
@@ -415,11 +497,41 @@ def test_results_and_guide_come_from_the_document_alone(made) -> None:
     assert row["ours"] - row["peer"] == pytest.approx(document["arms"]["gotd"]["nats"]["value"])
     text = guide(document)
     assert "| `gotd` |" in text and "| `backbone` |" in text and all(s in text for s in document["answers"])
+    assert "cells failed" not in text and "| 95 % with test rows |" in text
+    assert "- 1 of " in guide({**document, "failed": [{}]}) and all(s in text for s in document["protocol"])
     page = PAGE.read_text(encoding="utf-8")
     assert page.count(BEGIN) == page.count(END) == 1
     if (KEPT / "quality.json").is_file():
         kept = json.loads((KEPT / "quality.json").read_text(encoding="utf-8"))
         assert guide(kept) in page, "run: python -m benchmarks.selection_quality --data DIR"
+
+
+def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path: Path, capsys) -> None:
+    import sys
+
+    import benchmarks.selection_quality as benchmark
+    from finetune.errors import Interrupted
+
+    page = tmp_path / "selection.md"
+    page.write_text(f"before {benchmark.BEGIN}\nkept\n{benchmark.END} after", encoding="utf-8")
+    monkeypatch.setattr(benchmark, "PAGE", page)
+    monkeypatch.setattr(benchmark, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(benchmark.Benchmark, "finish", lambda self: pytest.fail("rows of a part were written"))
+    out = str(tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["x", "--data", "DIR", "--out", out, "--selectors", "gotd"])
+    monkeypatch.setattr(benchmark, "study_quality", lambda *a, **k: {**made[2], "missing": {"arms": ["all"]}})
+    benchmark.main()
+    assert "until `python -m benchmarks.selection_quality --data DIR` has run every cell" in capsys.readouterr().out
+
+    def stopped(*a, **k):
+        raise Interrupted("finished cells are kept")
+
+    monkeypatch.setattr(benchmark, "study_quality", stopped)
+    with pytest.raises(
+        SystemExit, match=r"stopped: selection\.md .* `python -m benchmarks\.selection_quality --data DIR`"
+    ):
+        benchmark.main()
+    assert "kept" in page.read_text(encoding="utf-8") and not (tmp_path / "kept" / "quality.json").exists()
 
 
 def test_an_encoder_is_distilled_into_a_table_of_static_vectors(tmp_path: Path) -> None:
