@@ -134,8 +134,8 @@ def encode_rows(
         if split == "train":
             made.sizes[part] += len(encoded.examples)
     for (split, part), chat in chats.items():
-        source = parts_of(recipe.data)[split][part].name if split == "train" else None
-        made.notes += [f"{split if source is None else f'{split} ({source})'}: {note}" for note in chat.close()]
+        source = parts_of(recipe.data)[split][part].name if split == "train" and what is None else None
+        made.notes += [f"{what or split}{f' ({source})' if source else ''}: {note}" for note in chat.close()]
     made.splits = {split: writer.close() for split, writer in writers.items()}
     if made.dropped and not made.splits["train"]:
         raise UserError(
