@@ -278,7 +278,7 @@ def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""
     if not isinstance(recipe.task, ByExample):
         return
-    from finetune.backbone import judged_token
+    from finetune.headtokens import judged_token
 
     token = judged_token(recipe.backbone)
     for examples in splits if token is not None else ():
