@@ -7,6 +7,7 @@ A resumed run and later stages read it there, so they need neither the calibrati
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,6 +38,27 @@ def backbone_record(recipe: Recipe) -> dict[str, str]:
     from finetune.fingerprint import fingerprint
 
     return {"name": recipe.backbone, "fingerprint": fingerprint(resolve_backbone(recipe.backbone))}
+
+
+def check_backbone(path: Path, recipe: Recipe) -> None:
+    """Raise UserError if the weights of the recipe's backbone are not those that the run directory `path` trained on.
+
+    By their fingerprint, which reads 8 KiB of each tensor. Runs of earlier versions, which noted none, pass.
+    """
+    from finetune.backbone import resolve_backbone
+    from finetune.fingerprint import fingerprint
+
+    file = path / "manifest.json"
+    noted = json.loads(file.read_text(encoding="utf-8")).get("backbone") if file.is_file() else None
+    before = noted.get("fingerprint") if isinstance(noted, dict) else None
+    if before is None:
+        return
+    now = fingerprint(resolve_backbone(recipe.backbone))
+    if now != before:
+        raise UserError(
+            f"{path}: its backbone {recipe.backbone!r} has other weights than the run trained on (fingerprint "
+            f"{now[:12]}…, then {before[:12]}…); restore them, or train anew"
+        )
 
 
 def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:

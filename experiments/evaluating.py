@@ -11,11 +11,10 @@ from typing import Any
 
 from experiments.config import Recipe
 from experiments.console import Console
-from experiments.judging import judge, judge_splits, lay_out, shown
+from experiments.generating import finished_recipe
+from experiments.judging import judge, judge_splits, lay_out, lost_lines, shown
 from experiments.preparing import prepare, prepare_apart
-from experiments.recipe import resume_recipe
 from experiments.recipe.tree import Branch
-from finetune.errors import UserError
 from finetune.numerics import cpu_threads
 from finetune.parallel import launch, watch
 from finetune.parallel.world import World
@@ -28,11 +27,9 @@ def evaluate_run(
 
     overrides: another mesh or device than the run's. On a mesh every rank calls this and gets the same figures.
     Returns {split: {metric: {value, low, high, n}}}.
-    Raises UserError if `path` is no run directory or has no adapter yet, or the rows do not fit.
+    Raises UserError if `path` is no run directory or has no adapter yet, its backbone changed, or the rows do not fit.
     """
-    recipe = resume_recipe(path, overrides).recipe
-    if not (path / "adapter").is_dir():
-        raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
+    recipe = finished_recipe(path, overrides)
     world = launch.join(recipe.mesh, recipe.train.device)
     with cpu_threads(recipe.train.threads), watch.unhurried("evaluating"):  # the same bits as the run's own eval.json
         result = _evaluated(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
@@ -49,8 +46,8 @@ def _evaluated(
         return judge_splits(recipe, engine, tokenizer, prepared, lambda _: None)
     prepared = prepare_apart(recipe, data, run=path)
     console.say(f"data: {len(prepared.test):,} examples")
-    if prepared.skipped:
-        console.say(f"skipped {len(prepared.skipped):,} bad rows, first {prepared.skipped[0]}")
+    for line in lost_lines(prepared, recipe.train.max_length):
+        console.say(line)
     engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
     names = prepared.label_names
     return {"data": judge(recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=names)}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from experiments.beginnings import check_backbone
 from experiments.card import card, own_name, published_name
 from experiments.config import Recipe
 from experiments.preparing import class_names
@@ -43,7 +44,7 @@ def export(
     of this backbone.
     """
     recipe = resume_recipe(path).recipe
-    require_finished(path)
+    require_finished(path, recipe)
     refuse_nonempty(out)
     own = _own(path, recipe, alone=not add)
     added = [_weighted(text, recipe) for text in add]
@@ -114,10 +115,11 @@ def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
     return saved, weight
 
 
-def require_finished(path: Path) -> None:
-    """Raise UserError unless the run directory `path` has its adapter and its figures."""
+def require_finished(path: Path, recipe: Recipe) -> None:
+    """Raise UserError unless the run directory `path` has its adapter and its figures, and its backbone as it was."""
     if not (path / "adapter").is_dir() or not (path / "eval.json").is_file():
         raise UserError(f"{path} is not finished; finish it with `flatshift train --resume {path}`")
+    check_backbone(path, recipe)
 
 
 def known_labels(path: Path, recipe: Recipe) -> tuple[str, ...] | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.beginnings import check_backbone
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.judging import lay_out
@@ -144,10 +145,11 @@ def _say_skipped(skipped: Sequence[str], console: Console) -> None:
 
 
 def finished_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
-    """The recipe of a run that has an adapter; raises UserError otherwise."""
+    """The recipe of a run that has an adapter for its backbone as it is now; raises UserError otherwise."""
     recipe = resume_recipe(path, overrides).recipe
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
+    check_backbone(path, recipe)
     return recipe
 
 

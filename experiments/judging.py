@@ -61,6 +61,18 @@ def lay_out(
     return engine, load_tokenizer(recipe.backbone)
 
 
+def lost_lines(prepared: Prepared, max_length: int) -> list[str]:
+    """What became of the rows on the way, for a person: what the encoding has to say, left out, cut, skipped."""
+    lines = list(prepared.notes)
+    if prepared.dropped:
+        lines.append(f"left out {prepared.dropped:,} samples longer than train.max_length = {max_length} tokens")
+    if prepared.truncated:
+        lines.append(f"truncated {prepared.truncated:,} samples to train.max_length = {max_length} tokens")
+    if prepared.skipped:
+        lines.append(f"skipped {len(prepared.skipped):,} bad rows, first {prepared.skipped[0]}")
+    return lines
+
+
 def judge(
     recipe: Recipe,
     engine: Engine,

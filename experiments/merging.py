@@ -31,13 +31,14 @@ from finetune.data import encode, iterate_eval
 from finetune.data.chat import give_template
 from finetune.errors import UserError
 from finetune.rundir import refuse_nonempty
+from finetune.seeds import numpy_generator
 
 Check = Literal["auto", "logits", "rows"]
 RECORD = "merge.json"
 _SMALL = 2 << 30
 """Bytes in float32 up to which a model is loaded to compare logits without being asked to."""
 _MEMORY_SHARE = 0.5
-_ROWS = 8
+_ROWS, _TOKENS = 8, 32
 
 
 def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
@@ -50,18 +51,20 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
     instead, in float32.
 
     check: `logits` also loads backbone + adapter (float32) and the written model, one after the other, and compares
-        their logits on rows of the run; `auto` does so for models up to 2 GiB in float32; `rows` never.
+        their logits on rows of the run; `auto` does so for models up to 2 GiB in float32, on rows of drawn tokens where
+        the run's files cannot be read; `rows` never.
     Returns what `merge.json` in `out` holds: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
     |round(W + sBA) − (W + sBA)| of any merged weight and the largest `relative` to its row's largest value;
     `largest_rounding`, the relative distance found in the rows that were read back (None: merged in memory);
-    `max_logit_difference`, `largest_logit`, `rows` (None, None, 0 where logits were not compared); `adapter_sha256`.
-    Raises UserError if `path` is no finished run, `out` is not empty, the backbone's weights are quantised in its own
-    files, or memory is too small for what only memory can do.
+    `max_logit_difference`, `largest_logit`, `rows`, and whether those were `drawn` (None, None, 0, False where logits
+    were not compared); `adapter_sha256`.
+    Raises UserError if `path` is no finished run, `out` is not empty, the backbone changed or its weights are quantised
+    in its own files, memory is too small for what only memory can do, or `logits` finds no row.
     """
     from finetune.merging import NotByFiles
 
     recipe = resume_recipe(path).recipe
-    require_finished(path)
+    require_finished(path, recipe)
     if recipe.adapter.soft_tokens is not None:
         instead = "take `flatshift export`" if recipe.adapter.projector is None else "use the adapter as it is"
         raise UserError(f"{path}: soft tokens change no weights, so they cannot be merged; {instead}")
@@ -146,7 +149,7 @@ def _compare_logits(
     """The written model, read back, beside backbone + adapter in float32, one after the other."""
     import torch
 
-    nothing = {"max_logit_difference": None, "largest_logit": None, "rows": 0}
+    nothing = {"max_logit_difference": None, "largest_logit": None, "rows": 0, "drawn": False}
     whole = 4 * sum(file.stat().st_size for file in out.glob("*.safetensors")) // dtype.itemsize
     fits = whole <= available_memory() * _MEMORY_SHARE
     if check == "logits" and not fits:
@@ -157,10 +160,19 @@ def _compare_logits(
     if check == "rows" or (check == "auto" and not (fits and whole <= _SMALL)):
         return nothing
     exact = _alone_in_float32(recipe)
+    try:
+        found = _some_rows(recipe, labels, load_tokenizer(recipe.backbone))
+    except (UserError, OSError) as error:  # a run that was copied elsewhere has its backbone, and maybe not its data
+        if check == "logits":
+            raise UserError(f"--check logits: {error} (`--check rows` reads no data)") from error
+        found = None
     engine, tokenizer = lay_out(exact, exact.task, labels, adapter=adapter)
-    rows = _some_rows(recipe, labels, tokenizer)
-    batch = next(iterate_eval(rows, task=exact.task, batch_size=len(rows), pad_id=tokenizer.pad_token_id))
-    inputs = {name: tensor.to(engine.device) for name, tensor in batch.inputs.items()}
+    if found is None:
+        inputs = _drawn_inputs(recipe, tokenizer, engine.model.config)
+    else:
+        batch = next(iterate_eval(found, task=exact.task, batch_size=len(found), pad_id=tokenizer.pad_token_id))
+        inputs = batch.inputs
+    inputs = {name: tensor.to(engine.device) for name, tensor in inputs.items()}
     with torch.no_grad():
         before = engine.model.eval()(**inputs).logits.float()
     del engine
@@ -171,7 +183,8 @@ def _compare_logits(
     return {
         "max_logit_difference": float((after - before).abs().max()),
         "largest_logit": float(before.abs().max()),
-        "rows": len(rows),
+        "rows": len(inputs["input_ids"]),
+        "drawn": found is None,
     }
 
 
@@ -182,8 +195,9 @@ def _some_rows(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -
         task = dataclasses.replace(task, max_truncated=1.0, max_unsupervised=1.0)
     parts = parts_of(data)
     chosen = parts["test"] or parts["dev"] or parts["train"]
-    rows = chain.from_iterable(part.rows(data, task, []) for part in chosen)
-    return encode(
+    skipped: list[str] = []
+    rows = chain.from_iterable(part.rows(data, task, skipped) for part in chosen)
+    encoded = encode(
         list(islice(rows, _ROWS)),
         task=task,
         tokenizer=tokenizer,
@@ -191,7 +205,30 @@ def _some_rows(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -
         label_names=labels,
         bad_rows=data.bad_rows,
         decoder_start=decoder_start(recipe.backbone) if recipe.task.kind == "seq2seq" else None,
-    ).examples
+    )
+    skipped += encoded.skipped
+    if not encoded.examples:
+        raise UserError(f"no row of the run's files is left{f', the first for {skipped[0]}' if skipped else ''}")
+    return encoded.examples
+
+
+def _drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """Rows of plain tokens drawn by `train.seed`, for a run whose own are out of reach; all end with the same token, as
+    a head over an encoder-decoder asks for."""
+    import numpy as np
+    import torch
+
+    vocabulary = min(len(tokenizer), config.get_text_config().vocab_size)
+    plain = np.setdiff1d(np.arange(vocabulary), tokenizer.all_special_ids)
+    size = (_ROWS, min(_TOKENS, recipe.train.max_length))
+    ids = torch.from_numpy(numpy_generator(recipe.train.seed, "merge-rows").choice(plain, size))
+    if tokenizer.eos_token_id is not None:
+        ids[:, -1] = tokenizer.eos_token_id
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if recipe.task.kind == "seq2seq":
+        start = torch.full((_ROWS, 1), decoder_start(recipe.backbone))
+        inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], dim=1)
+    return inputs
 
 
 def _refuse_quantised(recipe: Recipe) -> None:

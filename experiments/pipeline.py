@@ -22,13 +22,20 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.beginnings import backbone_record, beginning, check_beginning, check_unchanged, settle_beginning
+from experiments.beginnings import (
+    backbone_record,
+    beginning,
+    check_backbone,
+    check_beginning,
+    check_unchanged,
+    settle_beginning,
+)
 from experiments.cells.refusing import refuse_tracked
 from experiments.checkrecipe import check_recipe as check_recipe
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.interrupts import graceful_stop
-from experiments.judging import judge_splits, lay_out
+from experiments.judging import judge_splits, lay_out, lost_lines
 from experiments.preparing import (
     Prepared,
     learnt_record,
@@ -120,7 +127,8 @@ def _mesh(recipe: Recipe, *, path: Path) -> Iterator[World]:
 def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
     """Continue a run directory exactly where it stopped; a finished one returns at once.
 
-    Raises UserError if `path` is no run directory, an input file changed, or an override is not allowed.
+    Raises UserError if `path` is no run directory, an input file or the backbone changed, or an override is not
+    allowed.
     """
     resolved = resume_recipe(path, overrides)
     check_recipe(resolved.recipe)
@@ -134,6 +142,7 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
             console.say(f"{path} is finished: nothing to do")
             return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
         _check_inputs(run.path, resolved.recipe.task)
+        check_backbone(run.path, resolved.recipe)
         if world.is_main:
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
         return execute(run, resolved.recipe, prepare(resolved.recipe), console, world=world)
@@ -399,18 +408,12 @@ def stage_arguments(
     )
     if batches.packed:
         refuse_leaks(engine.judged)
-    for line in prepared.notes:
-        console.say(line)
     told = supply(batches, prepared.mixture, train.steps)
     for line in supply_lines(told, train.steps, about=batches.packed):
         console.say(line)
     console.say(padding_line(batches, train))
-    if prepared.dropped:
-        console.say(f"left out {prepared.dropped:,} samples longer than train.max_length = {train.max_length} tokens")
-    if prepared.truncated:
-        console.say(f"truncated {prepared.truncated:,} samples to train.max_length = {train.max_length} tokens")
-    if prepared.skipped:
-        console.say(f"skipped {len(prepared.skipped):,} bad rows, first {prepared.skipped[0]}")
+    for line in lost_lines(prepared, train.max_length):
+        console.say(line)
     if prepared.flipped:
         console.say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     if engine.world.size == 1:

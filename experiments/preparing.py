@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.config import Recipe
-from experiments.sources import SPLITS, Part, Split, choose, mixture_of, parts_of
+from experiments.sources import SPLITS, Part, Split, check_classes, check_ends, choose, mixture_of, parts_of
 from experiments.tokens import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
 from finetune.config import Chat, Classify, Columns, Completion, LanguageModel, MaskedLM, Regress, Task
 from finetune.data import (
@@ -124,8 +124,8 @@ def read_splits(recipe: Recipe, task: Task | None = None, splits: Sequence[Split
 def prepare(recipe: Recipe) -> Prepared:
     """Read and encode a recipe's rows, or take them from `data.cache`.
 
-    Raises UserError for missing files, columns or labels, empty splits, labels that do not fit, and a cache directory
-    that cannot be written to.
+    Raises UserError for missing files, columns or labels, empty splits, labels that do not fit, fewer than two classes,
+    and a cache directory that cannot be written to.
     """
     cache = token_cache(recipe)
     if cache is None or isinstance(cache, str):
@@ -167,7 +167,9 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
     skipped += made.skipped
     if not made.splits["test"]:
         part.refuse_none(skipped)
-    return Prepared([], [], made.splits["test"], labels, made.truncated, skipped, [], units=units)
+    check_ends(recipe, [made.splits["test"]])
+    notes = tuple(made.notes)
+    return Prepared([], [], made.splits["test"], labels, made.truncated, skipped, [], notes=notes, units=units)
 
 
 def learnt_record(prepared: Prepared) -> dict[str, Any]:
@@ -236,6 +238,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
         skipped, labels, parts = [], known.labels, len(parts_of(recipe.data)["train"])
         routed = streamed(recipe, known, skipped)
         units = _units(recipe, known.targets)
+    check_classes(recipe, labels)
     tokenizer = load_tokenizer(recipe.backbone)
     shuffle = bool(noise) and isinstance(recipe.task, LanguageModel)
     made = encode_rows(
@@ -280,6 +283,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
 
 
 def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[str, Any]) -> Prepared:
+    check_ends(recipe, splits.values())
     return Prepared(
         splits["train"],
         splits["dev"],

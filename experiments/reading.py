@@ -139,7 +139,12 @@ def _rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator
     if not files.files:
         raise UserError(f"select.{name}.files is empty: name the files of the {name}")
     return read_rows(
-        files.files, columns=spec.columns, bad_rows=spec.bad_rows, skipped=skipped, setting="select.columns"
+        files.files,
+        columns=spec.columns,
+        bad_rows=spec.bad_rows,
+        skipped=skipped,
+        setting="select.columns",
+        used=("id",) if name == "pool" else (),
     )
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.beginnings import check_backbone
 from experiments.config import Recipe
 from experiments.console import Console
-from experiments.judging import lay_out
+from experiments.judging import lay_out, lost_lines
 from experiments.preparing import prepare, prepare_apart
 from experiments.recipe import resume_recipe
 from experiments.recipe.tree import Branch
@@ -66,6 +67,8 @@ def measure_run(
     console = Console(quiet=quiet)
     with cpu_threads(recipe.train.threads):
         prepared = prepare_apart(recipe, data, run=path) if data else prepare(recipe)
+        for line in lost_lines(prepared, recipe.train.max_length) if data else ():
+            console.say(line)
         splits = {name: list(getattr(prepared, name)) for name in SPLITS}
         chosen = "test" if data else split or next(name for name in SPLITS if splits[name])
         examples = splits[chosen]
@@ -115,6 +118,7 @@ def _check(path: Path, recipe: Recipe, batches: int, split: str | None, data: Se
         raise UserError(f"{path} ran on a mesh, and sharpness is measured in one process; add {flags}")
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
+    check_backbone(path, recipe)
     if batches < 1:
         raise UserError(f"--sharpness-batches: {batches} is not a number ≥ 1")
     if data and split is not None:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from experiments.config import Recipe
-from finetune.config import Chat, Columns, Completion, Data, LanguageModel, MaskedLM, Task, Train
+from finetune.config import (
+    ByExample,
+    Chat,
+    Classify,
+    Columns,
+    Completion,
+    Data,
+    LanguageModel,
+    MaskedLM,
+    Task,
+    Train,
+)
 from finetune.data import (
     Batches,
     Example,
+    Examples,
     Masking,
     Mixture,
     Proportions,
@@ -23,6 +35,7 @@ from finetune.data import (
     read_rows,
     require_rows,
     required_columns,
+    used_columns,
 )
 from finetune.errors import UserError
 from finetune.seeds import derive
@@ -61,12 +74,20 @@ class Part:
             setting=self.columns_setting,
             first=self.first,
             label=label_reader(task),
+            used=self._used(task),
         )
         try:
             for row in rows:
                 yield row if self.name is None else dataclasses.replace(row, id=f"{self.name}/{row.id}")
         except UserError as error:
             raise UserError(f"{self.setting}.{error}" if str(error).startswith("first:") else str(error)) from None
+
+    def _used(self, task: Task) -> tuple[str, ...]:
+        """Columns with a name of the user's that one row at least must have. Other rows than those that train may lack
+        ids and tools, and cannot name them otherwise; a pair without its second text is no row of the task."""
+        if self.setting.startswith("data.train"):
+            return (*used_columns(task), "id")
+        return tuple(name for name in used_columns(task) if name == "text2")
 
     def refuse_none(self, skipped: Sequence[str]) -> None:
         """Raise UserError: it has no usable row."""
@@ -237,6 +258,51 @@ def check_data(recipe: Recipe) -> None:
             f"data.train.sources.{strict[0]}.when_over: refuse cannot be promised with train.spikes, which leaves "
             "batches out and reads on; set it to repeat, or leave spikes out"
         )
+
+
+def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
+    """Refuse to tell one class from none. Raises UserError.
+
+    names: the classes in head order; None for a task without.
+    """
+    task = recipe.task
+    if names is None or len(names) > 1 or (isinstance(task, Classify) and task.multi):
+        return
+    found = f"there is only {names[0]!r}" if names else "there is none"
+    raise UserError(
+        f"task.kind: {task.kind} chooses among two classes or more, and {found}; data.columns.label (now "
+        f"{recipe.data.columns.label!r}) says where the rows have theirs, and task.labels of classify names them all"
+    )
+
+
+def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
+    """Refuse rows of a split that a head over an encoder-decoder does not take in one batch: those that differ in their
+    number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""
+    if not isinstance(recipe.task, ByExample):
+        return
+    from finetune.headtokens import judged_token
+
+    token = judged_token(recipe.backbone)
+    for examples in splits if token is not None else ():
+        rows = Examples.of(examples).ragged("input_ids")
+        if rows is None:
+            continue
+        flat, starts, lengths = rows
+        before = np.concatenate([[0], np.cumsum(flat == token)])
+        ends = before[starts + lengths] - before[starts]
+        if ends.min() == 0:
+            where = examples[int(ends.argmin())].where
+            raise UserError(
+                f"{where}: this row ends without the end-of-sequence token at which the head of {recipe.backbone!r} "
+                "judges it; take a backbone whose tokenizer adds it"
+            )
+        if ends.min() != ends.max():
+            few, many = examples[int(ends.argmin())].where, examples[int(ends.argmax())].where
+            raise UserError(
+                f"{many}: this row has {ends.max()} end-of-sequence tokens and {few} has {ends.min()}, and the head of "
+                f"{recipe.backbone!r} takes no such rows together; let all of them have a second text "
+                "(data.columns.text2) or none, and no text that token"
+            )
 
 
 def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int) -> None:

@@ -378,14 +378,14 @@ def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) 
 
     Raises UserError for an encoder as language model, and for missing weights that are not a new head's.
     """
+    from .headtokens import settle_padding
+
     where = f"backbone {str(name)!r}"
     check_causal(model.config, task, where)
     model.new_parameters = _new_parameters(model, report, task, where)
     model.name_or_path = _recorded_name(name)
     model.config.use_cache = False
-    if model.config.pad_token_id is None:
-        eos = model.config.eos_token_id
-        model.config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+    settle_padding(model, name)
     model.requires_grad_(False)
 
 

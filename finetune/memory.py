@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +64,16 @@ def memory_plan(model: nn.Module, *, train: Train, kind: OptimizerKind = "adamw"
     )
 
 
-def _saved_bytes(model: nn.Module, tokens: int, train: Train) -> int:
+def _saved_bytes(model: Any, tokens: int, train: Train) -> int:
     """Bytes of the storages that autograd keeps for one row of `tokens` tokens, parameters apart."""
     device = next(model.parameters()).device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if getattr(model.config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids
+        if model.can_generate():
+            inputs["decoder_input_ids"] = ids
+        else:  # a head: it judges the row at its end-of-sequence token, and its decoder reads what the encoder does
+            ids[:, -1] = model.config.eos_token_id
     inputs |= blank_features(model, rows=1)
     training = model.training
     devices = [device] if device.type == "cuda" else []

@@ -69,7 +69,8 @@ def merge(argv: list[str]) -> int:
     else:
         print(
             f"logits differ from backbone + adapter by at most {result['max_logit_difference']:.2g} "
-            f"(largest logit {result['largest_logit']:.3g}, {result['rows']} rows)"
+            f"(largest logit {result['largest_logit']:.3g}, {result['rows']} rows"
+            f"{' of drawn tokens, as those of the run cannot be read' if result['drawn'] else ''})"
         )
     if result["quantization"] is not None:
         print(f"the adapter was trained on the backbone in {result['quantization']}; here it is on the float weights")

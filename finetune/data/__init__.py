@@ -27,6 +27,7 @@ _HOME = {
     "encode": "encoding",
     "required_columns": "encoding",
     "answer_columns": "encoding",
+    "used_columns": "encoding",
     "sort_labels": "encoding",
     "label_index": "encoding",
     "Template": "template",

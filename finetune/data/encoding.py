@@ -65,6 +65,14 @@ def required_columns(task: Task) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*Template(task.prompt, "task.prompt").columns, *_answer(task).columns]))
 
 
+def used_columns(task: Task) -> tuple[str, ...]:
+    """The canonical columns that a row of `task` may have beside those it must: what it learns from.
+
+    A row's `id` is apart, as no task reads it.
+    """
+    return ("text2",) if isinstance(task, ByExample) else ("tools",) if isinstance(task, Chat) else ()
+
+
 def _answer(task: Completion | Seq2Seq) -> Template:
     if isinstance(task, Seq2Seq):
         return Template(task.target, "task.target")

@@ -24,6 +24,7 @@ from .formats import HUB, SUPPORTED, Record, count, records, split_suffix
 from .seen import Seen
 
 _SAMPLE = "sample:"
+_DEFAULT = Columns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ def read_rows(
     setting: str = "data.columns",
     first: int | None = None,
     label: Callable[[Any], Any] = canonical_label,
+    used: Sequence[str] = (),
 ) -> Iterator[Row]:
     """Stream the rows of `files` in flag order.
 
@@ -132,13 +134,17 @@ def read_rows(
         setting: where the user named the columns, for messages.
         first: stop after so many rows, without reading on; None: at the end.
         label: makes a row's label of a record's (`finetune.data.label_reader`), or raises ValueError.
+        used: canonical names that a row may lack; where `columns` names them otherwise than by default, one must not.
 
     Raises:
-        UserError: a bad row (unless skipped), a file that cannot be read, an id given twice, fewer rows than `first`.
+        UserError: a bad row (unless skipped), a file that cannot be read, an id given twice, fewer rows than `first`, a
+            column of `used` that no row has (after the last row).
     """
     reader = _Reader(columns or Columns(), tuple(required), setting, label)
     seen = Seen()
     paths = expand(files)
+    absent = {reader.names[name]: name for name in used if reader.names[name] != getattr(_DEFAULT, name)}
+    names_there: dict[str, None] = {}
     index, given_rows = -1, 0
     for file_index, path in enumerate(paths):
         if given_rows == first:
@@ -146,6 +152,9 @@ def read_rows(
         for record in records(path):
             index += 1
             where = f"{path}:{record.place}"
+            if absent and not record.problem:
+                names_there |= dict.fromkeys(record.values)
+                absent = {own: name for own, name in absent.items() if own not in record.values}
             try:
                 values = reader.values(record)
             except ValueError as error:
@@ -168,6 +177,8 @@ def read_rows(
         raise UserError(f"first: {first} rows are asked for, and {names} ends after {given_rows}; ask for no more")
     for again, place in seen.finish():
         _refuse_twice(again, place, paths, reader)
+    for own, name in absent.items() if names_there else ():
+        raise UserError(f"{', '.join(map(str, files))}: {missing_column(own, names_there, role=name, setting=setting)}")
 
 
 class _Reader:

@@ -342,6 +342,8 @@ def test_a_missing_column_names_the_nearest(given: Path, capsys, kind: str, side
 
 def test_a_named_column_that_is_missing(given: Path, capsys) -> None:
     assert "no column 'boddy'" in refused(given, capsys, "--text-column", "boddy")
+    told = refused(given, capsys, "--select.columns.id", "idd")
+    assert "pool.jsonl: no column 'idd'; did you mean 'id'? (set select.columns.id)" in told
     told = refused(given, capsys, "--method", "domains", "--domain-column", "kind")
     assert "domains" in told
 

@@ -11,10 +11,12 @@ import torch
 from finetune.adapter import attach_adapter
 from finetune.backbone import checksum, load_backbone, load_tokenizer, resolve_backbone
 from finetune.config import Adapter, Classify, Completion, LanguageModel, Seq2Seq
+from finetune.data import encode, iterate_eval
 from finetune.errors import UserError
 from finetune.features import hidden_state_encoder
 from finetune.numerics import uses_dropout
 from finetune.parallel.skeleton import build_skeleton
+from tests.data_models import byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 
 
@@ -50,6 +52,53 @@ def test_any_kind_gets_a_classification_head(kind, tmp_path):
     )
     assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3)
     assert model.name_or_path == str(tmp_path.resolve())
+
+
+def without(directory, key):
+    """Take `key` out of config.json."""
+    config = json.loads((directory / "config.json").read_text())
+    config.pop(key, None)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_padded_row_is_judged_as_it_is_alone_where_the_config_names_no_pad_token(kind, tmp_path):
+    """As Qwen2.5 and Llama-3 ship: the tokenizer pads with a token that is not the config's end of sequence."""
+    source = without(save_backbone(kind, tmp_path, vocab_size=352), "pad_token_id")
+    byte_tokenizer().save_pretrained(source)
+    names = {"task": Classify(), "label_names": ("a", "b")}
+    model, tokenizer = load_backbone(source, **names).eval(), load_tokenizer(source)
+    assert model.config.pad_token_id == tokenizer.pad_token_id == 0 != model.config.eos_token_id
+    assert build_skeleton(source, **names).config.pad_token_id == 0
+    rows = text_rows(2, words=(3, 4)) + text_rows(2, seed=1, words=(9, 10))
+    examples = encode(rows, task=Classify(), tokenizer=tokenizer, max_length=64).examples
+
+    def logits(some):
+        micro = next(iterate_eval(some, task=Classify(), batch_size=4, pad_id=tokenizer.pad_token_id))
+        with torch.no_grad():
+            return dict(zip((row for (row,) in micro.rows), model(**micro.inputs).logits, strict=True))
+
+    together = logits(examples)
+    assert len({len(example.input_ids) for example in examples}) > 1
+    for place, example in enumerate(examples):
+        torch.testing.assert_close(together[place], logits([example])[0], atol=1e-5, rtol=1e-5)
+    model.config.save_pretrained(tmp_path / "merged")
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["pad_token_id"] == 0
+
+
+def test_the_pad_token_of_the_config_stays_where_nothing_else_is_padded_with(tmp_path):
+    task = {"task": Classify(), "label_names": ("a", "b")}
+    bare = without(save_backbone("llama", tmp_path / "bare"), "pad_token_id")  # no tokenizer: it is the caller's own
+    assert load_backbone(bare, **task).config.pad_token_id == 1
+    counting = save_backbone("roberta", tmp_path / "roberta", vocab_size=352, pad_token_id=3)
+    byte_tokenizer().save_pretrained(counting)  # its positions begin after the pad token, in a merged model too
+    assert load_backbone(counting, **task).config.pad_token_id == 3
+    beyond = without(save_backbone("llama", tmp_path / "beyond", vocab_size=40), "pad_token_id")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(300)
+    tokenizer.save_pretrained(beyond)
+    assert load_backbone(beyond, **task).config.pad_token_id == 1
 
 
 @pytest.mark.parametrize("kind", ["gpt2-dropout", "bert", "roberta"])

@@ -142,6 +142,21 @@ def test_canonical_labels():
     ]
 
 
+def test_a_column_named_by_the_user_that_no_row_has_is_refused_after_the_last(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "hypothesis": "b"}, {"text": "c", "uid": 1}])
+    wanted = {"columns": Columns(text2="hypotesis", id="uid"), "used": ("text2", "id")}
+    rows = read_rows([str(path)], **wanted)
+    assert [next(rows).id, next(rows).id] == ["0-0", "1"]  # a stream is as good as any
+    with pytest.raises(UserError, match=r"a\.jsonl: no column 'hypotesis'; did you mean 'hypothesis'\? \(set data\."):
+        next(rows)
+    with pytest.raises(UserError, match=r"'hypotesis'.*\(set data\.columns\.text2\)"):
+        list(read_rows([str(path)], **wanted, first=2))
+    assert len(list(read_rows([str(path)], columns=Columns(text2="hypothesis", id="uid"), used=("text2", "id")))) == 2
+    assert len(list(read_rows([str(path)], columns=wanted["columns"]))) == 2  # not used: a pool has no second texts
+    null = write_jsonl(tmp_path / "null.jsonl", [{"text": "a", "second": None}])
+    assert list(read_rows([str(null)], columns=Columns(text2="second"), used=("text2",)))  # there, and empty
+
+
 def test_columns_are_mapped_and_may_swap(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "second", "text2": "first", "y": 1, "name": "n"}])
     columns = Columns(text="text2", text2="text", label="y", id="name")

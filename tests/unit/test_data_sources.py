@@ -89,6 +89,24 @@ def test_sources_lie_one_behind_another_with_their_own_columns_and_limits(folder
     assert files == [str(folder / "code.jsonl"), str(folder / "talk.jsonl")]
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["read", "streamed"])
+def test_a_second_text_or_an_id_under_a_name_that_no_row_has_is_refused(streamed, folder, monkeypatch):
+    if streamed:
+        monkeypatch.setattr(tokens, "IN_MEMORY", 0)
+    text = "task: {kind: TASK}\ndata: {train: {files: [DIR/code.jsonl]}, dev: {files: [DIR/dev.jsonl]}}"
+    pairs = text.replace("TASK", "classify")
+    with pytest.raises(UserError, match=r"code\.jsonl: no column 'anwser'; did you mean 'answer'\? .*columns\.text2\)"):
+        prepare(recipe_of(folder, pairs, **{"data.columns.text2": "anwser"}))
+    write_jsonl(folder / "dev.jsonl", [{"text": "dev", "label": "a"}])
+    with pytest.raises(UserError, match=r"dev\.jsonl: no column 'answer'"):
+        prepare(recipe_of(folder, pairs, **{"data.columns.text2": "answer"}))
+    plain = text.replace("TASK", "language-model")
+    assert prepare(recipe_of(folder, plain, **{"data.columns.text2": "anwser"})).train  # which has no second text
+    with pytest.raises(UserError, match=r"code\.jsonl: no column 'uid'.*columns\.id\)"):
+        prepare(recipe_of(folder, plain, **{"data.columns.id": "uid"}))
+    assert prepare(recipe_of(folder, plain, **{"data.columns.id": "answer"})).dev[0].id == "0-0"
+
+
 PLAIN = """
 task: {kind: TASK}
 data: {train: {files: [DIR/code.jsonl], limit: 20}, dev: {files: [DIR/dev.jsonl], limit: 4}, holdout: 0.2}

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import evaluating, sharpness, tokens
 from experiments.console import Console
-from experiments.preparing import learnt_record, prepare
+from experiments.preparing import learnt_record, prepare, prepare_apart
 from experiments.recipe import from_override, load_recipe
 from finetune.data import describe
 from finetune.errors import UserError
@@ -129,6 +129,38 @@ def test_bad_rows_are_refused_or_left_out_and_said(folder, encoder, judged):
     model = recipe_of(folder, encoder, backbone="flatshift-5m", task="language-model", **{"data.bad_rows": "skip"})
     with pytest.raises(UserError, match=rf"^no --data row is left: 2 were skipped, the first for {blank}:1: the text"):
         judged(model, str(blank))
+
+
+def test_what_was_cut_is_said(folder, encoder, judged):
+    recipe = recipe_of(folder, encoder, backbone="flatshift-5m", task="language-model", **{"train.max_length": 16})
+    long = write_jsonl(folder / "long.jsonl", [{"text": "the cat sat " * 20}] * 3 + [{"text": "the cat"}])
+    assert judged(recipe, str(long)).said[-2:] == [
+        "data: 4 examples",
+        "truncated 3 samples to train.max_length = 16 tokens",
+    ]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the cat sat"}]
+    chats = write_jsonl(folder / "chats.jsonl", [{"messages": turns}] * 3 + [{"messages": turns[:1]}])
+    chat = {"task": "{kind: chat, template: plain, max_unsupervised: 0.5}", "data.bad_rows": "skip"}
+    prepared = prepare_apart(recipe_of(folder, encoder, backbone="flatshift-5m", **chat), [str(chats)], run=folder)
+    assert len(prepared.test) == 3
+    assert prepared.notes[0].startswith("--data: ") and "1 bad rows (left out)" in prepared.notes[0]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["read", "streamed"])
+def test_one_class_is_none(streamed, folder, encoder, monkeypatch):
+    write_jsonl(folder / "train.jsonl", [{"text": "the cat", "label": "x"}] * 4)
+    if streamed:
+        monkeypatch.setattr(tokens, "IN_MEMORY", 0)
+    for task in ("classify", "{kind: completion, score: rank}"):
+        recipe = recipe_of(folder, encoder, task=task, backbone="flatshift-5m")
+        with pytest.raises(
+            UserError, match=r"two classes or more, and there is only 'x'; data\.columns\.label .*'label'"
+        ):
+            prepare(recipe)
+    given = recipe_of(folder, encoder, task="{kind: classify, labels: [x]}")
+    with pytest.raises(UserError, match=r"there is only 'x'.*task\.labels"):
+        prepare(given)
+    assert prepare(recipe_of(folder, encoder, task="{kind: classify, multi: true}")).label_names == ("x",)
 
 
 RANK = {"task": "{kind: completion, score: rank}", "backbone": "flatshift-5m"}

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from experiments.card import _hub_sources
 from experiments.config import Recipe
 from experiments.exporting import export
-from experiments.merging import _merge_in_memory, _some_rows, merge
+from experiments.merging import _drawn_inputs, _merge_in_memory, _some_rows, merge
 from experiments.recipe import from_override, load_recipe
 from finetune.adapter import attach_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone
@@ -29,6 +29,7 @@ from finetune.parallel.skeleton import build_skeleton
 from flatshift.cli import run
 from tests.data_models import byte_tokenizer, write_jsonl
 from tests.finetune_models import save_backbone
+from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 LABELS = ("a", "b", "c")
 ROWS = torch.tensor([[3, 9, 4, 11, 7], [8, 3, 5, 6, 12]])
@@ -175,12 +176,44 @@ def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) ->
     assert 0 < result["rounding"]["bfloat16"]["relative"] <= 2**-8
     assert result["largest_rounding"] is not None, "merged file by file"
     assert 0 < result["max_logit_difference"] < 0.05 * result["largest_logit"]
+    assert not result["drawn"]
+    if init == "default":
+        copied_elsewhere(out, tmp_path)
     file = out / "adapter" / "adapter_config.json"  # as PEFT alone saves what PiSSA began
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "init_lora_weights": "pissa"}))
     for give in (merge, export):
         with pytest.raises(UserError, match="begun by pissa and saved for changed frozen weights"):
             give(out, tmp_path / "earlier")
     assert not (tmp_path / "earlier").exists()
+
+
+def copied_elsewhere(out: Path, folder: Path) -> None:
+    """Without its data a run merges all the same, and logits are compared on drawn tokens unless they are asked for."""
+    (folder / "rows.jsonl").rename(folder / "gone.jsonl")
+    again = merge(out, folder / "elsewhere")
+    assert again["drawn"] and again["rows"] == 8 and 0 < again["max_logit_difference"] < 0.05 * again["largest_logit"]
+    with pytest.raises(UserError, match=r"^--check logits: .*rows\.jsonl: no such file.*`--check rows` reads no data"):
+        merge(out, folder / "asked", check="logits")
+    assert not (folder / "asked").exists()
+
+
+def test_rows_that_are_all_left_out_are_no_rows_to_compare(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": ""}])
+    files = {"data.train.files": f"[{tmp_path / 'a.jsonl'}]", "data.bad_rows": "skip", "task.kind": "language-model"}
+    recipe = load_recipe(None, [from_override(key, value) for key, value in files.items()]).recipe
+    with pytest.raises(UserError, match=rf"no row of the run's files is left, the first for {tmp_path}/a.jsonl:1: the"):
+        _some_rows(recipe, None, byte_tokenizer())
+
+
+@pytest.mark.parametrize(("kind", "task"), [("t5", "seq2seq"), ("t5", "classify"), ("bart", "classify")])
+def test_drawn_rows_go_through_encoder_decoders(tmp_path: Path, kind: str, task: str) -> None:
+    source = save_encoder_decoder(kind, tmp_path)
+    settings = {"backbone": str(source), "task.kind": task, "train.max_length": "9"}
+    recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
+    model = load_backbone(source, task=recipe.task, label_names=LABELS if task == "classify" else None).eval()
+    inputs = _drawn_inputs(recipe, TOKENIZER, model.config)
+    assert inputs["input_ids"].shape == (8, 9) and model(**inputs).logits.shape[0] == 8
+    assert not set(inputs["input_ids"][:, :-1].flatten().tolist()) & set(TOKENIZER.all_special_ids)
 
 
 def test_rows_to_compare_come_from_sources_with_their_own_columns(tmp_path: Path) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from experiments.preparing import prepare, prepare_apart
+from experiments.recipe import from_override, load_recipe
 from finetune.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
-from finetune.config import Adapter, Evaluate, LanguageModel, Seq2Seq
+from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Regress, Seq2Seq, Train
 from finetune.data import Batches, encode, first_batch_panel, iterate_eval, required_columns
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, evaluate, generate_answers
 from finetune.loss import batch_loss, find_head
-from tests.data_models import bert_tokenizer, row, text_rows
+from finetune.memory import memory_plan
+from tests.data_models import bert_tokenizer, row, text_rows, write_jsonl
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 TASK = Seq2Seq(prompt="say: {text}", target="{label}")
@@ -201,3 +205,34 @@ def test_smoothing_is_for_training_alone(tmp_path):
         Seq2Seq(num_beams=4)
     with pytest.raises(ValueError, match="label_smoothing"):
         Seq2Seq(label_smoothing=1.0)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_memory_of_a_head_over_an_encoder_decoder_is_planned(kind, tmp_path):
+    """The probe ends with the token at which transformers' head judges a row."""
+    for task, names in ((Classify(), ("a", "b")), (Regress(), None)):
+        model = load_backbone(save_encoder_decoder(kind, tmp_path), task=task, label_names=names)
+        model = attach_adapter(model, Adapter(rank=2), task=task, seed=0)
+        assert memory_plan(model, train=Train(max_length=24)).activations > 0
+
+
+def test_rows_with_and_without_a_second_text_are_refused_under_a_head_over_an_encoder_decoder(tmp_path):
+    pairs = [{"text": "the cat", "text2": "sat", "label": "a"}, {"text": "the dog", "text2": "on", "label": "b"}] * 4
+    file = tmp_path / "rows.jsonl"
+    settings = {"backbone": "flatshift-t5-3m", "task.kind": "classify", "data.train.files": f"[{file}]"}
+    recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
+    write_jsonl(file, pairs)
+    assert len(prepare(recipe).train) == 8
+    write_jsonl(file, [*pairs, {"text": "the cat", "label": "a"}])
+    with pytest.raises(
+        UserError, match=rf"{file}:1: this row has 2 end-of-sequence tokens and {file}:9 has 1, .*text2"
+    ):
+        prepare(recipe)
+    noted = {"inputs": [], "label_names": ["a", "b"]}
+    (tmp_path / "manifest.json").write_text(json.dumps(noted), encoding="utf-8")
+    with pytest.raises(UserError, match="takes no such rows together"):
+        prepare_apart(recipe, [str(file)], run=tmp_path)
+    bare = save_encoder_decoder("t5", tmp_path / "bare")  # its tokenizer closes nothing
+    write_jsonl(file, [{"text": one["text"], "label": one["label"]} for one in pairs])
+    with pytest.raises(UserError, match=rf"{file}:1: this row ends without the end-of-sequence token"):
+        prepare(replace(recipe, backbone=str(bare)))
