@@ -117,9 +117,8 @@ def _lost_notes(data: SweepData) -> list[str]:
     for setting, failures in list(lost.items())[:_LOST]:
         where = dict(setting)
         does = "diverged" if all(f.diverged for f in failures) else "failed"
-        said.append(
-            f"{len(failures)} of {len(data.rows(where))} seeds {does}" + (f" at {formats.setting(where)}." if where else ".")
-        )
+        at = f" at {formats.setting(where)}" if where else ""
+        said.append(f"{len(failures)} of {len(data.rows(where))} seeds {does}{at}.")
     if len(lost) > _LOST:
         said.append(f"At {len(lost) - _LOST:,} more settings seeds diverged or failed.")
     return said

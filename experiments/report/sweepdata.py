@@ -75,7 +75,7 @@ class Failure:
     seed: Any
     reason: str
     diverged: bool
-    """Its loss or a gradient was no finite number; taken as so where the tables of an earlier version do not say."""
+    """Whether its loss or a gradient was no finite number; False too where tables of an earlier version do not say."""
 
 
 class SweepData(SweepTable):
@@ -127,7 +127,7 @@ class SweepData(SweepTable):
                 {a: self._levels[a][self._codes[a][i]] for a in self.axes},
                 self._levels["seed"][self._codes["seed"][i]],
                 str((texts.get("reason") or [None] * len(self))[i] or "no reason was recorded"),
-                (texts.get("diverged") or [None] * len(self))[i] is not False,
+                (texts.get("diverged") or [None] * len(self))[i] is True,
             )
             for i, status in enumerate(statuses)
             if status == "failed"
@@ -389,6 +389,6 @@ def _late_traces(
                 planned = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
             except (OSError, ValueError, KeyError, TypeError):
                 planned = sorted(known)
-            lines = [*lines, *unreached(lines, planned, "failed" if diverged is False else "diverged")]
+            lines = [*lines, *unreached(lines, planned, "diverged" if diverged else "failed")]
         rows += [{**row, **line} for line in lines]
     return rows

@@ -165,7 +165,7 @@ class SweepTable:
         rows = [i for i in self.rows(where).tolist() if not self.finished[i]]
         name = "diverged" if "diverged" in self.table.column_names else "status"
         marks = self.table.column(name).take(rows).to_pylist() if rows else []
-        return "failed" if any(mark is False or mark == "failed" for mark in marks) else "diverged"
+        return "diverged" if all(mark in (True, "diverged") for mark in marks) else "failed"
 
     def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:
         """float64 [Y, X]: mean of a figure over the rows of each pair of axis values, NaN where there is none."""
