@@ -1,6 +1,6 @@
 """Double descent of LoRA on a real backbone and a real task: the shipped recipes, published whatever comes out.
 
-    python -m benchmarks.descent_studies --trec FILE --gsm8k FILE      # resumable; `--studies rank` runs one of them
+    python -m benchmarks.descent_studies --trec FILE --gsm8k FILE      # resumable; `--studies rank` runs one
 
 A study that is not run is judged anew from its committed cells, or keeps what was published where its file is not given.
 Four sweeps: along rank, along training rows and along steps with a fifth of the labels wrong, each without and with

@@ -49,7 +49,7 @@ class Beside:
     peak_p: float | None
     """Two-sided p of `peak`."""
     left: Interval | None
-    """How high ours still stands at the peak, above the mean of its two flanks."""
+    """How high ours still stands at the peak, above the higher of its two flanks."""
     was: Interval | None
     """The same of base."""
     threshold: Interval | None
@@ -91,12 +91,12 @@ class Beside:
         assert self.peak is not None and self.left is not None
         at, change = curve.at(self.triple[1]), _interval(self.peak)
         if self.removed:
-            return f"It removes the peak at {at}: height {change}, left {_interval(self.left)}."
+            return f"It removes the peak at {at}: height {change}, left above its higher flank {_interval(self.left)}."
         if not self.peak.excludes_zero:
             return f"Whether it lowers the peak at {at} cannot be said: height {change}."
         verb = "lowers" if self.peak.value < 0 else "raises"
         rest = ", and is not shown to remove it" if verb == "lowers" else ""
-        return f"It {verb} the peak at {at}{rest}: height {change}, left {_interval(self.left)}."
+        return f"It {verb} the peak at {at}{rest}: height {change}, left above its higher flank {_interval(self.left)}."
 
     def _place(self, curve: Curve) -> str:
         _, ours, base = self.tests
@@ -152,8 +152,8 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Bes
         triple=triple,
         peak=None if gap is None else t_interval(gap, confidence=confidence),
         peak_p=None if gap is None else paired_p(gap),
-        left=t_interval(heights[0].tolist(), confidence=confidence) if heights else None,
-        was=t_interval(heights[1].tolist(), confidence=confidence) if heights else None,
+        left=None if triple is None else _above_flanks(mine, triple, confidence),
+        was=None if triple is None else _above_flanks(theirs, triple, confidence),
         threshold=_threshold(ours, base, whole, confidence),
         seeds=len(whole),
     )
@@ -177,6 +177,13 @@ def height_at(curves: np.ndarray, triple: tuple[int, int, int]) -> np.ndarray:
     """[S]: y_j − (y_i + y_l)/2 of each row of `curves` [S, J]."""
     left, middle, right = triple
     return curves[:, middle] - (curves[:, left] + curves[:, right]) / 2
+
+
+def _above_flanks(curves: np.ndarray, triple: tuple[int, int, int], confidence: float) -> Interval:
+    """Of y_j − y_i and y_j − y_l that with the lower mean: a peak stands above both flanks."""
+    left, middle, right = triple
+    sides = [t_interval((curves[:, middle] - curves[:, k]).tolist(), confidence=confidence) for k in (left, right)]
+    return min(sides, key=lambda side: side.value)
 
 
 def _peak(curves: np.ndarray) -> PeakTest | None:

@@ -42,8 +42,8 @@ class Judged:
         peak, found = self.verdict.peak, list(self.verdict.evidence)
         if peak is not None and peak.rejected and not self.curve.training:
             found.append(
-                f"With {peak.seeds} seeds and {len(peak.points)} points a peak of {peak.detectable.height:.2g} is found "
-                f"with a power of 80 % at {self.curve.at(peak.detectable.point)}, where runs scatter most."
+                f"With {peak.seeds} seeds and {len(peak.points)} points a peak of {peak.detectable.height:.2g} is "
+                f"found with a power of 80 % at {self.curve.at(peak.detectable.point)}, where runs scatter most."
             )
         if self.axis == "step":
             steps = ", ".join(f"{value:g}" for value in self.curve.values)
@@ -84,9 +84,7 @@ def curve_of(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: st
     keep = np.flatnonzero(measured | lost).tolist()
     if len(keep) < FEWEST_POINTS or not measured.any():
         said = f"{found.lost.any(axis=1).sum()} of {len(found.seeds)} seeds {table.lost(where)}: " if lost.any() else ""
-        raise UserError(
-            f"{said}{measured.sum()} values of {axis} have figures; the peak test needs {FEWEST_POINTS}"
-        )
+        raise UserError(f"{said}{measured.sum()} values of {axis} have figures; the peak test needs {FEWEST_POINTS}")
     numbers = [float(found.values[j]) for j in keep]
     keep = [keep[i] for i in (thin(numbers) if numbers[0] >= 0 else range(len(numbers)))]
     whole = np.flatnonzero(found.present[:, keep].all(axis=1))

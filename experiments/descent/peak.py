@@ -258,9 +258,7 @@ def thin(values: Sequence[float], at_most: int = MOST_POINTS) -> tuple[int, ...]
 # --------------------------------------------------------------------------------------------- parts
 
 
-def _needed(
-    flat: Null, threshold: float, variances: np.ndarray | None = None, first: int | None = None
-) -> np.ndarray:
+def _needed(flat: Null, threshold: float, variances: np.ndarray | None = None, first: int | None = None) -> np.ndarray:
     """[J − 2]: for each inner point, the height of a peak there that is found with a power of 80 %.
 
     In standard deviations of the mean of `variances` [J] (None: all equal), from the `first` draws; the two neighbours

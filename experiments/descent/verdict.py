@@ -201,7 +201,10 @@ class _Judged:
         if self.bump.unstable:
             return "instability", evidence
         if self.bump.found:
-            return "undecided", [*evidence, "A bump of the training loss, but no spike that says it was unstable there."]
+            return "undecided", [
+                *evidence,
+                "A bump of the training loss, but no spike that says it was unstable.",
+            ]
         monotone, found = self._fall(delta)
         if monotone:
             return "monotone", [*evidence, *found]
