@@ -187,7 +187,7 @@ def test_a_study_is_judged_anew_from_committed_cells_without_running_any(tmp_pat
     study, kept = BY_NAME["bump"], tmp_path / "kept"
     names = planned(study, file)
     for place, name in enumerate(names):
-        steps = (0, 2, 8, 32, 64, 96, 128, 160, 192, 224, 256)
+        steps = (0, 2, 8, 16, 32, 48, 64, 80, 96, 112, 128)
         trace = [{"stage": "fine-tune", "step": s, "train.loss": 5 - s / 99 + 0.01 * (place % 7)} for s in steps]
         metrics = {"test": {"loss": {"value": 1.0}}}
         result = {"status": "done", "reason": None, "metrics": metrics, "seconds": 1.0}
