@@ -13,7 +13,7 @@ from experiments.preparing import Prepared
 from finetune.adapting.initial import Calibration
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Task
-from finetune.data import Example
+from finetune.data import Example, limit_rows
 from finetune.evaluate import evaluate
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
@@ -92,7 +92,7 @@ def judge_splits(
     recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """Every split of a run that has examples, `{split: {metric: {value, low, high, n}}}`: what eval.json holds."""
-    splits = {"train": prepared.train[: recipe.eval.train_limit], "dev": prepared.dev, "test": prepared.test}
+    splits = {"train": judged_train(recipe, prepared), "dev": prepared.dev, "test": prepared.test}
     result = {}
     for split, examples in splits.items():
         if examples:
@@ -101,6 +101,15 @@ def judge_splits(
             )
             say(f"{split}: {', '.join(shown(result[split]))}")
     return result
+
+
+def judged_train(recipe: Recipe, prepared: Prepared) -> Sequence[Example]:
+    """The training examples that are judged: `eval.train_limit` of them drawn by seed, since a file may be sorted by
+    class; a larger limit contains a smaller one."""
+    limit = recipe.eval.train_limit
+    if limit >= len(prepared.train):
+        return prepared.train
+    return limit_rows(prepared.train, limit, seed=derive(recipe.train.seed, "judge", "train")) if limit else []
 
 
 def shown(metrics: dict[str, Any]) -> list[str]:

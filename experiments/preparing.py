@@ -56,6 +56,9 @@ class Rows:
     """The classes in head order: of the task, or of all training rows before any was set apart or left out"""
     sizes: list[int] = field(default_factory=list)
     """Training rows of each source, which lie one behind another"""
+    pool: list[Row] = field(default_factory=list)
+    """The training rows before any limit, in the same order: label noise is drawn over them, so that it is the same one
+    whatever the limit"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def read_splits(recipe: Recipe, task: Task | None = None, splits: Sequence[Split
             held[split] = [train[i] for i in chosen.apart[split]]
     kept = [train[i] for places in chosen.train for i in places]
     sizes = [len(places) for places in chosen.train]
-    return Rows(kept, held["dev"], held["test"], skipped, records, names, sizes)
+    pool = [train[i] for i in chosen.pool]
+    return Rows(kept, held["dev"], held["test"], skipped, records, names, sizes, pool)
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -215,11 +219,13 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
     noise = recipe.data.label_noise
     paths = [str(path) for path in input_paths(recipe)]
     flipped: list[str] = []
+    pool: list[str] = []
     true: dict[str, int] = {}
     if noise or not is_large(recipe):
         rows = read_splits(recipe)
         skipped, labels, parts = rows.skipped, rows.label_names, len(rows.sizes)
         train, flipped = _wrong_answers(recipe, rows)
+        pool = [row.id for row in rows.pool]
         routed = _routed(train, rows)
         units = _units(recipe, [row.values["label"] for row in train] if isinstance(recipe.task, Regress) else ())
         if flipped and labels is not None and isinstance(recipe.task, Classify) and not recipe.task.multi:
@@ -245,7 +251,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
     )
     if shuffle:
         examples, flipped = shuffled_examples(
-            made.splits["train"], rate=noise, fixed=set(tokenizer.all_special_ids), seed=_noise_seed(recipe)
+            made.splits["train"], rate=noise, fixed=set(tokenizer.all_special_ids), seed=_noise_seed(recipe), pool=pool
         )
         made.splits["train"] = Examples.of(examples)
         if folder is not None:
@@ -325,15 +331,18 @@ def _noise_seed(recipe: Recipe) -> int:
 
 def _wrong_answers(recipe: Recipe, rows: Rows) -> tuple[list[Row], list[str]]:
     """The training rows with `data.label_noise`, where it is made before encoding, and the ids of the wrong ones."""
-    rate, task = recipe.data.label_noise, recipe.task
+    rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
     if not rate or isinstance(task, LanguageModel | MaskedLM):
         return rows.train, []
     if isinstance(task, Regress) or (isinstance(task, Classify) and task.multi):
-        return foreign_answers(rows.train, columns=("label",), rate=rate, seed=_noise_seed(recipe))
-    if rows.label_names is not None:
-        return noisy_rows(rows.train, rate=rate, label_names=rows.label_names, seed=_noise_seed(recipe))
-    assert not isinstance(task, Classify | Chat)  # one has label names, the other is refused by check_recipe
-    return foreign_answers(rows.train, columns=answer_columns(task), rate=rate, seed=_noise_seed(recipe))
+        noisy, flipped = foreign_answers(rows.pool, columns=("label",), rate=rate, seed=seed)
+    elif rows.label_names is not None:
+        noisy, flipped = noisy_rows(rows.pool, rate=rate, label_names=rows.label_names, seed=seed)
+    else:
+        assert not isinstance(task, Classify | Chat)  # one has label names, the other is refused by check_recipe
+        noisy, flipped = foreign_answers(rows.pool, columns=answer_columns(task), rate=rate, seed=seed)
+    by_id, wrong = {row.id: row for row in noisy}, set(flipped)
+    return [by_id[row.id] for row in rows.train], [row.id for row in rows.train if row.id in wrong]
 
 
 def noise_record(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:

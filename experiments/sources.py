@@ -107,6 +107,8 @@ class Chosen:
 
     train: list[np.ndarray]
     """For each training part, places among the rows of all training parts; sorted."""
+    pool: np.ndarray
+    """The training rows that are not set apart, before any limit; sorted."""
     apart: dict[Split, np.ndarray]
     """For dev and test set apart from the training rows: places among those."""
     own: dict[Split, np.ndarray]
@@ -136,7 +138,7 @@ def choose(data: Data, parts: dict[Split, list[Part]], counts: dict[Split, list[
             own_rows[split] = _limited(np.arange(sum(counts[split])), limit, limit_seed, f"data.{split}")
         elif split in apart:
             apart[split] = _limited(apart[split], limit, limit_seed, f"data.{split}")
-    return Chosen(train, apart, own_rows)
+    return Chosen(train, kept, apart, own_rows)
 
 
 def _limited(places: np.ndarray, limit: int | None, seed: int, setting: str) -> np.ndarray:

@@ -362,8 +362,10 @@ class Data:
     The draw does not depend on `train.seed`, so every seed is judged on the same rows."""
     label_noise: float = 0.0
     """Share of training rows whose label is made wrong, drawn by seed and written to `label_noise.json`; larger shares
-    contain smaller ones. A class becomes another one; a completion or seq2seq target that of a row which answers
-    differently; of a plain language model's row the tokens come in random order."""
+    contain smaller ones. The draw is over all training rows before any limit: a row that is wrong under one limit is
+    so under every other, and a limited subset holds this share up to chance. A class becomes another one; a completion
+    or seq2seq target that of a row which answers differently; of a plain language model's row the tokens come in random
+    order."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed row stops the run with its file:line, or is skipped and counted."""
     cache: str | None = "auto"
@@ -465,7 +467,7 @@ class Evaluate:
     batch_size: int = 32
     """Rows at once."""
     train_limit: int = 1000
-    """Training rows that are judged too, the first of the (shuffled) subset; 0: none."""
+    """Training rows that are judged too, drawn by `train.seed`; a larger number contains a smaller one; 0: none."""
     bootstrap: int = 1000
     """Resamples of the items for each interval."""
     confidence: float = 0.95

@@ -88,7 +88,7 @@ class SweepFlags:
     """key=v1,v2,… for each axis (random: also key=lo..hi and key=lo..hi:log); by default the recipe's own
     `sweep.grid`."""
     seeds: int | None = None
-    """Values of train.seed: 0, 1, …; by default the recipe's own `sweep.seeds`."""
+    """Values of train.seed, from the recipe's own (0) on; by default the recipe's own `sweep.seeds`."""
     out: Path | None = None
     """Sweep directory (required); an existing one is continued, with the same grid or another."""
     design: Literal["grid", "paired", "random"] | None = None

@@ -34,30 +34,22 @@ def is_final(directory: Path, key: str) -> bool:
 
 
 def write_result(
-    directory: Path, key: str, about: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]], empty: Result
+    directory: Path,
+    key: str,
+    about: Mapping[str, Any],
+    measure: Callable[[], Mapping[str, Any]],
+    empty: Result,
+    *,
+    died: str | None = None,
 ) -> None:
     """Run `measure` and write `about`, what it returned and its time; a failure is a result with its reason.
 
-    empty: what stands for the figures of a cell that failed.
+    empty: what stands for the figures of a cell that failed. died: how the cell ended its workers; nothing is run then.
     `status`: done; diverged or refused (kept); crashed (run again by the next start).
     """
-    from finetune.loop import Diverged
-
     started, cpu = time.monotonic(), time.process_time()
     outcome: Result = {"reason": None, **empty}
-    try:
-        outcome |= {"status": "done", **measure()}
-    except Interrupted as error:  # a full disk stays what it is
-        if isinstance(error.__cause__, KeyboardInterrupt):
-            raise KeyboardInterrupt from error
-        raise
-    except Diverged as error:
-        outcome |= {"status": "diverged", "reason": str(error)}
-    except ValueError as error:
-        outcome |= {"status": "refused", "reason": str(error)}
-    except Exception as error:
-        outcome |= {"status": "crashed", "reason": f"{type(error).__name__}: {error}"}
-    gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it
+    outcome |= _outcome_of(measure) if died is None else {"status": "crashed", "reason": died}
     write_json(
         cell_file(directory, key),
         {
@@ -68,3 +60,21 @@ def write_result(
             "wall_s": round(time.monotonic() - started, 3),
         },
     )
+
+
+def _outcome_of(measure: Callable[[], Mapping[str, Any]]) -> Result:
+    """The status of a cell, and its figures or the reason why it has none."""
+    try:
+        return {"status": "done", **measure()}
+    except Interrupted as error:  # a full disk stays what it is
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
+    except ValueError as error:
+        from finetune.loop import Diverged
+
+        return {"status": "diverged" if isinstance(error, Diverged) else "refused", "reason": str(error)}
+    except Exception as error:
+        return {"status": "crashed", "reason": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it

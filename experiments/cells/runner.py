@@ -1,14 +1,17 @@
 """Workers that live as long as a study, and the one line that says how far it is. A finished cell is never run again.
 
 A kill at any moment loses the cells in flight; what is decided on the way is computed from the files, so a restart
-decides the same.
+decides the same. A worker that dies (killed, out of memory) costs the cells in flight one try each; they are tried
+again one at a time, and a cell that ends its worker twice becomes a crashed result.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,8 +40,15 @@ class Cell(Protocol):
         """For a person."""
 
 
-RunCell = Callable[[Path, Any, int], None]
-"""(directory of the results, cell, threads): runs the cell and writes its result."""
+_DEATHS = 2
+"""Workers that a cell may end before it is taken to be the cause."""
+
+
+class RunCell(Protocol):
+    """Runs a cell and writes its result."""
+
+    def __call__(self, directory: Path, cell: Any, threads: int, /, *, died: str | None = None) -> None:
+        """directory: of the results. died: how the cell ended its workers; it does not run, and this is its result."""
 
 
 def claim(out: Path, recipe_yaml: str, what: str) -> None:
@@ -85,9 +95,12 @@ class Runner:
 
     def __enter__(self) -> Runner:
         if self.jobs > 1:
-            context = get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.jobs, context, initializer=start_worker, initargs=(os.getpid(), 1))
+            self._pool = self._hire()
         return self
+
+    def _hire(self) -> ProcessPoolExecutor:
+        context = get_context("spawn")
+        return ProcessPoolExecutor(self.jobs, context, initializer=start_worker, initargs=(os.getpid(), 1))
 
     def __exit__(self, *error: object) -> None:
         if self._pool is not None:
@@ -130,14 +143,63 @@ class Runner:
                 self._run_cell(self.directory, cell, 1)
                 yield cell
             return
-        pending: dict[Future[None], Cell] = {
-            self._pool.submit(self._run_cell, self.directory, cell, 1): cell for cell in todo
-        }
-        while pending:
+        waiting = deque(todo)
+        suspects: deque[Cell] = deque()  # one of them ended a worker
+        deaths: Counter[str] = Counter()
+        while waiting or suspects:
+            if suspects:
+                lost = yield from self._in_flight(deque([suspects.popleft()]), 1)
+            else:
+                lost = yield from self._in_flight(waiting, self.jobs)
+            for cell in lost:
+                deaths[cell.key] += 1
+                if deaths[cell.key] < _DEATHS:
+                    suspects.append(cell)
+                    continue
+                how = f"its worker process ended {_DEATHS} times; perhaps it needs more memory than there is"
+                self._run_cell(self.directory, cell, 1, died=how)
+                yield cell
+
+    def _in_flight(self, waiting: deque[Cell], width: int) -> Generator[Cell, None, list[Cell]]:
+        """Run cells, `width` at a time, and give each when it has ended, until `waiting` is empty or a worker dies.
+
+        Returns the cells that were in flight when it died: with no more at a time than there are workers, one of them
+        is the cause. The workers are new then.
+        """
+        assert self._pool is not None
+        pending: dict[Future[None], Cell] = {}
+        ended: list[Cell] = []
+        lost: list[Cell] = []
+        while not lost:
+            while waiting and len(pending) < width:
+                try:
+                    pending[self._pool.submit(self._run_cell, self.directory, waiting[0], 1)] = waiting[0]
+                except BrokenProcessPool:
+                    if pending:  # they tell it next
+                        break
+                    self._pool = self._hire()  # a worker that had nothing to do died
+                    continue
+                waiting.popleft()
+            yield from ended  # with the workers at work again
+            if not pending:
+                break
+            ended = []
             for future in wait(pending, return_when=FIRST_COMPLETED).done:
                 cell = pending.pop(future)
-                future.result()
-                yield cell
+                if isinstance(future.exception(), BrokenProcessPool):
+                    lost.append(cell)
+                else:
+                    future.result()
+                    ended.append(cell)
+        else:
+            yield from ended
+            lost += pending.values()
+        if lost:
+            names = ", ".join(cell.label for cell in lost)
+            self.console.say(f"a worker process ended; with the workers were: {names}")
+            self._pool.shutdown()
+            self._pool = self._hire()
+        return lost
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.cells.files import write_result
+from experiments.cells.files import Result, write_result
 from experiments.cells.training import fresh_engine, judge_examples, train_examples
 from experiments.comparison.data import Material, material
 from experiments.comparison.plan import StudyCell
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STAGE = "fine-tune"
 
 
-def run_cell(directory: Path, cell: StudyCell, threads: int) -> None:
+def run_cell(directory: Path, cell: StudyCell, threads: int, *, died: str | None = None) -> None:
     """Run `cell` and write its result, last and whole (`experiments.cells.files.write_result`)."""
     about = {
         "kind": cell.kind,
@@ -28,7 +28,8 @@ def run_cell(directory: Path, cell: StudyCell, threads: int) -> None:
         "steps": cell.recipe.train.steps,
         "judged": cell.judged,
     }
-    write_result(directory, cell.key, about, lambda: _measure(cell, threads), {"metrics": {}, "items": None})
+    empty: Result = {"metrics": {}, "items": None}
+    write_result(directory, cell.key, about, lambda: _measure(cell, threads), empty, died=died)
 
 
 def _measure(cell: StudyCell, threads: int) -> dict[str, Any]:

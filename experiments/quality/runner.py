@@ -54,10 +54,10 @@ class Outcome:
     """(embedder, target) → by seed (selection, run)."""
 
 
-def run_cell(directory: Path, cell: Any, threads: int) -> None:
+def run_cell(directory: Path, cell: Any, threads: int, *, died: str | None = None) -> None:
     """Run any cell of a study and write its result into `directory`, which is `cells` of the study's."""
     root = directory.parent
-    write_result(directory, cell.key, _about(cell), lambda: _measure(root, cell, threads), {"metrics": {}})
+    write_result(directory, cell.key, _about(cell), lambda: _measure(root, cell, threads), {"metrics": {}}, died=died)
 
 
 def _measure(root: Path, cell: Any, threads: int) -> Mapping[str, Any]:

@@ -142,10 +142,11 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     """Lay `upper` over `lower`: mappings merge key by key, everything else is replaced.
 
     Where `upper` changes a component's `kind`, the settings of the other kind below it are dropped with it; a
-    component written as its bare kind (`regularizer: ggpo`) merges like the mapping it stands for.
+    component written as its bare kind (`regularizer: ggpo`) merges like the mapping it stands for: laid over the same
+    kind it leaves its settings, laid over another it starts from its own defaults.
     """
     if not isinstance(upper, Branch):
-        return upper
+        return _same_kind(lower, upper) or upper
     if isinstance(lower, Leaf) and isinstance(lower.value, str):
         lower = Branch({"kind": lower}, lower.where, {"kind": lower.where})
     if not isinstance(lower, Branch):
@@ -158,6 +159,18 @@ def merge(lower: Tree, upper: Tree) -> Tree:
         children[key] = merge(children[key], value) if key in children else value
         keys[key] = upper.keys.get(key, upper.where)
     return Branch(children, upper.where, keys)
+
+
+def _same_kind(lower: Tree, upper: Tree) -> Branch | None:
+    """The component `lower`, where `upper` is nothing but its kind again."""
+    if not (isinstance(lower, Branch) and isinstance(upper, Leaf) and isinstance(upper.value, str)):
+        return None
+    kind = lower.children.get("kind")
+    if not (isinstance(kind, Leaf) and kind.value == upper.value):
+        return None
+    return dataclasses.replace(
+        lower, children={**lower.children, "kind": upper}, keys={**lower.keys, "kind": upper.where}
+    )
 
 
 def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:

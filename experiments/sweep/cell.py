@@ -81,6 +81,8 @@ class Outcome:
     """Whether it failed because its loss or a gradient was no finite number."""
     stacked: int | None = None
     """Cells that trained in one stack with it, itself counted; None: alone."""
+    alone: str | None = None
+    """Why it trained alone, where that showed only when its stack began."""
 
 
 def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int) -> Cell:
@@ -135,10 +137,10 @@ def _digest(path: str) -> list[str]:
     return [entry["sha256"] for entry in describe([path])]
 
 
-def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
+def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | None = None) -> bool:
     """Train and judge one cell in `directory` and write its result.json last; a failure is a result with its reason.
 
-    threads: of this process, where the recipe does not say.
+    threads: of this process, where the recipe does not say. alone: see `Outcome`.
     Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
     goes on failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
     """
@@ -160,7 +162,7 @@ def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
         if directory.exists():
             shutil.rmtree(directory)
         outcome, fit = outcome_of(measure, directory)
-        finish_cell(directory, cell, outcome)
+        finish_cell(directory, cell, dataclasses.replace(outcome, alone=alone))
     return fit
 
 

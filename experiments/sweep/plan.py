@@ -12,7 +12,7 @@ from experiments.cells.refusing import refuse_tracked
 from experiments.config import Recipe
 from experiments.recipe import Resolved, from_override
 from experiments.recipe.resolve import get_dotted, recipe_tree, resolve_tree
-from experiments.recipe.tree import Branch, Tree, merge
+from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse
 from experiments.sweep.axes import Axes, Design, Range, Values, points_of
 from experiments.sweep.cell import Cell, cell_of, label_of
 from finetune.errors import UserError
@@ -29,8 +29,8 @@ def plan_cells(
 ) -> Iterator[Cell]:
     """Every cell of the sweep, point by point and there seed by seed.
 
-    recipe: file or shipped name. overrides: laid over it. seeds: values of train.seed, from 0. points: how many to
-    draw (design: random), by the recipe's own train.seed.
+    recipe: file or shipped name. overrides: laid over it. seeds: values of train.seed, from the recipe's
+    own on. points: how many to draw (design: random), by the recipe's own train.seed.
     Raises UserError for an unknown key, a wrong value, or axes that do not suit the design.
     """
     base = Base.of(recipe, overrides)
@@ -93,22 +93,24 @@ class Base:
         return owner
 
     def cells(self, points: Iterable[Mapping[str, Any]], seeds: int) -> Iterator[Cell]:
-        """Every point under every seed.
+        """Every point under every seed: the recipe's own train.seed, the next one, …
 
         Raises UserError for a point that no run can be made of, and for two that would be the same runs.
         """
         seen: dict[str, str] = {}
+        first = self.recipe.train.seed
         for laid in points:
             overrides = [from_override(key, value, f"--grid {key}") for key, value in laid.items()]
-            resolved = resolve_tree(self.tree, [*overrides, from_override("train.seed", 0, "--seeds")], name=self.name)
-            point = {key: _named(get_dotted(resolved.recipe, key)) for key in laid}
-            written = label_of(laid)
-            _check_point(resolved.recipe, written)
-            for seed in range(seeds):
+            overrides.append(from_override("train.seed", first, "--seeds"))
+            resolved = resolve_tree(self.tree, overrides, name=self.name)
+            point = {key: _named(get_dotted(resolved.recipe, key), written) for key, written in laid.items()}
+            label = label_of(laid)
+            _check_point(resolved.recipe, label)
+            for seed in range(first, first + seeds):
                 cell = cell_of(_under(resolved, seed), point=point, seed=seed)
-                if seed == 0 and (other := seen.setdefault(cell.key, written)) != written:
+                if seed == first and (other := seen.setdefault(cell.key, label)) != label:
                     raise UserError(
-                        f"--grid: {other} and {written} are the same run (0 is 0.0, and device and threads are no "
+                        f"--grid: {other} and {label} are the same run (0 is 0.0, and device and threads are no "
                         "part of a result); leave one of them out"
                     )
                 yield cell
@@ -124,9 +126,17 @@ def _check_point(recipe: Recipe, written: str) -> None:
         raise UserError(f"{f'--grid {written}: ' if written else ''}{error}") from None
 
 
-def _named(value: Any) -> Any:
-    """A value as a table holds it; a component (`regularizer=plain,ggpo`) by its kind."""
-    return value.kind if dataclasses.is_dataclass(value) and hasattr(value, "kind") else value
+def _named(value: Any, written: Any) -> Any:
+    """A value as a table holds it; a component (`regularizer=plain,ggpo`) by its kind and what is written beside that.
+
+    written: in the grid; `{kind: ggpo, beta: 0}` is called `ggpo beta=0`.
+    """
+    if not (dataclasses.is_dataclass(value) and hasattr(value, "kind")):
+        return value
+    tree = parse(written, "--grid") if isinstance(written, str) else None
+    settings = tree.children if isinstance(tree, Branch) else {}
+    beside = [f"{key}={one.text}" for key, one in settings.items() if key != "kind" and isinstance(one, Leaf)]
+    return " ".join([str(value.kind), *beside])
 
 
 def _under(resolved: Resolved, seed: int) -> Resolved:

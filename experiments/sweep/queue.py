@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -65,7 +65,7 @@ def run_cells(
         return
     places = Places(jobs, tuple(devices))
     here = jobs == 1 and not on_cuda(places, todo)
-    units = units_of(todo, places, stack=stack)
+    units = units_of(todo, places, stack=stack, say=console.say)
     progress = Progress(list(unique.values()), results, console, label=label, workers=min(jobs, len(units)))
     queue = _Queue(out, deque(units), places, progress, run, rerun)
     try:
@@ -82,15 +82,23 @@ class Stopped(Exception):
     """A signal asked a cell to stop."""
 
 
-def units_of(cells: Sequence[Cell], places: Places, *, stack: int | None) -> list[Unit]:
-    """Cells in the pieces that workers take; of few cells, stacks so narrow that every worker gets one."""
+def units_of(
+    cells: Sequence[Cell], places: Places, *, stack: int | None, say: Callable[[str], None] = lambda line: None
+) -> list[Unit]:
+    """Cells in the pieces that workers take; of few cells, stacks so narrow that every worker gets one.
+
+    say: told how many cells cannot share a backbone, and why.
+    """
     if stack == 1:
         return [(cell,) for cell in cells]
     from experiments.sweep.stacking import WIDTH, stacks
 
     width = min(stack or WIDTH, -(-len(cells) // places.jobs))
     memory = memory_of(places, cells[0].resolved.recipe.train.device)
-    return [found.cells for found in stacks(cells, width=width, memory=memory)]
+    found = stacks(cells, width=width, memory=memory)
+    for reason, count in Counter(one.reason for one in found if one.reason is not None).items():
+        say(f"{count} cell{'s' * (count > 1)} run{'s' * (count == 1)} alone: {reason}")
+    return [one.cells for one in found]
 
 
 @dataclass
@@ -115,6 +123,8 @@ class _Queue:
     workers: dict[int, _Worker] = field(default_factory=dict)
     deaths: Counter[str] = field(default_factory=Counter)
     stillborn: int = 0
+    said: set[str] = field(default_factory=set)
+    """Why stacks fell apart, as far as that was said."""
 
     def work_here(self) -> None:
         """Run every unit in this process, one after another."""
@@ -240,12 +250,19 @@ class _Queue:
         how: what happened to the worker; None: it is well, and a stack failed as a whole.
         """
         rest = []
+        alone: Counter[str] = Counter()
         for cell in unit:
             result = read_result(self.out / "cells" / cell.key)
             if result is None:
                 rest.append(cell)
-            else:
-                self.progress.ended(cell, result)
+                continue
+            self.progress.ended(cell, result)
+            if result.get("alone") is not None:
+                alone[result["alone"]] += 1
+        for reason, count in alone.items():
+            if reason not in self.said:  # other stacks of the sweep have the same to say
+                self.said.add(reason)
+                self._log(f"{count} cells of a stack ran alone: {reason}")
         self.progress.returned(rest)
         if not rest:
             return

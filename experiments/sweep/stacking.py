@@ -194,7 +194,7 @@ def run_stack(directories: Sequence[Path], cells: Sequence[Cell], threads: int |
                 _train(group, clock, stop, len(cells))
             except NotStackable as error:
                 for member in clock.left(group):
-                    fit = run_cell(member.directory, member.cell, threads)
+                    fit = run_cell(member.directory, member.cell, threads, alone=str(error))
                     RunDirectory(member.directory).log(f"alone: {error}")
                     clock.end(member)
                     if not fit:

@@ -4,8 +4,9 @@
 - rows with an answer in words: the answer of a row that has another one (`foreign_answers`)
 - plain texts, whose every token is a label: the row's tokens in random order (`shuffled_examples`)
 
-In all of them exactly ⌊rate·n + ½⌋ of n rows are wrong, and those at a larger rate include those at a smaller one, with
-the same wrong labels.
+In all of them ⌊rate·n + ½⌋ of n rows are drawn, and those at a larger rate include those at a smaller one, with the
+same wrong labels. The draw depends on n: where only a part of the rows is used, draw over all of them first, and every
+part has the same noise.
 """
 
 from __future__ import annotations
@@ -109,13 +110,14 @@ def foreign_answers(
 
 
 def shuffled_examples(
-    examples: Sequence[Example], *, rate: float, fixed: Collection[int], seed: int
+    examples: Sequence[Example], *, rate: float, fixed: Collection[int], seed: int, pool: Sequence[str] | None = None
 ) -> tuple[list[Example], list[str]]:
     """Encoded texts with, in a share of them, the supervised tokens in another order: the same words, nothing to learn
-    but the row itself.
+    but the row itself. A text that was drawn and has no two different tokens stays as it is.
 
     Arguments:
         fixed: tokens that keep their place (the special ones).
+        pool: ids of the rows that `examples` are a part of, over which the draw is; None: of `examples` themselves.
     Returns:
         The new examples, and the ids of those that were shuffled.
     Raises:
@@ -123,17 +125,20 @@ def shuffled_examples(
     """
     flips = _flips(rate, len(examples))
     places = [_movable(example, fixed) for example in examples]
-    order = numpy_generator(seed, "label-noise").permutation(len(examples))
-    able = [i for i in order.tolist() if len({examples[i].input_ids[place] for place in places[i]}) > 1]
-    if flips > len(able):
+    able = [len({examples[i].input_ids[place] for place in places[i]}) > 1 for i in range(len(examples))]
+    if flips > sum(able):
         raise UserError(
-            f"data.label_noise: {rate} of {len(examples)} rows is {flips}, and only {len(able)} have two different "
-            f"tokens to put in another order; give at most {len(able) / len(examples):.2g}"
+            f"data.label_noise: {rate} of {len(examples)} rows is {flips}, and only {sum(able)} have two different "
+            f"tokens to put in another order; give at most {sum(able) / len(examples):.2g}"
         )
+    names = [example.id for example in examples] if pool is None else pool
+    order = numpy_generator(seed, "label-noise").permutation(len(names))
+    drawn = {names[k]: k for k in order[: _flips(rate, len(names))].tolist()}
     new = list(examples)
-    flipped = sorted(able[:flips])
+    flipped = [i for i, example in enumerate(examples) if able[i] and example.id in drawn]
     for i in flipped:
-        new[i] = _shuffled(examples[i], places[i], numpy_generator(seed, "label-noise", i))
+        own = numpy_generator(seed, "label-noise", drawn[examples[i].id])
+        new[i] = _shuffled(examples[i], places[i], own)
     return new, [examples[i].id for i in flipped]
 
 

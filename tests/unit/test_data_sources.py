@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from experiments import preparing, tokens
+from experiments.judging import judged_train
 from experiments.pipeline import check_recipe, recipe_inputs
 from experiments.preparing import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
@@ -144,8 +145,45 @@ def test_label_noise_goes_through_the_cache(task, folder):
     plain = prepare(recipe)
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, cache=str(folder / "cache")))
     first, again = prepare(kept), prepare(kept)
-    assert len(plain.flipped) == 10 and same(first, plain) and same(again, plain)
+    assert 0 < len(plain.flipped) < 20 and same(first, plain) and same(again, plain)
     assert (task == "classify") == bool(again.true_labels)
+
+
+@pytest.mark.parametrize("task", ["classify", "language-model", "completion", "multi"])
+def test_label_noise_is_shared_along_rates_and_limits(task, folder):
+    text = PLAIN.replace("kind: TASK", "kind: classify, multi: true") if task == "multi" else PLAIN
+    text = text.replace("TASK", task)
+
+    def noisy(rate: float, limit: int | None):
+        prepared = prepare(recipe_of(folder, text, **{"data.label_noise": rate, "data.train.limit": limit}))
+        return {e.id: (e.input_ids, e.labels) for e in prepared.train}, set(prepared.flipped)
+
+    rows, wrong = noisy(0.4, None)
+    assert len(wrong) == int(0.4 * len(rows) + 0.5)  # exact where all rows are used
+    fewer, less = noisy(0.2, None)
+    assert less < wrong and all(fewer[name] == rows[name] for name in less)
+    for limit in (10, 20):
+        part, some = noisy(0.4, limit)
+        assert some == wrong & part.keys() and len(part) == limit
+        assert all(part[name] == rows[name] for name in part), "a row has another label under another limit"
+
+
+def test_train_rows_are_judged_whatever_the_files_order(folder):
+    records = [{"text": f"t{i}", "label": "abcd"[i // 50]} for i in range(200)]
+    write_jsonl(folder / "code.jsonl", records)  # sorted by class
+
+    text = PLAIN.replace("TASK", "classify")
+    prepared = prepare(recipe_of(folder, text, **{"data.train.limit": None}))
+
+    def judged(limit: int, seed: int = 0) -> list[str]:
+        recipe = recipe_of(folder, text, **{"eval.train_limit": limit, "train.seed": seed})
+        return [example.id for example in judged_train(recipe, prepared)]
+
+    label = {example.id: example.labels for example in prepared.train}
+    some = judged(60)
+    assert len(some) == 60 and len({label[name] for name in some}) == 4
+    assert set(judged(20)) < set(some) and judged(60) == some != judged(60, seed=1)
+    assert judged(0) == [] and judged(1000) == [example.id for example in prepared.train]
 
 
 def test_what_changes_the_tokens_changes_the_entry_and_nothing_else_does(folder):

@@ -66,7 +66,7 @@ def test_cells_are_known_by_contents_wherever_the_file_lies(tmp_path: Path) -> N
         file.parent.mkdir()
         file.write_text('{"question": "1+1?", "answer": "2"}\n' * 40)
     here, there = (planned(BY_NAME["bump"], file) for file in files)
-    assert here.keys() == there.keys() and len(here) == 144 and here != there
+    assert here.keys() == there.keys() and len(here) == 240 and here != there
     files[1].write_text('{"question": "1+1?", "answer": "3"}\n' * 40)
     assert planned(BY_NAME["bump"], files[1]).keys().isdisjoint(here)
 
@@ -206,6 +206,7 @@ def test_every_study_has_a_shipped_recipe_with_its_axis_and_seeds_for_a_test() -
         assert recipe.sweep is not None and recipe.sweep.seeds >= FEWEST_SEEDS
         assert study.axis == STEP or len(recipe.sweep.grid[study.axis]) >= FEWEST_POINTS
         assert recipe.record is not None
+        assert "plain" in recipe.sweep.grid["regularizer"], "every arm is set beside it"
 
 
 @pytest.mark.skipif(not KEPT.is_dir(), reason="no study is committed yet")

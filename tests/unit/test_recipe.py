@@ -109,6 +109,14 @@ def test_bare_kind_stands_for_its_mapping(write) -> None:
     recipe = load_recipe(path, [from_override("regularizer.sigma", "0.2")]).recipe
     assert recipe.regularizer == GGPO(sigma=0.2)
     assert recipe.task == Classify()
+    own = write("regularizer: {kind: ggpo, sigma: 0.15, beta: 0.0}", "own.yaml")
+    kept = load_recipe(own, [from_override("regularizer", "ggpo", "--grid regularizer")])
+    assert kept.recipe.regularizer == GGPO(sigma=0.15, beta=0.0)
+    assert kept.origins["regularizer.kind"] == "--grid regularizer"
+    assert kept.origins["regularizer.sigma"].endswith("own.yaml:1")
+    assert load_recipe(own, [from_override("regularizer", "plain")]).recipe.regularizer == Plain()
+    again = [from_override("regularizer", "plain"), from_override("regularizer", "ggpo")]
+    assert load_recipe(own, again).recipe.regularizer == GGPO(), "another kind lay between: its defaults"
 
 
 def test_dashes_and_underscores_are_equal_in_flags() -> None:

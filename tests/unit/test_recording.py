@@ -431,13 +431,23 @@ def test_texts_are_shuffled_token_by_token():
     assert all(a.input_ids == b.input_ids for a, b in zip(fewer, new, strict=True) if a.id in some)
 
 
+def test_a_part_of_the_texts_has_the_noise_of_all():
+    texts = [Example([1, *range(3, 3 + n), 2], [IGNORED, *range(3, 3 + n), 2], str(n), "f") for n in range(2, 42)]
+    pool = [text.id for text in texts]
+    whole, drawn = shuffled_examples(texts, rate=0.5, fixed={1, 2}, seed=0)
+    part, some = shuffled_examples(texts[5:20], rate=0.5, fixed={1, 2}, seed=0, pool=pool)
+    assert part == whole[5:20] and some == [name for name in drawn if name in set(pool[5:20])] != []
+
+
 def test_what_cannot_be_made_wrong():
     same = [row(i, text="t", answer="yes") for i in range(4)]
     with pytest.raises(UserError, match="all have the same"):
         foreign_answers(same, columns=("answer",), rate=0.5, seed=0)
     assert foreign_answers(same, columns=("answer",), rate=0.1, seed=0)[1] == []
     dull = [Example([5, 5, 5], [IGNORED, 5, 5], "0", "f"), Example([5, 6, 7], [IGNORED, 6, 7], "1", "f")]
-    assert shuffled_examples(dull, rate=0.5, fixed=(), seed=0)[1] == ["1"]
+    found = [shuffled_examples(dull, rate=0.5, fixed=(), seed=seed) for seed in range(6)]
+    assert {tuple(ids) for _, ids in found} == {(), ("1",)}  # one of two is drawn; the first stays as it is
+    assert all(texts[0] == dull[0] and (texts[1] == dull[1]) == (not ids) for texts, ids in found)
     with pytest.raises(UserError, match=r"1\.0 of 2 rows is 2, and only 1 have two different tokens.*at most 0\.5"):
         shuffled_examples(dull, rate=1.0, fixed=(), seed=0)
     with pytest.raises(UserError, match="2 is not a share"):

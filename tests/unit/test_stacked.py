@@ -14,7 +14,7 @@ from torch import nn
 
 from experiments.recipe import from_override, load_recipe
 from experiments.sweep import stacking
-from experiments.sweep.cell import cell_of, read_result
+from experiments.sweep.cell import Outcome, cell_of, finish_cell, read_result
 from experiments.sweep.stacking import stackable, stacks
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel, Optimizer, Seq2Seq, Train
@@ -394,6 +394,24 @@ def test_an_error_that_nobody_foresaw_is_the_whole_stacks(tmp_path, monkeypatch)
         stacking.run_stack(directories, cells, 1)
     found = [read_result(directory) for directory in directories]
     assert found[0]["reason"] == "bad rows" and found[1] is found[2] is None
+
+
+def test_a_stack_that_falls_apart_says_why_in_every_cells_result(tmp_path, monkeypatch):
+    def train(*group):
+        raise NotStackable("a layer is odd")
+
+    def run_cell(directory, member, threads, *, alone):
+        finish_cell(directory, member, Outcome("done", alone=alone))
+        return True
+
+    monkeypatch.setattr(stacking, "prepare", lambda recipe: SimpleNamespace(label_names=None))
+    monkeypatch.setattr(stacking, "_common", lambda prepared, seen: prepared)
+    monkeypatch.setattr(stacking, "_train", train)
+    monkeypatch.setattr(stacking, "run_cell", run_cell)
+    cells = [cell(seed) for seed in range(2)]
+    directories = [tmp_path / each.key for each in cells]
+    stacking.run_stack(directories, cells, 1)
+    assert [read_result(directory)["alone"] for directory in directories] == ["a layer is odd"] * 2
 
 
 def test_warm_up_runs_alone():

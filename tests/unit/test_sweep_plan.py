@@ -17,6 +17,7 @@ import pytest
 
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.resolve import get_dotted
+from experiments.report.sweepplan import is_planned
 from experiments.sweep import Outcome, cell_of, finish_cell, parse_grid, plan_cells, write_table
 from experiments.sweep.axes import Range, points_of
 from experiments.sweep.bisection import _train_error, parse_bisection
@@ -25,6 +26,7 @@ from experiments.sweep.plan import Base
 from experiments.sweep.table import Columns
 from finetune.errors import UserError
 from finetune.loop import Diverged
+from regularizers.config import GGPO, Plain
 
 # ------------------------------------------------------------------------------------------- points
 
@@ -140,6 +142,32 @@ def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
 def test_component_is_shown_by_its_kind() -> None:
     cells = list(plan_cells("double-descent", [], parse_grid(["regularizer=plain,ggpo"]), 1))
     assert [c.point for c in cells] == [{"regularizer": "plain"}, {"regularizer": "ggpo"}]
+
+
+def test_one_kind_may_stand_in_a_grid_with_several_settings(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(
+        "extends: double-descent\nregularizer: {kind: ggpo, sigma: 0.15}\n"
+        'sweep: {grid: {regularizer: [plain, ggpo, "{kind: ggpo, beta: 0.0}", "{kind: ggpo, control: shuffled}"]}}\n'
+    )
+    block = load_recipe(str(recipe)).recipe.sweep
+    assert block is not None
+    axes = {"regularizer": list(block.grid["regularizer"])}
+    cells = list(plan_cells(str(recipe), [], axes, 1))
+    assert [c.point["regularizer"] for c in cells] == ["plain", "ggpo", "ggpo beta=0.0", "ggpo control=shuffled"]
+    shuffled = GGPO(sigma=0.15, control="shuffled")
+    expected = [Plain(), GGPO(sigma=0.15), GGPO(sigma=0.15, beta=0.0), shuffled]
+    assert [c.resolved.recipe.regularizer for c in cells] == expected
+    plan = {"grid": {"regularizer": [str(value) for value in axes["regularizer"]]}, "seeds": 1}
+    assert all(is_planned({**c.point, "seed": c.seed}, plan) for c in cells)
+
+
+def test_seeds_begin_at_the_recipes_own() -> None:
+    axes = parse_grid(["adapter.rank=1,2"])
+    cells = list(plan_cells("double-descent", [from_override("train.seed", 100)], axes, 2))
+    assert [(c.seed, c.resolved.recipe.train.seed) for c in cells] == [(100, 100), (101, 101)] * 2
+    keys = [c.key for c in plan_cells("double-descent", [], axes, 102)]
+    assert [c.key for c in cells] == [*keys[100:102], *keys[202:204]], "a seed has one name wherever a sweep begins"
 
 
 def test_random_whole_settings_stay_whole() -> None:

@@ -115,6 +115,34 @@ def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatc
     assert asked == [3, 2]
 
 
+def test_stack_that_is_refused_says_so_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    import experiments.sweep.stacking as stacking
+
+    cells = cells_that(["ok"] * 5)
+    reasons = [None, "adapter.dora: x", "mesh: y", "adapter.dora: x", None]
+    found = [stacking.Stack((cell,), reason) for cell, reason in zip(cells, reasons, strict=True)]
+    monkeypatch.setattr(stacking, "stacks", lambda cells, **_: found)
+    lines: list[str] = []
+    assert len(queue.units_of(cells, Places(1), stack=8, say=lines.append)) == 5
+    assert lines == ["2 cells run alone: adapter.dora: x", "1 cell runs alone: mesh: y"]
+    lines.clear()
+    queue.units_of(cells, Places(1), stack=1, say=lines.append)
+    assert lines == []
+
+
+def test_stacks_that_fall_apart_say_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(out: Path, unit: tuple[Cell, ...], threads: int | None) -> bool:
+        for cell in unit:
+            finish_cell(out / "cells" / cell.key, cell, Outcome("done", alone="a layer is odd"))
+        return True
+
+    monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some[:2]), tuple(some[2:])])
+    console, lines = spoken()
+    run_cells(tmp_path, cells_that(["ok"] * 4), 1, console, run=run, stack=None)
+    assert [line for line in lines if "odd" in line] == ["2 cells of a stack ran alone: a layer is odd"]
+    assert "a layer is odd" in (tmp_path / "log.txt").read_text(encoding="utf-8")
+
+
 def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import experiments.sweep.stacking as stacking
     from experiments.sweep import worker

@@ -1,0 +1,41 @@
+"""Workers of a study that die: no cell is lost, the one that ends its workers is known, and the study goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.cells.files import is_final, read_result
+from experiments.cells.runner import Runner
+from experiments.console import Console
+from tests.study_cells import StandIn, run_stand_in
+
+
+def test_a_dead_worker_costs_one_cell_and_not_the_study(tmp_path: Path) -> None:
+    behaves = ["ok", "die", "slow", "die once", "ok"]
+    cells = [StandIn(str(i), name) for i, name in enumerate(behaves)]
+    lines: list[str] = []
+    told: list[Path] = []
+    with Runner(
+        tmp_path,
+        run_stand_in,
+        jobs=2,
+        console=Console(quiet=True, log=lines.append),
+        total=len(cells),
+        on_cell=told.append,
+    ) as runner:
+        runner.run(cells)
+        results = [runner.result(cell) for cell in cells]
+    assert [result["status"] for result in results] == ["done", "crashed", "done", "done", "done"]
+    assert results[1]["figure"] is None and "worker process ended 2 times" in results[1]["reason"]
+    assert sorted(path.stem for path in told) == [cell.key for cell in cells], "each cell is told once"
+    assert not is_final(tmp_path, "1") and is_final(tmp_path, "3"), "a crashed cell runs again with the next start"
+    tries = {cell.key: len((tmp_path / f"seen-{cell.key}").read_text()) for cell in cells}
+    assert tries["1"] == tries["3"] == 2
+    assert any(line.startswith("crashed: die 1: its worker process") for line in lines)
+
+
+def test_a_cell_that_ended_its_workers_is_not_run_for_its_result(tmp_path: Path) -> None:
+    run_stand_in(tmp_path, StandIn("a", "die"), 1, died="its worker process ended")
+    found = read_result(tmp_path, "a")
+    assert (found["status"], found["reason"], found["figure"]) == ("crashed", "its worker process ended", None)
+    assert not (tmp_path / "seen-a").exists()
