@@ -2,11 +2,12 @@
 
     python -m benchmarks.descent_studies --trec FILE --gsm8k FILE      # resumable; `--studies rank` runs one
 
-A study that is not run is judged anew from its committed cells, or keeps what was published where its file is not given.
 Four sweeps: along rank, along training rows and along steps with a fifth of the labels wrong, each without and with
 GGPO; and the training loss along steps for r = alpha over four learning rates, plain beside GGPO and LoRA-MGPO. Sweeps
 lie in .bench/descent_studies; their cells (result and trace) are copied to benchmarks/results/descent_studies as they
 finish, from where a later run takes them back. One row a judged curve: the p of its peak test, and the verdict.
+A study that is not run is judged anew from its committed cells or, where its file is not given, stays as it was
+published.
 """
 
 from __future__ import annotations
