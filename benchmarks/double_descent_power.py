@@ -48,8 +48,9 @@ def bootstrap_of_the_maximum(curves: np.ndarray, generator: np.random.Generator,
 
 
 def draws_of(name: str, make: Callable[..., np.ndarray], seeds: int) -> np.ndarray:
-    """[DRAWS, S, J]."""
-    return make(numpy_generator(0, "benchmark", name, seeds), DRAWS, seeds, POINTS)
+    """[DRAWS, S, J]; where a seed has no values there is one more, so that S are whole."""
+    whole = seeds + ("without values" in name)
+    return make(numpy_generator(0, "benchmark", name, seeds), DRAWS, whole, POINTS)
 
 
 def rate(curves: np.ndarray) -> float:

@@ -96,8 +96,8 @@ class Sweep:
 
     grid: dict[str, tuple] = field(default_factory=dict)
     """Dotted key: values."""
-    seeds: int = 3
-    """Values of `train.seed`: the recipe's own (0), the next one, …"""
+    seeds: int = 5
+    """Values of `train.seed`: the recipe's own (0), the next one, …; below five no verdict is given."""
     design: Literal["grid", "paired", "random"] = "grid"
     """All combinations of the values (grid), first values together, second together, … (paired), or points drawn from
     lists and from ranges `lo..hi` and `lo..hi:log` (random)."""

@@ -2,11 +2,13 @@
 
     found = compare_curves(flat, plain)        # two Curves over the same positions, row s the same seed in both
     found.mean, found.peak, found.threshold    # intervals of flat − plain
+    found.sentence(flat)                       # moves it, removes it, neither, or cannot be said
 
 Looking for the peak in one curve and reading the other at the same place is no test: the peak was found where its own
 errors are large and positive, so any second curve seems lower there. Here the triple of points is taken from the mean
 of both curves. If both scatter alike, difference and mean are independent, and the paired t-test at the triple holds as
-if the triple had been named beforehand.
+if the triple had been named beforehand. For the same reason there is a triple only where the mean of both has a peak by
+the peak test: on flat curves there is nothing to be lower or higher.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import numpy as np
 from experiments.descent.curve import Curve
 from experiments.descent.emc import crossing
 from experiments.descent.pairs import rises_and_falls
+from experiments.descent.peak import PeakTest, peak_test
 from experiments.stats import Interval, paired_p, t_interval
 from finetune.errors import UserError
 
 FEWEST_SEEDS = 3
+REMAINS = 0.2
+"""A peak counts as removed if at most this share of its height can be left."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,18 @@ class Beside:
     """Two-sided p of `mean`; None where every seed has the same difference, which is not zero."""
     points: tuple[Interval, ...]
     """The difference at each position; all intervals hold at once (Bonferroni over the positions)."""
+    tests: tuple[PeakTest | None, PeakTest | None, PeakTest | None]
+    """Peak tests of the mean of both curves, of ours and of base; None with too few seeds."""
     triple: tuple[int, int, int] | None
-    """Left flank, peak and right flank of the mean of both curves; None where that has no peak at all."""
+    """Left flank, peak and right flank of the mean of both curves; None where the peak test finds none in it."""
     peak: Interval | None
     """How much higher ours stands at the peak, above the mean of its two flanks, than base does."""
     peak_p: float | None
     """Two-sided p of `peak`; None as for `p`, and without a peak."""
+    left: Interval | None
+    """How high ours still stands at the peak, above the higher of its two flanks."""
+    was: Interval | None
+    """The same of base."""
     threshold: Interval | None
     """Position where the training error crosses ε, ours ÷ base, seed by seed; None unless every seed crosses it on the
     axis in both curves."""
@@ -54,6 +65,56 @@ class Beside:
         return (
             found is not None and found.low is not None and found.high is not None and not found.low <= 1 <= found.high
         )
+
+    @property
+    def removed(self) -> bool:
+        """Whether the peak is lower by its interval, and at most a fifth of it is left by that of what is left."""
+        lower = self.peak is not None and self.peak.high is not None and self.peak.high < 0
+        if not lower or self.left is None or self.was is None or self.left.high is None:
+            return False
+        return self.left.high <= REMAINS * self.was.value
+
+    def sentence(self, curve: Curve) -> str:
+        """What ours does to the peak of base, by the intervals; `curve` is either of the two."""
+        return f"{self._height(curve)} {self._place(curve)}"
+
+    def _height(self, curve: Curve) -> str:
+        both, ours, base = self.tests
+        if both is None or ours is None or base is None:
+            return "Whether it changes a peak cannot be said: too few seeds for the peak test."
+        if self.triple is None:
+            tests = f"p = {both.p_value:.2g} for the mean of both"
+            alone = [name for name, test in (("the base", base), ("this one", ours)) if test.rejected]
+            if alone:
+                return f"Cannot be said: {' and '.join(alone)} alone has a peak, the mean of both has none ({tests})."
+            return f"No peak in either: nothing to remove or to move ({tests})."
+        assert self.peak is not None and self.left is not None
+        at, change = curve.at(self.triple[1]), _interval(self.peak)
+        if self.removed:
+            return f"It removes the peak at {at}: height {change}, left above its higher flank {_interval(self.left)}."
+        if not self.peak.excludes_zero:
+            return f"Whether it lowers the peak at {at} cannot be said: height {change}."
+        verb = "lowers" if self.peak.value < 0 else "raises"
+        rest = ", and is not shown to remove it" if verb == "lowers" else ""
+        return f"It {verb} the peak at {at}{rest}: height {change}, left above its higher flank {_interval(self.left)}."
+
+    def _place(self, curve: Curve) -> str:
+        _, ours, base = self.tests
+        said = []
+        if ours is not None and base is not None and ours.rejected and base.rejected:
+            where = [", ".join(f"{curve.values[j]:g}" for j in test.location) for test in (base, ours)]
+            moves = not set(ours.location) & set(base.location)
+            said.append(
+                f"It moves the peak from {curve.axis} {where[0]} to {where[1]}."
+                if moves
+                else f"That it moves the peak is not shown ({curve.axis} {where[0]}, then {where[1]})."
+            )
+        if self.threshold is not None:
+            does = "moves the interpolation threshold" if self.moved else "is not shown to move the threshold"
+            said.append(f"It {does}: position × {_interval(self.threshold)}.")
+        elif not curve.training:
+            said.append("The threshold cannot be compared: not every seed crosses it on the axis.")
+        return " ".join(said)
 
 
 def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Beside:
@@ -76,15 +137,21 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Bes
     difference = mine - theirs
     each = 1 - (1 - confidence) / difference.shape[1]
     means = difference.mean(1).tolist()
-    triple = common_peak(np.stack([mine, theirs]))
-    heights = None if triple is None else (height_at(mine, triple) - height_at(theirs, triple)).tolist()
+    tests = (_peak((mine + theirs) / 2), _peak(mine), _peak(theirs))
+    both = tests[0]
+    triple = common_peak(np.stack([mine, theirs])) if both is not None and both.rejected else None
+    heights = [] if triple is None else [height_at(curve, triple) for curve in (mine, theirs)]
+    gap = (heights[0] - heights[1]).tolist() if heights else None
     return Beside(
         mean=t_interval(means, confidence=confidence),
         p=paired_p(means),
         points=tuple(t_interval(column.tolist(), confidence=each) for column in difference.T),
+        tests=tests,
         triple=triple,
-        peak=None if heights is None else t_interval(heights, confidence=confidence),
-        peak_p=None if heights is None else paired_p(heights),
+        peak=None if gap is None else t_interval(gap, confidence=confidence),
+        peak_p=None if gap is None else paired_p(gap),
+        left=None if triple is None else _above_flanks(mine, triple, confidence),
+        was=None if triple is None else _above_flanks(theirs, triple, confidence),
         threshold=_threshold(ours, base, whole, confidence),
         seeds=len(whole),
     )
@@ -108,6 +175,25 @@ def height_at(curves: np.ndarray, triple: tuple[int, int, int]) -> np.ndarray:
     """[S]: y_j − (y_i + y_l)/2 of each row of `curves` [S, J]."""
     left, middle, right = triple
     return curves[:, middle] - (curves[:, left] + curves[:, right]) / 2
+
+
+def _above_flanks(curves: np.ndarray, triple: tuple[int, int, int], confidence: float) -> Interval:
+    """Of y_j − y_i and y_j − y_l that with the lower mean: a peak stands above both flanks."""
+    left, middle, right = triple
+    sides = [t_interval((curves[:, middle] - curves[:, k]).tolist(), confidence=confidence) for k in (left, right)]
+    return min(sides, key=lambda side: side.value)
+
+
+def _peak(curves: np.ndarray) -> PeakTest | None:
+    """None with too few seeds or points, or too many of these."""
+    try:
+        return peak_test(curves)
+    except UserError:
+        return None
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.value:.3g}" + ("" if found.low is None else f" ({found.low:.3g} to {found.high:.3g})")
 
 
 def _threshold(ours: Curve, base: Curve, whole: np.ndarray, confidence: float) -> Interval | None:

@@ -40,8 +40,7 @@ class Null:
 
     def extremes(self, variances: np.ndarray | None = None, first: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """[draws] each: max over i < j of t_ij, and of |t_ij|, in the `first` draws (None: all)."""
-        ones = np.ones(self.points) if variances is None else np.asarray(variances)
-        sd = np.sqrt(ones / ones.mean()).astype(np.float32)[:, None]
+        sd = self._sd(variances)
         count = first or self.draws
         rise, both = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
         for start in range(0, count, _BLOCK):
@@ -54,11 +53,21 @@ class Null:
         both *= math.sqrt(self.seeds)
         return rise, both
 
-    def with_unit_shift(self) -> tuple[np.ndarray, np.ndarray]:
-        """Equal variances: (t, by how much a true difference of one standard deviation moves it), [pairs, draws]."""
-        difference, variance = self._moments(np.ones((self.points, 1), dtype=np.float32), slice(None))
+    def with_unit_shift(
+        self, variances: np.ndarray | None = None, first: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(t, by how much a true difference of one standard deviation moves it), [pairs, draws], of the `first` draws.
+
+        The standard deviation is that of the mean of `variances` [J] (None: all equal).
+        """
+        difference, variance = self._moments(self._sd(variances), slice(first))
         per_unit = np.sqrt(self.seeds / variance)
         return difference * per_unit, per_unit
+
+    def _sd(self, variances: np.ndarray | None) -> np.ndarray:
+        """[J, 1]: standard deviations whose squares have a mean of 1."""
+        ones = np.ones(self.points) if variances is None else np.asarray(variances)
+        return np.sqrt(ones / ones.mean()).astype(np.float32)[:, None]
 
     def _moments(self, sd: np.ndarray, here: slice) -> tuple[np.ndarray, np.ndarray]:
         """[pairs i < j, draws]: mean difference and shrunken variance where the points have the given sd [J, 1]."""

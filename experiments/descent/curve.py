@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,6 +43,10 @@ class Curve:
     """Unit of `test`, for sentences."""
     epsilon: float = EPSILON
     """Mean training error up to which training data count as fitted."""
+    training: bool = False
+    """`test` is the training loss itself: a peak of it is unstable training and never double descent."""
+    lost: Literal["diverged", "failed"] = "diverged"
+    """What became of runs without values, for sentences."""
 
     def __post_init__(self) -> None:
         x = np.asarray(self.values, dtype=np.float64)
@@ -69,6 +73,15 @@ class Curve:
     def at(self, point: int) -> str:
         """`rank 16`, for sentences."""
         return f"{self.axis} {self.values[point]:g}"
+
+    def lost_sentence(self) -> str | None:
+        """`2 of 5 seeds diverged at step 64 to 256.`; None if every run has values."""
+        gone = ~np.isfinite(self.test)
+        if not gone.any():
+            return None
+        points = np.flatnonzero(gone.any(0))
+        to = f" to {self.values[points[-1]]:g}" if len(points) > 1 else ""
+        return f"{int(gone.any(1).sum())} of {len(gone)} seeds {self.lost} at {self.at(points[0])}{to}."
 
     def amount(self, value: float) -> str:
         """A figure of `test` with its unit, for sentences."""

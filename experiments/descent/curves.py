@@ -38,15 +38,17 @@ class Judged:
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """Why the verdict is what it is, a sentence each; the last one says what the data could have shown."""
-        peak, found = self.verdict.peak, tuple(self.verdict.evidence)
-        if peak is None or any("80 %" in sentence for sentence in found):
-            return found
-        power = (
-            f"With {peak.seeds} seeds and {len(peak.points)} points a peak of {peak.detectable.height:.2g} is found "
-            "with a power of 80 %."
-        )
-        return (*found, power)
+        """Why the verdict is what it is, a sentence each, and what the data could have shown."""
+        peak, found = self.verdict.peak, list(self.verdict.evidence)
+        if peak is not None and peak.rejected and not self.curve.training:
+            found.append(
+                f"With {peak.seeds} seeds and {len(peak.points)} points a peak of {peak.detectable.height:.2g} is "
+                f"found with a power of 80 % at {self.curve.at(peak.detectable.point)}, where runs scatter most."
+            )
+        if self.axis == "step":
+            steps = ", ".join(f"{value:g}" for value in self.curve.values)
+            found.append(f"Judged at steps {steps}: what rises and falls again between two of them is not seen.")
+        return tuple(found)
 
     @property
     def location(self) -> tuple[Any, ...]:
@@ -67,27 +69,27 @@ def curve_of(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: st
     """The curve of the column `test` along a numeric axis, other axes held at `where`.
 
     Seeds count that have a cell at every value, finished or failed (a failed one is NaN: the seed diverged there);
-    values without any figure are left out, and of a trace those of step 0, before any update. Longer curves are thinned
-    by `thin`, which does not look at them.
+    values that were not measured are left out, and of a trace those of step 0, before any update. Longer curves are
+    thinned by `thin`, which does not look at them. Too few seeds for a verdict still make a curve.
 
-    Raises UserError, saying what is missing, where there are too few seeds or values for the peak test.
+    Raises UserError, saying what is missing, where there are too few values for the peak test, or no seed has all.
     """
     import numpy as np
 
     if not table.numeric(axis):
         raise UserError(f"{axis} has no order; a peak needs numbers")
     found = table.matrix(test, axis, where)
-    measured = np.isfinite(found.y).any(axis=0)
-    keep = [j for j, v in enumerate(found.values) if measured[j] and not (axis == "step" and v == 0)]
-    if len(keep) < FEWEST_POINTS:
-        raise UserError(f"{len(keep)} values of {axis} have figures; the peak test needs {FEWEST_POINTS}")
+    after = np.array([not (axis == "step" and v == 0) for v in found.values], dtype=bool)
+    measured, lost = np.isfinite(found.y).any(axis=0) & after, found.lost.any(axis=0) & after
+    keep = np.flatnonzero(measured | lost).tolist()
+    if len(keep) < FEWEST_POINTS or not measured.any():
+        said = f"{found.lost.any(axis=1).sum()} of {len(found.seeds)} seeds {table.lost(where)}: " if lost.any() else ""
+        raise UserError(f"{said}{measured.sum()} values of {axis} have figures; the peak test needs {FEWEST_POINTS}")
     numbers = [float(found.values[j]) for j in keep]
     keep = [keep[i] for i in (thin(numbers) if numbers[0] >= 0 else range(len(numbers)))]
     whole = np.flatnonzero(found.present[:, keep].all(axis=1))
-    if len(whole) < FEWEST_SEEDS:
-        have = "1 seed has" if len(whole) == 1 else f"{len(whole)} seeds have"
-        raise UserError(f"{have} a cell at every value; the peak test needs {FEWEST_SEEDS}")
-
+    if not len(whole):
+        raise UserError(f"no seed has a cell at every value; the peak test needs {FEWEST_SEEDS}")
     return _held(table, axis, where, [found.seeds[s] for s in whole], [found.values[j] for j in keep], test, epsilon)
 
 
@@ -127,6 +129,8 @@ def _held(
         metric=f"{split} {metric.replace('_', ' ')}",
         unit="nats" if metric == "loss" else "",
         epsilon=epsilon,
+        training=test == "train.loss",
+        lost=table.lost(where),
     )
 
 

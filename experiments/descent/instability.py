@@ -1,19 +1,24 @@
-"""Does the training loss itself peak, and does the gradient or the sharpness say that training was unstable there?"""
+"""Does the training loss peak, or rise for good, and do gradient or sharpness say that training was unstable there?"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from experiments.descent.curve import Curve
 from experiments.descent.peak import PeakTest, peak_test
+from experiments.descent.shape import shape_of
 from experiments.stats import t_interval
 from finetune.errors import UserError
 
 SPIKE = 2.0
 """A gradient norm counts as a spike from this multiple of its value at the left flank of the training peak."""
+LASTING = 0.2
+"""A training loss that rises for good was unstable from this share of what it had fallen before."""
+ALONG_STEPS = ("step", "steps")
+"""Axes along which training goes on; along any other a training loss may rise in good order, as with more rows."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,19 @@ class Instability:
     """Of the training loss; None if it was not measured, or with too few seeds or points."""
     spike: bool = False
     """A training peak with a gradient spike, or sharpness above its threshold."""
+    lasting: bool = False
+    """Along the steps, a significant rise that does not come back, of at least a fifth of the fall before it."""
     evidence: list[str] = field(default_factory=list)
 
     @property
     def found(self) -> bool:
         """The training loss has a peak."""
         return self.peak is not None and self.peak.rejected
+
+    @property
+    def unstable(self) -> bool:
+        """Training was unstable: a peak with its spike, or a rise for good."""
+        return self.spike or self.lasting
 
 
 def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> Instability:
@@ -44,12 +56,16 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
         peak = peak_test(curve.train_loss, level=level, draws=draws, seed=seed)
     except UserError as error:
         return Instability(None, evidence=[f"Training loss cannot be judged: {error}."])
+    lasting, rise = _rise(curve, peak, level)
     if peak.triple is None:
+        at = curve.at(peak.detectable.point)
         return Instability(
             peak,
+            lasting=lasting,
             evidence=[
                 f"Training loss has no peak by the same test (p = {peak.p_value:.2g}); one of "
-                f"{peak.detectable.height:.3g} would be found in 80 % of cases."
+                f"{peak.detectable.height:.3g} at {at}, where runs scatter most, would be found in 80 % of cases.",
+                *rise,
             ],
         )
     i, j, l = peak.triple
@@ -66,7 +82,24 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
     for finding in (gradient, sharp):
         if finding is not None:
             evidence.append(finding[1])
-    return Instability(peak, any(finding is not None and finding[0] for finding in (gradient, sharp)), evidence)
+    spike = any(finding is not None and finding[0] for finding in (gradient, sharp))
+    return Instability(peak, spike, lasting, [*evidence, *rise])
+
+
+def _rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
+    """(unstable, sentences) of a training loss that rises along the steps and does not come back."""
+    if curve.axis not in ALONG_STEPS or curve.train_loss is None:
+        return False, []
+    shape = shape_of(replace(curve, test=curve.train_loss, metric="training loss"), peak)
+    sentence = shape.overfitting(level)
+    if sentence is None:
+        return False, []
+    means = [shape.mean[column] for column in shape.points]
+    low = int(np.argmin(means))
+    fall, rise = max(means[: low + 1]) - means[low], means[-1] - means[low]
+    if rise >= LASTING * fall:
+        return True, [f"{sentence} It does not come back: training was unstable."]
+    return False, [f"{sentence} That is less than a fifth of its fall before."]
 
 
 def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:

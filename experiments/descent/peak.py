@@ -20,15 +20,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.descent.calibration import critical, null, p_value
+from experiments.descent.calibration import Null, critical, null, p_value
 from experiments.descent.pairs import Pairs, pairs_of, point_variances, rises_and_falls
 from experiments.stats import t_quantile
 from finetune.errors import UserError
 
 MOST_POINTS = 10
-FEWEST_SEEDS = 3
+FEWEST_SEEDS = 5
+"""With three seeds and a nine-fold variance at one point, false alarms reach .087 at a level of .05; five keep .054."""
 FEWEST_POINTS = 3
 POWER = 0.8
+_POWER_DRAWS = 2000
+"""Flat curves behind a detectable height: its error is then below 1 %."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,20 @@ class Height:
 
 @dataclass(frozen=True)
 class Detectable:
-    """The height of a peak of one point that is found with a power of 80 % by this number of seeds and points."""
+    """The height of a peak of one point that is found with a power of 80 % by this number of seeds and points.
+
+    With the variances of the curve's own points, at the inner point that scatters most: runs scatter most where a peak
+    of interpolation is expected.
+    """
 
     height: float
     """In the units of the curve."""
     sd: float
-    """In standard deviations of one run about its seed's curve."""
+    """In standard deviations of one run about its seed's curve, pooled over points."""
+    point: int
+    """Column of the noisiest inner point."""
+    even: float
+    """In the units of the curve, if all points scattered alike."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     maximum lie below H, so two limits share the error and the number of triples does not matter.
 
     Raises:
-        UserError: not a table [seeds, points], more than 10 points, or fewer than 3 seeds or points with values.
+        UserError: not a table [seeds, points], more than 10 points, or fewer than 5 seeds or 3 points with values.
     """
     table = np.asarray(curves, dtype=np.float64)
     if not 0 < level < 0.5:
@@ -125,7 +136,8 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     if spread * scale <= 8 * np.finfo(float).eps * float(np.abs(kept).max()):
         spread = 0.0  # seeds differ by rounding only
     t = pairs.t if spread else np.zeros((count, count))
-    rising, both = flat.extremes(point_variances(pairs.variance, seeds) if spread else None)
+    variances = point_variances(pairs.variance, seeds) if spread else None
+    rising, both = flat.extremes(variances)
     threshold = critical(rising, level)
     rise, fall = rises_and_falls(t)
     middle = int(np.argmax(np.minimum(rise, fall)))
@@ -134,7 +146,9 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     triple = _flanks(t, middle) if rejected else None
     height = _height(pairs, triple, critical(both, level / 2), level) if spread else Height(0.0, 0.0, math.inf)
     ceiling = _upper(pairs, level) if spread else math.inf
-    sd = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
+    found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws))
+    worst = int(np.argmax(found_at))
+    even = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
     return PeakTest(
         statistic=statistic,
         critical=threshold,
@@ -144,7 +158,9 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
         location=() if triple is None else tuple(points[j] for j in _location(t, triple, critical(both, level))),
         height=Height(height.estimate * scale, height.low * scale, height.high * scale),
         ceiling=ceiling * scale,
-        detectable=Detectable(sd * spread * scale, sd),
+        detectable=Detectable(
+            float(found_at[worst]) * spread * scale, float(found_at[worst]), points[worst + 1], even * spread * scale
+        ),
         sd=spread * scale,
         seeds=seeds,
         points=tuple(points),
@@ -171,7 +187,7 @@ def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
     if len(rows) < FEWEST_SEEDS:
         raise UserError(
             f"the peak test needs at least {FEWEST_SEEDS} seeds with finite values at all points, got {len(rows)} of "
-            f"{len(curves)}: run more seeds"
+            f"{len(curves)}: sweep with --seeds {len(curves) + FEWEST_SEEDS - len(rows)}"
         )
     return rows, points
 
@@ -190,20 +206,11 @@ def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 
     """Height, in standard deviations of one run, of a peak that the test finds with a power of 80 %.
 
     The peak is the middle point, with one low point on either side (as between a valley and a second descent) and
-    equal variances. For each flat draw the smallest sufficient height follows from the t's: a rise by h moves t_ij by
-    h√S/√ṽ_ij. The answer is the 80 % quantile.
+    equal variances.
     """
     flat = null(seeds, points, draws, seed)
     threshold = critical(flat.extremes()[0], level)
-    left, middle, right = (points - 1) // 2 - 1, (points - 1) // 2, (points - 1) // 2 + 1
-    t, per_unit = flat.with_unit_shift()
-    up = (flat.left == left) & (flat.right == middle)
-    down = (flat.left == middle) & (flat.right == right)
-    needed = np.maximum(
-        ((threshold - t[up]) / per_unit[up])[0],
-        ((threshold + t[down]) / per_unit[down])[0],  # a fall from the peak is minus the rise
-    )
-    return float(np.quantile(needed, POWER))
+    return float(_needed(flat, threshold)[(points - 1) // 2 - 1])
 
 
 def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, most: int = 100) -> int | None:
@@ -249,6 +256,20 @@ def thin(values: Sequence[float], at_most: int = MOST_POINTS) -> tuple[int, ...]
 
 
 # --------------------------------------------------------------------------------------------- parts
+
+
+def _needed(flat: Null, threshold: float, variances: np.ndarray | None = None, first: int | None = None) -> np.ndarray:
+    """[J − 2]: for each inner point, the height of a peak there that is found with a power of 80 %.
+
+    In standard deviations of the mean of `variances` [J] (None: all equal), from the `first` draws; the two neighbours
+    are its flanks. For each flat draw the smallest sufficient height follows from the t's: a rise by h moves t_ij by
+    h√S/√ṽ_ij.
+    """
+    t, per_unit = flat.with_unit_shift(variances, first)
+    steps = np.flatnonzero(flat.right == flat.left + 1)  # from each point to the next, in order
+    up = (threshold - t[steps[:-1]]) / per_unit[steps[:-1]]
+    down = (threshold + t[steps[1:]]) / per_unit[steps[1:]]  # a fall from the peak is minus the rise
+    return np.quantile(np.maximum(up, down), POWER, axis=1)
 
 
 def _flanks(t: np.ndarray, middle: int) -> tuple[int, int, int]:

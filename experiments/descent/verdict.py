@@ -6,6 +6,7 @@ Every test has its own level; the verdict `double descent` needs four findings a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,11 +54,13 @@ def judge_curve(
     - double descent: the test error has a peak, a significant fall to the left of it, no peak of the training loss, and
       the interpolation threshold lies inside the peak's location set or between it and the next point.
     - instability: the training loss has a peak, where the gradient norm at least doubles or the sharpness exceeds its
-      stability threshold.
+      stability threshold; or, along the steps, it rises for good by at least a fifth of what it had fallen.
     - overfitting: the test error rises significantly from its lowest point to the end and does not come back.
     - mixed: the first and one of the next two together.
     - monotone: the test error falls significantly from the first to the last point, never rises significantly, and
       every peak above `delta` is excluded.
+
+    A curve of the training loss itself (`Curve.training`) is named instability, monotone or undecided only.
 
     Args:
         level: of each test.
@@ -74,11 +77,17 @@ def judge_curve(
     try:
         peak = peak_test(curve.test, level=level, draws=draws, seed=seed)
     except UserError as error:
-        return Verdict("undecided", (_capital(str(error)) + ".",))
+        threshold = _threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
+        said = [_capital(str(error)) + ".", curve.lost_sentence(), _cannot_show(curve, threshold)]
+        value = None if threshold is None else threshold.value
+        return Verdict("undecided", tuple(filter(None, said)), threshold=value, crossing=threshold)
     bump = find_instability(curve, level=level, draws=draws, seed=seed)
-    threshold = _threshold(curve, peak)
+    threshold = _threshold(curve, peak.diverged, peak.points)
     judged = _Judged(curve, peak, shape_of(curve, peak), bump, threshold, level)
-    kind, evidence = judged.with_peak() if peak.rejected else judged.without_peak(delta)
+    if curve.training:
+        kind, evidence = judged.of_training(delta)
+    else:
+        kind, evidence = judged.with_peak() if peak.rejected else judged.without_peak(delta)
     holdout = None
     if peak.rejected and peak.seeds >= FEWEST_SEEDS:
         holdout = holdout_test(curve.test, level=level)
@@ -87,11 +96,13 @@ def judge_curve(
             f"Chosen on 3 seeds and tested on the other {holdout.seeds}, two paired t-tests {found} "
             f"(p = {holdout.p_value:.2g})."
         )
-    if peak.diverged:
-        evidence.append(
-            f"{len(peak.diverged)} of {len(curve.test)} seeds diverged and are left out; the verdict is about the "
-            "others."
-        )
+    if (lost := curve.lost_sentence()) is not None:
+        points = [curve.at(j) for j in range(len(curve.values)) if j not in peak.points]
+        evidence.append(lost)
+        if points:
+            evidence.append(f"Left out, since most seeds have no value there: {', '.join(points)}.")
+        if peak.diverged:
+            evidence.append(f"The verdict is about the other {peak.seeds} seeds.")
     return Verdict(
         kind,
         tuple(evidence),
@@ -104,14 +115,27 @@ def judge_curve(
     )
 
 
-def _threshold(curve: Curve, peak: PeakTest) -> Crossing | None:
-    """Of the same seeds and points as the peak test."""
-    if curve.train_error is None:
+def _threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Sequence[int]) -> Crossing | None:
+    """Of the same seeds and points as the peak test; None if the training error was not measured there."""
+    if curve.train_error is None or len(points) < 2:
         return None
-    errors = np.delete(curve.train_error, list(peak.diverged), axis=0)[:, list(peak.points)]
+    errors = np.delete(curve.train_error, list(diverged), axis=0)[:, list(points)]
     if not np.isfinite(errors).all(1).any():
         return None
-    return crossing([curve.values[j] for j in peak.points], errors, curve.epsilon)
+    return crossing([curve.values[j] for j in points], errors, curve.epsilon)
+
+
+def _cannot_show(curve: Curve, found: Crossing | None) -> str | None:
+    """That the axis cannot show an interpolation peak, where it cannot."""
+    if found is None or found.value is not None or curve.training:
+        return None
+    cannot = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis}"
+    if found.fitted == "all":
+        return (
+            f"Every point has a mean training error of at most {curve.epsilon:g}, the smallest value included, "
+            f"{cannot} at which training data are not fitted."
+        )
+    return f"No point has a mean training error of at most {curve.epsilon:g}, {cannot} at which it is reached."
 
 
 @dataclass
@@ -144,42 +168,65 @@ class _Judged:
         rise = self.shape.rise_after(self.peak.triple[2])
         if classic and self.bump.found:
             return "mixed", [*evidence, "The peak is where interpolation predicts it, but the training loss peaks too."]
+        if classic and self.bump.lasting:
+            return "mixed", [*evidence, "The peak is where interpolation predicts it, but training was unstable too."]
         if classic and rise is not None:
             return "mixed", [*evidence, rise.sentence("after its second descent rises again")]
         if classic and self.bump.peak is not None:
             return "double descent", evidence
-        if self.bump.spike:
+        if self.bump.unstable:
             return "instability", evidence
         return "undecided", [*evidence, "A peak, but not every finding that a name for it needs."]
 
     def without_peak(self, delta: float | None) -> tuple[Kind, list[str]]:
         """The name of a curve whose test error has no peak that these seeds can show."""
-        evidence = list(self.bump.evidence) if self.bump.found else []
         overfit = self.shape.overfitting(self.level)
-        if overfit:
-            evidence.insert(0, overfit)
+        evidence = [] if overfit is None else [overfit]
+        last = [*self.bump.evidence, *self._nothing_sentences()]
+        open_end = [*last, *self._hump_sentences()]
         if self.bump.spike:
-            return ("mixed" if overfit else "instability"), evidence
+            return ("mixed" if overfit else "instability"), [*evidence, *last]
+        if self.bump.lasting:  # what is not fitted any more is not overfitted
+            return "instability", [*evidence, *last]
         if self.bump.found:
-            return "undecided", [*evidence, *self._nothing_sentences()]
+            return "undecided", [*evidence, *open_end]
         if overfit:
-            return "overfitting", evidence
-        fall = self.shape.fall_to_the_end()
-        if fall is not None and self.shape.largest_rise() is None:
-            allowed = TOLERANCE * fall.size if delta is None else delta
-            if self.peak.no_peak_above(allowed):
-                return "monotone", [
-                    fall.sentence("falls"),
-                    f"No peak that matters: any above {self.curve.amount(self.peak.ceiling)} is excluded (one-sided "
-                    f"{1 - self.level:.0%} limit), and only {self.curve.amount(allowed)} or more would matter.",
-                    *self._axis_sentences(),
-                ]
-            evidence += [
-                fall.sentence("falls"),
-                f"A peak of up to {self.curve.amount(self.peak.ceiling)} is not excluded; called monotone below "
-                f"{self.curve.amount(allowed)}.",
+            return "overfitting", [*evidence, *last]
+        monotone, found = self._fall(delta)
+        return ("monotone", [*found, *last]) if monotone else ("undecided", [*found, *open_end])
+
+    def of_training(self, delta: float | None) -> tuple[Kind, list[str]]:
+        """The name of a curve of the training loss itself."""
+        evidence = list(self.bump.evidence)
+        if self.bump.unstable:
+            return "instability", evidence
+        if self.bump.found:
+            return "undecided", [
+                *evidence,
+                "A bump of the training loss, but no spike that says it was unstable.",
             ]
-        return "undecided", [*evidence, *self._nothing_sentences()]
+        monotone, found = self._fall(delta)
+        if monotone:
+            return "monotone", [*evidence, *found]
+        return "undecided", [*evidence, *found, *self._hump_sentences()]
+
+    def _fall(self, delta: float | None) -> tuple[bool, list[str]]:
+        """(the curve falls and every peak that matters is excluded, in words)."""
+        fall = self.shape.fall_to_the_end()
+        if fall is None or self.shape.largest_rise() is not None:
+            return False, []
+        allowed = TOLERANCE * fall.size if delta is None else delta
+        if self.peak.no_peak_above(allowed):
+            return True, [
+                fall.sentence("falls"),
+                f"No peak that matters: any above {self.curve.amount(self.peak.ceiling)} is excluded (one-sided "
+                f"{1 - self.level:.0%} limit), and only {self.curve.amount(allowed)} or more would matter.",
+            ]
+        return False, [
+            fall.sentence("falls"),
+            f"A peak of up to {self.curve.amount(self.peak.ceiling)} is not excluded; called monotone below "
+            f"{self.curve.amount(allowed)}.",
+        ]
 
     def _peak_sentence(self) -> str:
         curve, peak = self.curve, self.peak
@@ -203,7 +250,7 @@ class _Judged:
         if found is None:
             return False, "Training error was not measured, so the interpolation threshold is unknown."
         if found.value is None:
-            return False, self._axis_sentences()[0]
+            return False, _cannot_show(curve, found) or "The training error does not cross the threshold."
         points = self.peak.points
         first, last = points.index(self.peak.location[0]), points.index(self.peak.location[-1])
         low, high = curve.values[points[max(first - 1, 0)]], curve.values[points[min(last + 1, len(points) - 1)]]
@@ -214,38 +261,33 @@ class _Judged:
             f"{'inside' if inside else 'outside'} the peak's location with its neighbours ({low:g} to {high:g})."
         )
 
-    def _axis_sentences(self) -> list[str]:
-        """That the axis cannot show an interpolation peak, where it cannot."""
-        curve, found = self.curve, self.threshold
-        if found is None or found.value is not None:
-            return []
-        cannot = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis}"
-        if found.fitted == "all":
-            return [
-                f"Every point has a mean training error of at most {curve.epsilon:g}, the smallest value included, "
-                f"{cannot} at which training data are not fitted."
-            ]
-        return [f"No point has a mean training error of at most {curve.epsilon:g}, {cannot} at which it is reached."]
-
     def _nothing_sentences(self) -> list[str]:
-        """What was not found, what could have been, and what would decide."""
+        """What was not found, what could have been, and whether it can be on this axis."""
         curve, peak = self.curve, self.peak
-        sentences = [
+        found = peak.detectable
+        cannot = _cannot_show(curve, self.threshold)
+        return [
             f"No peak of {curve.metric} at the {peak.level:.0%} level (T = {peak.statistic:.3g}, critical "
             f"{peak.critical:.3g}, p = {peak.p_value:.2g}). {peak.seeds} seeds and {len(peak.points)} points find a "
-            f"peak of {curve.amount(peak.detectable.height)} ({peak.detectable.sd:.2g} standard deviations of one run) "
-            "in 80 % of cases."
+            f"peak of {curve.amount(found.height)} ({found.sd:.2g} standard deviations of one run) at "
+            f"{curve.at(found.point)}, where runs scatter most, in 80 % of cases; of {curve.amount(found.even)} if all "
+            "points scattered alike.",
+            *([cannot] if cannot else []),
         ]
-        if peak.sd > 0 and peak.height.estimate > 0:
-            self.seeds_needed = seeds_needed(peak.height.estimate / peak.sd, len(peak.points), level=peak.level)
-            hump = f"The largest hump measures {curve.amount(peak.height.estimate)} (0 to {peak.height.high:.3g})"
-            if self.seeds_needed is None:
-                sentences.append(f"{hump}; if that is its true height, more than 100 seeds would be needed to show it.")
-            elif self.seeds_needed > peak.seeds:
-                sentences.append(f"{hump}; if that is its true height, {self.seeds_needed} seeds would show it.")
-            else:
-                sentences.append(f"{hump}.")
-        return [*sentences, *self._axis_sentences()]
+
+    def _hump_sentences(self) -> list[str]:
+        """How high the largest hump is, and how many seeds would show it."""
+        curve, peak = self.curve, self.peak
+        if not (peak.sd > 0 and peak.height.estimate > 0):
+            return []
+        equal = peak.height.estimate / peak.sd * peak.detectable.even / peak.detectable.height
+        self.seeds_needed = seeds_needed(equal, len(peak.points), level=peak.level)
+        hump = f"The largest hump measures {curve.amount(peak.height.estimate)} (0 to {peak.height.high:.3g})"
+        if self.seeds_needed is None:
+            return [f"{hump}; if that is its true height, more than 100 seeds would be needed to show it."]
+        if self.seeds_needed > peak.seeds:
+            return [f"{hump}; if that is its true height, {self.seeds_needed} seeds would show it."]
+        return [f"{hump}."]
 
 
 def _capital(sentence: str) -> str:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.report import findings, formats, plots_dynamics, plots_maps, plots_params, plots_sweep
 from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
 from experiments.report.figure import Chart
 from experiments.report.plots_facets import Line, Panel, facets
 from experiments.report.sections_verdicts import beside_table, emc_table, searched_table, verdict_notes, verdict_table
-from experiments.report.sweepanalysis import Analysis, Direction, main_axis
-from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData
+from experiments.report.sweepanalysis import Analysis, Direction, main_axis, panels
+from experiments.report.sweepdata import INTERPOLATION, STEP, Failure, SweepData
 
 _ROWS = 200
 """Settings that a table of the page lists; points.csv has every cell."""
 _MAPS = 4
 """Settings and pairs of axes for which maps are drawn."""
 _FAILURES = 50
+_LOST = 8
+"""Settings whose diverged seeds are counted at the top."""
 
 
 def sweep_tiles(data: SweepData) -> list[Tile]:
@@ -81,6 +84,7 @@ def _overview(data: SweepData, analysis: Analysis) -> Section:
         notes.append(f"The same in every cell: {fixed}.")
     notes += _threshold_notes(data)
     notes += verdict_notes(analysis)
+    notes += _lost_notes(data)
     notes += [f"Cell {f.cell} failed: {f.reason}" for f in data.failed[:3]]
     if len(data.failed) > 3:
         notes.append(f"{len(data.failed) - 3:,} more cells failed; their reasons are listed at the end.")
@@ -104,21 +108,45 @@ def _progress(data: SweepData) -> list[str]:
     return [said + ". `flatshift sweep` with the same arguments goes on."]
 
 
+def _lost_notes(data: SweepData) -> list[str]:
+    """How many seeds of a setting diverged, or failed for another reason: curves over the steps lose these seeds."""
+    lost: dict[tuple[Any, ...], list[Failure]] = {}
+    for failure in data.failed:
+        lost.setdefault(tuple(failure.setting.items()), []).append(failure)
+    said = []
+    for setting, failures in list(lost.items())[:_LOST]:
+        where = dict(setting)
+        does = "diverged" if all(f.diverged for f in failures) else "failed"
+        at = f" at {formats.setting(where)}" if where else ""
+        said.append(f"{len(failures)} of {len(data.rows(where))} seeds {does}{at}.")
+    if len(lost) > _LOST:
+        said.append(f"At {len(lost) - _LOST:,} more settings seeds diverged or failed.")
+    return said
+
+
 def _threshold_notes(data: SweepData) -> list[str]:
     """Whether an axis can show an interpolation peak at all: it must begin above the threshold and end below."""
     axis = main_axis(data)
-    if axis is None or len(data.axes) != 1 or not data.has("train.error"):
+    if axis is None or data.design == "random" or not data.has("train.error"):
         return []
-    curve = data.curve("train.error", axis, {})
-    fitted = [p.value <= INTERPOLATION for _, p in curve]
-    if curve and not any(fitted):
-        return [f"Train error stays above {INTERPOLATION:g}: nothing interpolates, so this axis shows no peak there."]
-    if curve and all(fitted):
-        return [
-            f"Train error is at most {INTERPOLATION:g} from the smallest {axis} on: every value interpolates, so this "
-            "axis cannot show an interpolation peak; take more rows, more label noise or fewer steps."
-        ]
-    return []
+    sides: dict[str, list[str]] = {"none": [], "all": []}
+    settings, _ = panels(data, axis, "train.error")
+    for where in settings:
+        fitted = [p.value <= INTERPOLATION for _, p in data.curve("train.error", axis, where)]
+        if fitted and (all(fitted) or not any(fitted)):
+            sides["all" if fitted[0] else "none"].append(formats.setting(where))
+    said = []
+    for side, names in sides.items():
+        if not names:
+            continue
+        at = "" if len(names) == len(settings) else f" ({'; '.join(names)})"
+        said.append(
+            f"Train error stays above {INTERPOLATION:g}: nothing interpolates, so this axis shows no peak there{at}."
+            if side == "none"
+            else f"Train error is at most {INTERPOLATION:g} from the smallest {axis} on: every value interpolates, so "
+            f"this axis cannot show an interpolation peak; take more rows, more label noise or fewer steps{at}."
+        )
+    return said
 
 
 def _along(data: SweepData, direction: Direction) -> Section | None:
@@ -155,9 +183,8 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
     if axis.endswith("limit"):
         found = emc_table(direction)
         blocks += [found] if found is not None else []
-    against = beside_table(direction)
+    against, notes = beside_table(direction)
     blocks += [against] if against is not None else []
-    notes = []
     if direction.total > len(direction.settings):
         notes.append(
             f"{len(direction.settings)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "

@@ -24,26 +24,43 @@ def verdict_table(analysis: Analysis) -> Table | None:
         return None
     rows = [_row(j) for j in judged]
     return Table(
-        ["along", "setting", "verdict", "peak test p", "peak at", "height", "found with 80 % power", "threshold"],
+        [
+            "along", "setting", "verdict", "peak test p", "peak at", "height", "found with 80 % power", "threshold",
+            "training loss p",
+        ],
         rows,
         "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
         "evenly spread on a log axis. Height: above the higher flank, with its 95 % interval, in the units of the "
-        "curve; no peak was found where none is given. Threshold: where the mean train error crosses "
-        f"{INTERPOLATION:g}, between points.",
-        frozenset({3, 5, 6, 7}),
-    )
+        "curve; no peak was found where none is given. Found with 80 % power: at the inner point where runs scatter "
+        f"most. Threshold: where the mean train error crosses {INTERPOLATION:g}, between points. Training loss p: of a "
+        "peak of the training loss, which is no double descent.",
+        frozenset({3, 5, 6, 7, 8}),
+    )  # fmt: skip
 
 
 def _row(judged: Judged) -> list[str]:
-    peak = judged.verdict.peak
-    threshold = judged.verdict.threshold
+    peak, train = judged.verdict.peak, judged.verdict.train_peak
     row = [judged.axis.rpartition(".")[2], formats.setting(judged.where) or "–", judged.verdict.kind]
     row += _peak(peak, judged) if peak is not None else ["–"] * 4
-    return [*row, "–" if threshold is None else formats.number(float(threshold))]
+    return [*row, crossing_words(judged), "–" if train is None else _p(train)]
+
+
+def crossing_words(judged: Judged) -> str:
+    """Where the mean train error crosses the threshold, or on which side of it every point lies."""
+    found = judged.verdict.crossing
+    if found is None:
+        return "–"
+    if found.value is None:
+        return {"all": "all points fitted", "none": "no point fitted"}.get(found.fitted, "–")
+    return formats.number(float(found.value))
+
+
+def _p(test: PeakTest) -> str:
+    return f"{test.p_value:.2g}" if test.p_value >= 1e-4 else "< 0.0001"
 
 
 def _peak(peak: PeakTest, judged: Judged) -> list[str]:
-    p = f"{peak.p_value:.2g}" if peak.p_value >= 1e-4 else "< 0.0001"
+    p = _p(peak)
     if not peak.rejected:
         return [p, "–", "–", formats.number(peak.detectable.height, 2)]
     low, high = peak.height.low, peak.height.high
@@ -56,12 +73,13 @@ def _number(value: float) -> str:
     return formats.axis_value(int(value) if float(value).is_integer() else float(value))
 
 
-def beside_table(direction: Direction) -> Table | None:
-    """Every setting of the regularizer beside the first one of its axis, on the same seeds; None without such an axis.
+def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
+    """Every setting of the regularizer beside the first one of its axis, on the same seeds, and a sentence for each.
 
-    That is the unregularised one where there is one: `plain`, or a strength of 0.
+    That is the unregularised one where there is one: `plain`, or a strength of 0. No table where no pair has enough
+    seeds; nothing at all without such an axis.
     """
-    rows = []
+    rows, said = [], []
     for axis in (a for a in direction.table.axes if a == "regularizer" or a.startswith("regularizer.")):
         levels = direction.table.values(axis)
         base = "plain" if "plain" in levels else levels[0]
@@ -73,20 +91,23 @@ def beside_table(direction: Direction) -> Table | None:
                     direction.table, direction.axis, where, {**where, axis: base}, test=direction.test,
                     epsilon=INTERPOLATION,
                 )  # fmt: skip
-            except UserError:  # the base lacks seeds or values
+            except UserError as error:  # one of the two lacks seeds or values
+                said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: cannot be said, {error}.")
                 continue
             rows.append([formats.setting(where), formats.axis_value(base), *_beside(curve, found)])
+            said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: {found.sentence(curve)}")
     if not rows:
-        return None
-    return Table(
+        return None, said
+    table = Table(
         ["setting", "beside", "mean difference", "p", "peak at", "peak's height, difference", "p", "threshold ÷"],
         rows,
         f"{direction.test.replace('.', ' ').replace('_', ' ')} minus the other's, on the same seeds, with 95 % "
-        "intervals. Peak: where the mean of both curves has its highest one; its height is taken above the mean of its "
-        "flanks, so that neither curve chose the place. Threshold: where the train error crosses "
-        f"{INTERPOLATION:g}, as a ratio of positions. No p is corrected for the number of rows.",
+        "intervals. Peak: where the mean of both curves has its highest one, if the peak test finds one in it; its "
+        "height is taken above the mean of its flanks, so that neither curve chose the place. Threshold: where the "
+        f"train error crosses {INTERPOLATION:g}, as a ratio of positions. No p is corrected for the number of rows.",
         frozenset({2, 3, 5, 6, 7}),
     )
+    return table, said
 
 
 def _beside(curve: Curve, found: Beside) -> list[str]:

@@ -74,6 +74,8 @@ class Failure:
     setting: dict[str, Any]
     seed: Any
     reason: str
+    diverged: bool
+    """Whether its loss or a gradient was no finite number; False too where tables of an earlier version do not say."""
 
 
 class SweepData(SweepTable):
@@ -116,7 +118,7 @@ class SweepData(SweepTable):
     @cached_property
     def failed(self) -> list[Failure]:
         """Cells that failed, in file order; a cell that merely waits is not among them."""
-        names = [n for n in ("cell", "status", "reason") if n in self.table.column_names]
+        names = [n for n in ("cell", "status", "reason", "diverged") if n in self.table.column_names]
         texts = self.table.select(names).to_pydict()
         statuses = texts.get("status", [])
         return [
@@ -125,6 +127,7 @@ class SweepData(SweepTable):
                 {a: self._levels[a][self._codes[a][i]] for a in self.axes},
                 self._levels["seed"][self._codes["seed"][i]],
                 str((texts.get("reason") or [None] * len(self))[i] or "no reason was recorded"),
+                (texts.get("diverged") or [None] * len(self))[i] is True,
             )
             for i, status in enumerate(statuses)
             if status == "failed"
@@ -209,7 +212,8 @@ def read_sweep(folder: Path) -> SweepData | None:
     if plan.get("design") == "paired":
         axes = _leading(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
-    curves = _joined(curves, list(_late_traces(late, cells, axes)))
+    late += [folder / "cells" / key for key in _untraced(cells, curves)]
+    curves = _joined(curves, _late_traces(late, cells, axes, _steps_of(curves)))
     trace = SweepTable(_one_stage(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
     design = str(plan.get("design") or "grid")
     data = SweepData(
@@ -335,7 +339,7 @@ def _flat_result(file: Path) -> dict[str, Any]:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": tree["status"]}
-        row |= {key: tree.get(key) for key in ("reason", "seconds", "flatshift")}
+        row |= {key: tree.get(key) for key in ("reason", "diverged", "seconds", "flatshift")}
         for split, metrics in tree["metrics"].items():
             row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -343,13 +347,48 @@ def _flat_result(file: Path) -> dict[str, Any]:
     return row
 
 
-def _late_traces(folders: Sequence[Path], cells: pa.Table, axes: Sequence[str]) -> Iterable[dict[str, Any]]:
-    """Rows of curves.parquet for cells that are not in it yet; of two lines of a step the later one counts."""
-    from finetune.recording import read_trace
+def _untraced(cells: pa.Table, curves: pa.Table | None) -> list[str]:
+    """Failed cells of which the curves know nothing: earlier versions left them out."""
+    import pyarrow.compute as pc
+
+    if curves is None or not {"cell", "status"} <= set(cells.column_names) or "cell" not in curves.column_names:
+        return []
+    failed = cells.filter(pc.equal(cells.column("status"), "failed")).column("cell")
+    return [str(key) for key in sorted(set(failed.to_pylist()) - set(curves.column("cell").to_pylist()))]
+
+
+def _steps_of(curves: pa.Table | None) -> set[int]:
+    """Steps at which anything was recorded."""
+    if curves is None or STEP not in curves.column_names:
+        return set()
+    return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
+
+
+def _late_traces(
+    folders: Sequence[Path], cells: pa.Table, axes: Sequence[str], steps: Iterable[int]
+) -> list[dict[str, Any]]:
+    """Rows of curves.parquet for cells that are not in it yet; of two lines of a step the later one counts.
+
+    A failed cell has rows without figures for the planned steps that it did not reach: those of its trace.json or, if
+    it ended before that was written, the `steps` that others recorded.
+    """
+    from finetune.recording import ABOUT, read_trace, unreached
 
     if not folders:
-        return
-    names = [n for n in ("cell", "seed", *axes) if n in cells.column_names]
+        return []
+    names = [n for n in ("cell", "seed", "status", "diverged", *axes) if n in cells.column_names]
     about = {row["cell"]: row for row in cells.select(names).to_pylist()}
-    for folder in folders:
-        yield from ({**about[folder.name], **line} for line in read_trace(folder))
+    traces = {folder: read_trace(folder) for folder in folders}
+    known = {*steps, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
+    rows = []
+    for folder, lines in traces.items():
+        row = about[folder.name]
+        status, diverged = row.pop("status", None), row.pop("diverged", None)
+        if status == "failed":
+            try:
+                planned = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
+            except (OSError, ValueError, KeyError, TypeError):
+                planned = sorted(known)
+            lines = [*lines, *unreached(lines, planned, "diverged" if diverged else "failed")]
+        rows += [{**row, **line} for line in lines]
+    return rows

@@ -16,7 +16,7 @@ def derive(data: SweepData) -> None:
     """Add `grad.norm` = √(‖gA‖² + ‖gB‖²) and `sharpness.ratio` = lr·λ_max / `data.stability` to trace and cells.
 
     A cell's own figures are the largest of its trace: of the gradient over the second half of its steps (the first
-    steps from B = 0 are large for every rank), of the sharpness over all.
+    steps from B = 0 are large for every rank), of the sharpness over all. A failed cell has none.
     """
     import numpy as np
 
@@ -32,12 +32,12 @@ def derive(data: SweepData) -> None:
         known = place >= 0
         np.maximum.at(last, place[known], steps[known])
         late = known & (steps >= last[place] / 2)
-        data.add(GRADIENT, _largest(norm, place, late, len(data)))
+        data.add(GRADIENT, np.where(data.finished, _largest(norm, place, late, len(data)), np.nan))
     if trace.has("sharpness.preconditioned") and trace.has("lr"):
         ratio = trace.column("sharpness.preconditioned") * trace.column("lr") / data.stability
         trace.add(SHARPNESS, ratio)
         place = _cells(data)
-        data.add(SHARPNESS, _largest(ratio, place, place >= 0, len(data)))
+        data.add(SHARPNESS, np.where(data.finished, _largest(ratio, place, place >= 0, len(data)), np.nan))
 
 
 def _cells(data: SweepData) -> np.ndarray:

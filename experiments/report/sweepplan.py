@@ -24,6 +24,8 @@ def read_plan(path: Path) -> dict[str, Any]:
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
         list(plan["grid"])
+        if "keys" in plan:
+            plan["keys"] = frozenset(plan["keys"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: has no `grid`; {AGAIN}") from error
     return dict(plan)
@@ -75,18 +77,26 @@ def only_planned(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
 
 
 def _tests(plan: dict[str, Any]) -> dict[str, Callable[[Any], bool]]:
-    """Column → whether a value in it is the plan's."""
+    """Column → whether a value in it is the plan's.
+
+    By the keys of its cells; a plan of an earlier version, which lists none, is compared value by value.
+    """
+    if "keys" in plan:
+        return {"cell": frozenset(plan["keys"]).__contains__}
     grid, seeds = plan.get("grid"), plan.get("seeds")
     if not isinstance(grid, dict):
         return {}
     tests: dict[str, Callable[[Any], bool]] = {key: partial(_among, written=values) for key, values in grid.items()}
-    if isinstance(seeds, int):
+    if isinstance(seeds, int) and "bisection" not in plan:  # which lists its cells at its end, and seeds may begin late
         tests["seed"] = lambda seed: not isinstance(seed, int) or seed < seeds
     return tests
 
 
 def _among(value: Any, written: Any) -> bool:
-    """Whether a resolved value is one of those written in the plan, where `5e-4` and `0.0005` are the same."""
+    """Whether a resolved value may be one of those written in the plan, where `5e-4` and `0.0005` are the same.
+
+    What a word (`alpha=rank`) or a relative path came to is not known here: such a value is taken as planned.
+    """
     given = written if isinstance(written, list) else [written]
     texts = [str(text) for text in given]
     if not texts or any(".." in text for text in texts):  # nothing is said, or a range that values were drawn from
@@ -95,21 +105,26 @@ def _among(value: Any, written: Any) -> bool:
     if isinstance(value, list | dict) or any(_is_collection(text) for text in given):
         return True
     if isinstance(value, str):
-        return value in texts
+        return value in texts or any("/" in value and Path(value).name == Path(text).name for text in texts)
     if value is None or isinstance(value, bool):  # YAML spells them in more than one way
         return True
-    return any(_same(text, value) for text in texts)
+    return any(_same(text, value) or not _is_number(text) for text in texts)
 
 
 def _is_collection(written: Any) -> bool:
     return isinstance(written, list | dict) or str(written).lstrip().startswith(("[", "{"))
 
 
-def _same(text: str, value: float) -> bool:
+def _same(text: str, value: Any) -> bool:
+    return _is_number(text) and _is_number(value) and math.isclose(float(text), float(value), rel_tol=1e-12)
+
+
+def _is_number(value: Any) -> bool:
     try:
-        return math.isclose(float(text), value, rel_tol=1e-12)
+        float(value)
     except (ValueError, TypeError):
         return False
+    return True
 
 
 def read_searched(path: Path) -> list[dict[str, Any]]:

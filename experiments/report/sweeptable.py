@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.report.formats import bounds
 from experiments.stats import Interval, t_interval
@@ -26,13 +26,14 @@ _DENSE = 4_000_000
 class Matrix:
     """One figure over an axis, seed by seed: `y[s, j]` is that of `seeds[s]` at `values[j]`, NaN where there is none.
 
-    present: bool [S, J], whether there is a row at all, finished or failed.
+    present: bool [S, J], whether there is a row at all, finished or failed. lost: whether that one is no finished one.
     """
 
     values: tuple[Any, ...]
     seeds: tuple[Any, ...]
     y: np.ndarray
     present: np.ndarray
+    lost: np.ndarray
 
 
 class SweepTable:
@@ -150,12 +151,21 @@ class SweepTable:
         levels, names = self._levels[axis], self._levels["seed"]
         kept = [c for c in np.unique(codes).tolist() if levels[c] is not None]
         y = np.full((len(names), len(levels)), np.nan)
-        present = np.zeros(y.shape, dtype=bool)
+        present, lost = np.zeros(y.shape, dtype=bool), np.zeros(y.shape, dtype=bool)
         y[seeds, codes] = self.column(column)[rows]
         present[seeds, codes] = True
+        lost[seeds, codes] = ~self.finished[rows]
         used = np.unique(seeds).tolist()
         held = np.ix_(used, kept)
-        return Matrix(tuple(levels[c] for c in kept), tuple(names[s] for s in used), y[held], present[held])
+        values, seeds = tuple(levels[c] for c in kept), tuple(names[s] for s in used)
+        return Matrix(values, seeds, y[held], present[held], lost[held])
+
+    def lost(self, where: Where) -> Literal["diverged", "failed"]:
+        """What became of the rows of `where` without figures: they `diverged`, or `failed` if not all did."""
+        rows = [i for i in self.rows(where).tolist() if not self.finished[i]]
+        name = "diverged" if "diverged" in self.table.column_names else "status"
+        marks = self.table.column(name).take(rows).to_pylist() if rows else []
+        return "diverged" if all(mark in (True, "diverged") for mark in marks) else "failed"
 
     def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:
         """float64 [Y, X]: mean of a figure over the rows of each pair of axis values, NaN where there is none."""

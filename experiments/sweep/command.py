@@ -114,6 +114,7 @@ class _Asked:
         found: dict[str, Any] = {"recipe": self.base.name, "grid": grid, "design": self.design, "seeds": self.seeds}
         if self.bisection is None or tried:
             found["cells"] = len(cells)
+            found["keys"] = [cell.key for cell in cells]
         if self.points is not None:
             found["points"] = self.points
         if self.bisection is not None:

@@ -147,6 +147,7 @@ def _asked(document: dict[str, Any]) -> dict[str, Any]:
     found = {**document, **_stamps()}
     if search := document.get("bisection"):
         found.pop("cells", None)
+        found.pop("keys", None)
         found["grid"] = {key: values for key, values in document["grid"].items() if key != search["key"]}
     return found
 

@@ -1,4 +1,8 @@
-"""The tables of a sweep: cells.parquet and points.csv have a row per cell, curves.parquet one per recorded step."""
+"""The tables of a sweep: cells.parquet and points.csv have a row per cell, curves.parquet one per recorded step.
+
+A failed cell keeps the steps that it recorded; the others of its plan follow without figures, marked with its `status`
+(`diverged`, or `failed` for another reason), so that a curve along the steps knows of it.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +42,10 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
         result = read_result(directory)
         if result is None:
             continue
-        trace = read_trace(directory) if result["status"] == "done" else []
+        trace = read_trace(directory)
         axes = {key: _plain(value) for key, value in cell.point.items()}
         row = {"cell": cell.key, **axes, "seed": cell.seed}
-        for line in trace:
+        for line in [*trace, *_unreached(cell, result, trace)]:
             curves.add(row, line)
         rows.append({**row, **(more or {}).get(cell.key, {}), **_figures(result, trace)})
         finished.add(rows[-1])
@@ -71,9 +75,21 @@ def final_figures(directory: Path) -> Row:
     return _measured(result, read_trace(directory))
 
 
+def _unreached(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
+    """Of a failed cell: a line without figures for every step that was to be recorded after the last one that was."""
+    from finetune.recording import recorded_steps, unreached
+
+    recipe = cell.resolved.recipe
+    if result["status"] == "done" or recipe.record is None:
+        return []
+    steps = recorded_steps(recipe.record, recipe.train.steps)
+    return unreached(trace, steps, "diverged" if result.get("diverged") else "failed")
+
+
 def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    about = {key: result.get(key) for key in ("status", "reason", "seconds", "flatshift", "code", "stacked")}
-    return {**about, **_measured(result, trace)}
+    names = ("status", "reason", "diverged", "seconds", "flatshift", "code", "stacked")
+    about = {key: result.get(key) for key in names}
+    return about | (_measured(result, trace) if result["status"] == "done" else {})
 
 
 def _measured(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:

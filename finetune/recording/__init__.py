@@ -31,6 +31,7 @@ _HOME = {
     "ABOUT": "trace",
     "about": "trace",
     "read_trace": "trace",
+    "unreached": "trace",
 }
 __all__ = sorted(_HOME)
 

@@ -32,6 +32,13 @@ def read_trace(path: str | Path, *, stage: str | None = None) -> list[dict[str, 
     return sorted(lines, key=lambda line: int(line.get("step") or 0))
 
 
+def unreached(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
+    """Lines without figures, marked with `status`, for those of the planned `steps` that a failed run did not reach."""
+    last = int(lines[-1]["step"]) if lines else -1
+    stage = lines[-1].get("stage") if lines else "fine-tune"
+    return [{"stage": stage, "step": step, "status": status} for step in steps if step > last]
+
+
 def about(
     recording: Recording, *, stage: str, steps: int, optimizer: Optimizer, notes: Sequence[str] = ()
 ) -> dict[str, Any]:

@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks._harness import Benchmark
-from benchmarks.descent_studies import KEPT, STUDIES, guide, pack, planned, read, rows, unpack
+from benchmarks.descent_studies import (
+    BEGIN,
+    END,
+    KEPT,
+    STUDIES,
+    guide,
+    keep_published,
+    pack,
+    planned,
+    read,
+    rebuild,
+    rows,
+    unpack,
+)
 from experiments.descent.peak import FEWEST_POINTS, FEWEST_SEEDS
 from experiments.recipe import load_recipe
 from experiments.report.sweepdata import STEP
@@ -58,7 +71,7 @@ def test_cells_are_known_by_contents_wherever_the_file_lies(tmp_path: Path) -> N
     assert planned(BY_NAME["bump"], files[1]).keys().isdisjoint(here)
 
 
-def _fake(out: Path, name: str, values: list, curve, *, seeds: int = 4, lost: tuple = ()) -> None:
+def _fake(out: Path, name: str, values: list, curve, *, seeds: int = 5, lost: tuple = ()) -> None:
     """A sweep whose cells recorded `curve(value, step)` = (train error, train loss, test error, test loss)."""
     axis = "adapter.rank" if name == "rank" else "regularizer"
     out.mkdir()
@@ -73,7 +86,7 @@ def _fake(out: Path, name: str, values: list, curve, *, seeds: int = 4, lost: tu
                 found = [y + 0.003 * ((seed * (7 + place) + step) % 5) for y in curve(value, step)]
                 names = ("train.error", "train.loss", "test.error", "test.loss")
                 trace.append({"stage": "fine-tune", "step": step, **dict(zip(names, found, strict=True))})
-            directory = _cell(out, key, [] if gone else trace)
+            directory = _cell(out, key, trace[:3] if gone else trace)  # updates 4 and 8 were never reached
             last = trace[-1]
             metrics = {
                 split: {
@@ -83,7 +96,8 @@ def _fake(out: Path, name: str, values: list, curve, *, seeds: int = 4, lost: tu
                 for split in ("train", "test")
             }
             about = {"cell": key, "point": {axis: value}, "seed": seed, "seconds": 1.0, "flatshift": "0"}
-            end = {"status": "failed", "reason": "it diverged", "metrics": {}} if gone else {"status": "done"}
+            end = {"status": "failed", "reason": "it diverged", "diverged": True, "metrics": {}}
+            end = end if gone else {"status": "done"}
             text = about | {"reason": None, "metrics": metrics} | end
             (directory / "result.json").write_text(json.dumps(text))
 
@@ -98,6 +112,7 @@ def test_a_peak_along_rank_is_named(tmp_path: Path) -> None:
     assert not found.missing
     text = "\n".join(guide(found))
     assert "| all | 0.2" in text and "double descent" in text and "1 peak tests at 5 %" in text
+    assert "- all: double descent. Test error has a peak" in text and "Arms: " in text
 
 
 def test_the_training_bump_is_read_from_the_training_loss_and_nothing_is_passed_over(tmp_path: Path) -> None:
@@ -109,16 +124,80 @@ def test_the_training_bump_is_read_from_the_training_loss_and_nothing_is_passed_
     _fake(tmp_path / "whole", "bump", ["plain", "ggpo"], curve)
     found = read(BY_NAME["bump"], tmp_path / "whole")
     plain, ggpo = sorted(found.judged, key=lambda each: each.where["regularizer"], reverse=True)
-    assert found.peak(plain).rejected and not found.peak(ggpo).rejected
-    ((where, base, beside),) = found.beside
+    assert plain.verdict.peak.rejected and not ggpo.verdict.peak.rejected
+    ((where, base, beside, _),) = found.beside
     assert (where["regularizer"], base) == ("ggpo", "plain")
     assert beside.mean.value == pytest.approx(-3.8 / 4, abs=0.01)  # of the training loss
     text = "\n".join(guide(found))
-    assert "1.5" in text and "9.0" not in text.split("- ")[0]
-    _fake(tmp_path / "lost", "bump", ["plain", "ggpo"], curve, seeds=3, lost=(("plain", 1),))
-    found = read(BY_NAME["bump"], tmp_path / "lost")
-    assert [name.split(" −")[0] for name, _ in found.missing] != [] and "Not judged: " in "\n".join(guide(found))
+    assert "1.5" in text and "9.0" not in text
+    assert text.count("Training loss has") == 2 and "Judged at steps 1, 2, 4, 8" in text
+    assert "regularizer = ggpo − plain: It removes the peak at step 2" in text
     rows(bench, found)
+
+
+def test_seeds_and_settings_that_diverged_are_spoken_of(tmp_path: Path) -> None:
+    def curve(kind: str, step: int) -> tuple[float, float, float, float]:
+        return 0.5, {0: 3.0, 1: 2.5, 2: 2.2, 4: 2.0, 8: 1.5}[step], 0.9, 9.0
+
+    bench = Benchmark("descent_studies")
+    _fake(tmp_path / "one", "bump", ["plain", "ggpo"], curve, seeds=6, lost=(("plain", 1),))
+    found = read(BY_NAME["bump"], tmp_path / "one")
+    (plain,) = [each for each in found.judged if each.where["regularizer"] == "plain"]
+    assert plain.verdict.peak.diverged == (1,) and plain.verdict.peak.seeds == 5
+    assert "1 of 6 seeds diverged at step 4 to 8." in "\n".join(guide(found))
+    whole = tuple(("plain", seed) for seed in range(5))
+    _fake(tmp_path / "late", "bump", ["plain", "ggpo"], curve, lost=whole)
+    text = "\n".join(guide(read(BY_NAME["bump"], tmp_path / "late")))
+    assert "5 of 5 seeds diverged at step 4 to 8." in text and "− plain: 0 seeds are whole in both" in text
+    _fake(tmp_path / "all", "bump", ["plain", "ggpo"], curve, lost=whole)
+    for key, _ in whole:
+        for trace in (tmp_path / "all" / "cells").glob(f"{key}-*/trace.jsonl"):
+            trace.write_text("")
+    found = read(BY_NAME["bump"], tmp_path / "all")
+    rows(bench, found)
+    assert dict(found.missing)["regularizer = plain"].startswith("5 of 5 seeds diverged: 0 values of step")
+    assert [row["what"] for row in bench.rows if "plain" in row["what"]]
+
+
+def test_below_five_seeds_a_study_says_how_many_it_needs(tmp_path: Path) -> None:
+    _fake(tmp_path / "few", "rank", [1, 2, 4, 8], lambda rank, step: (0.5, 1 / rank, 1 / rank, 1.0), seeds=3)
+    found = read(BY_NAME["rank"], tmp_path / "few")
+    (judged,) = found.judged
+    assert judged.verdict.kind == "undecided" and "sweep with --seeds 5" in "\n".join(guide(found))
+    rows(bench := Benchmark("descent_studies"), found)
+    assert "--seeds 5" in bench.rows[0]["reason"]
+
+
+def test_studies_that_are_not_run_keep_what_was_published(tmp_path: Path) -> None:
+    page = f"before\n{BEGIN}\n\n#### Error along rank\n\n- old\n\n#### Error along rows\n\n- rows\n{END}\nafter\n"
+    results = tmp_path / "descent_studies.json"
+    old = [{"what": f"error along {axis}, all: undecided", "ours": 0.5} for axis in ("rank", "rows")]
+    results.write_text(json.dumps({"rows": old}))
+    bench = Benchmark("descent_studies")
+    assert keep_published(bench, BY_NAME["rank"], results, page) == ["#### Error along rank", "", "- old", ""]
+    assert keep_published(bench, BY_NAME["rows"], results, page)[-2:] == ["- rows", ""]
+    assert bench.rows == old
+    assert keep_published(bench, BY_NAME["bump"], results, page) == []
+    assert bench.rows[-1]["reason"].startswith("not run")
+
+
+def test_a_study_is_judged_anew_from_committed_cells_without_running_any(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": str(i + 1)}) + "\n" for i in range(40)))
+    study, kept = BY_NAME["bump"], tmp_path / "kept"
+    names = planned(study, file)
+    for place, name in enumerate(names):
+        steps = (0, 2, 8, 16, 32, 48, 64, 80, 96, 112, 128)
+        trace = [{"stage": "fine-tune", "step": s, "train.loss": 5 - s / 99 + 0.01 * (place % 7)} for s in steps]
+        metrics = {"test": {"loss": {"value": 1.0}}}
+        result = {"status": "done", "reason": None, "metrics": metrics, "seconds": 1.0}
+        (kept / "cells").mkdir(parents=True, exist_ok=True)
+        (kept / "cells" / f"{name}.json").write_text(json.dumps({"result": result, "trace": trace}))
+    rebuild(study, file, kept, tmp_path / "out")
+    found = read(study, tmp_path / "out")
+    assert found.data.done == len(names) and not found.missing
+    assert len(found.judged) == len(names) // found.data.seeds
+    assert len(found.judged[0].curve.values) == 10  # every recorded step is judged
 
 
 def test_every_study_has_a_shipped_recipe_with_its_axis_and_seeds_for_a_test() -> None:

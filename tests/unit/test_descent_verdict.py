@@ -163,7 +163,63 @@ def test_diverged_seeds_are_told_and_too_few_are_no_error():
     verdict = judge_curve(replace(curve, test=test))
     assert verdict.kind == "double descent" and "1 of 6 seeds diverged" in text(verdict)
     few = judge_curve(interpolating(seeds=2))
-    assert few.kind == "undecided" and few.peak is None and "at least 3 seeds" in text(few)
+    assert few.kind == "undecided" and few.peak is None and "at least 5 seeds" in text(few)
+    four = judge_curve(interpolating(seeds=4, height=20))
+    assert four.kind == "undecided" and four.peak is None and "--seeds 5" in text(four)
+    assert four.threshold is not None
+
+
+def training(mean: list[float], **tables) -> Curve:
+    """A curve of the training loss itself, over ten recorded steps."""
+    noise = 0.05 * np.random.default_rng(12).standard_normal((5, 10))
+    steps = [2, 8, 32, 64, 96, 128, 160, 192, 224, 256]
+    y = np.array(mean) + noise
+    return Curve(axis="step", values=steps, test=y, train_loss=y, metric="train loss", training=True, **tables)
+
+
+def test_a_training_loss_is_judged_as_itself_and_its_test_is_always_printed():
+    falls = judge_curve(training([5, 4.8, 4.5, 4.2, 3.9, 3.6, 3.3, 3, 2.7, 2.4]))
+    assert falls.kind == "monotone" and "no peak by the same test (p =" in text(falls)
+    rises = judge_curve(training([5, 4.41, 4.5, 5, 6, 7, 7.5, 7.7, 7.8, 7.81]))
+    assert rises.kind == "instability" and "Training loss rises from 4.4" in text(rises)
+    assert "does not come back" in text(rises) and "no peak by the same test (p =" in text(rises)
+    bump = [5, 4.5, 4, 3.5, 3, 6, 4, 2.8, 2.6, 2.5]
+    assert judge_curve(training(bump)).kind == "undecided"
+    spike = np.where(np.arange(10) == 5, 4.0, 1.0) * np.random.default_rng(13).lognormal(0, 0.05, (5, 10))
+    assert judge_curve(training(bump, gradient_norm=spike)).kind == "instability"
+    little = judge_curve(training([9, 4.5, 4, 3.5, 3, 2.5, 2.5, 2.6, 2.8, 2.9]))
+    assert little.kind == "undecided" and "less than a fifth of its fall" in text(little)
+
+
+def test_a_training_loss_that_rises_for_good_is_no_overfitting():
+    loss = training([5, 4.41, 4.5, 5, 6, 7, 7.5, 7.7, 7.8, 7.81])
+    curve = Curve(axis="step", values=loss.values, test=loss.test / 10, train_loss=loss.test)
+    assert judge_curve(curve).kind == "instability"
+    assert judge_curve(replace(curve, axis="rows")).kind == "overfitting"
+
+
+def test_every_verdict_says_that_its_axis_cannot_show_a_peak_and_what_the_test_found():
+    mean = np.array([0.3, 0.32, 0.36, 0.42, 0.5, 0.6])
+    for rising, kind in ((mean, "overfitting"), (mean[::-1], "monotone")):
+        noise = np.random.default_rng(14).standard_normal((3, 8, 6))
+        curve = Curve(
+            axis="rank",
+            values=RANKS[:6],
+            test=rising + 0.005 * noise[0],
+            train_error=0.01 + 0.001 * noise[1],
+            train_loss=np.linspace(0.5, 0.05, 6) + 0.001 * noise[2],
+        )
+        verdict = judge_curve(curve)
+        assert verdict.kind == kind and "the smallest value included" in text(verdict)
+        assert "where runs scatter most, in 80 % of cases" in text(verdict) and "no peak by the same" in text(verdict)
+
+
+def test_points_that_most_seeds_do_not_reach_are_named():
+    curve = interpolating(seeds=6)
+    test = curve.test.copy()
+    test[:4, 8] = np.nan
+    said = text(judge_curve(replace(curve, test=test)))
+    assert "4 of 6 seeds diverged at rank 256." in said and "most seeds have no value there: rank 256" in said
 
 
 def test_the_threshold_is_of_the_seeds_and_points_that_are_judged():

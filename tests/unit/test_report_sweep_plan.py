@@ -64,6 +64,9 @@ def test_tables_of_an_earlier_plan_are_cut_to_the_plan(tmp_path):
         ("ggpo", ["{kind: ggpo}"], True),
         ({"kind": "ggpo"}, ["ggpo"], True),
         ("ggpo", ["plain"], False),
+        (2.0, ["rank", "16"], True),
+        ("/data/a.jsonl", ["a.jsonl", "b.jsonl"], True),
+        ("/data/c.jsonl", ["a.jsonl", "b.jsonl"], False),
         (3e-4, ["0.0003"], True),
         (4e-4, ["0.0003"], False),
     ],
@@ -85,3 +88,78 @@ def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):
     sections = sweep_sections(free, Analysis(free))
     charts = [c for s in sections for b in s.blocks if b.kind == "figures" for c in b.charts]
     assert len(charts) == 2 and all("Every dot is a cell" in c.caption for c in charts)
+
+
+def _cells(out, grid, ends, *, overrides=()):
+    """The sweep of `double-descent` over a grid, two seeds each, whose cells ended as `ends(cell)` says."""
+    from experiments.recipe import load_recipe
+    from experiments.sweep.axes import parse_grid
+    from experiments.sweep.cell import finish_cell
+    from experiments.sweep.command import _asked
+    from experiments.sweep.directory import claim
+    from experiments.sweep.plan import plan_cells
+
+    asked = _asked("double-descent", overrides, grid, 2, None, None, None, None, None)
+    planned = list(plan_cells("double-descent", overrides, parse_grid(grid), 2))
+    out.mkdir()
+    claim(out, asked.document(planned), load_recipe("double-descent", overrides))
+    for cell in planned:
+        finish_cell(out / "cells" / cell.key, cell, ends(cell))
+    return planned
+
+
+def _done(cell):
+    from experiments.sweep.cell import Outcome
+
+    return Outcome("done", metrics={"test": {"accuracy": {"value": 0.5}}, "train": {"loss": {"value": 1.0}}})
+
+
+def test_cells_whose_values_are_resolved_otherwise_than_written_are_all_shown(tmp_path):
+    from experiments.recipe import from_override
+    from experiments.sweep.table import write_table
+
+    for name in "ab":
+        lines = (json.dumps({"text": f"{name}{i}", "label": "xy"[i % 2]}) for i in range(8))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    laid = [from_override("data.test.files", files[0]), from_override("data.train.limit", 4)]
+    for name, grid, overrides in (
+        ("alpha", ["adapter.rank=2,8", "adapter.alpha=rank,16"], ()),
+        ("files", [f"data.train.files={files[0]},{files[1]}"], laid),
+    ):
+        planned = _cells(tmp_path / name, grid, _done, overrides=overrides)
+        assert len(read_run(tmp_path / name).sweep) == len(planned)  # from the cells alone
+        write_table(tmp_path / name, planned)
+        result(tmp_path / name / "cells" / "other", 64)  # of another plan
+        data = read_run(tmp_path / name).sweep
+        assert (data.done, data.unfinished) == (len(planned), 0)
+
+
+def test_a_diverged_cell_keeps_its_lines_and_has_empty_ones_for_the_steps_it_did_not_reach(tmp_path):
+    from experiments.sweep.cell import Outcome
+    from experiments.sweep.table import write_table
+
+    def ends(cell):
+        if cell.point["adapter.rank"] == 8 and cell.seed == 1:
+            return Outcome("failed", "the loss is not a finite number", diverged=True)
+        return _done(cell)
+
+    out = tmp_path / "s"
+    planned = _cells(out, ["adapter.rank=2,8"], ends)
+    for cell in planned:
+        steps = (0, 1, 2) if ends(cell).diverged else (0, 1, 2, 3, 4, 64, 100)
+        lines = (json.dumps({"stage": "fine-tune", "step": s, "train.loss": 5.0 - s / 50}) for s in steps)
+        (out / "cells" / cell.key / "trace.jsonl").write_text("".join(line + "\n" for line in lines))
+    for written in (False, True):
+        if written:
+            write_table(out, planned)
+        data = read_run(out).sweep
+        found = data.trace.matrix("train.loss", "step", {"adapter.rank": 8})
+        at = dict(zip(found.values, found.y[found.seeds.index(1)].tolist(), strict=True))
+        assert at[2] == 4.96 and at[64] != at[64] and at[100] != at[100]
+        row = found.lost[found.seeds.index(1)]
+        assert row.sum() >= 4 and not found.lost[found.seeds.index(0)].any()
+        assert data.trace.lost({"adapter.rank": 8}) == data.lost({"adapter.rank": 8}) == "diverged"
+        (failure,) = data.failed
+        assert failure.diverged and "1 of 2 seeds diverged at rank = 8." in words(sweep_sections(data, Analysis(data)))
+    assert pq.read_table(out / "cells.parquet").column("test.error").null_count == 1

@@ -97,16 +97,20 @@ def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
     ((setting, base, mean, p, at, height, peak_p, threshold),) = found.rows
     assert (setting, base, at, threshold) == ("regularizer = ggpo", "plain", "8", "–")
     assert mean.startswith("−0.05") and height.startswith("−0.2") and float(p) < 0.001 and float(peak_p) < 0.001
+    assert "regularizer = ggpo beside plain: It removes the peak at rank 8" in words(sections)
 
 
 def test_too_few_seeds_are_said(tmp_path):
     report_runs.sweep(tmp_path / "s", seeds=2)
     data = read_run(tmp_path / "s").sweep
     analysis = Analysis(data)
-    assert analysis.judged == [] and data.trace is None
-    assert "too few seeds or values for a verdict" in sweep_finding(data, analysis)
+    (judged,) = analysis.judged
+    assert judged.verdict.kind == "undecided" and data.trace is None
+    assert "undecided" in sweep_finding(data, analysis)
     said = words(sweep_sections(data, analysis))
-    assert "No verdict: " in said and "Training dynamics" not in said
+    assert "sweep with --seeds 6" in said and "seeds failed at" in said and "Training dynamics" not in said
+    chart = next(c for s in sweep_sections(data, analysis) for b in s.blocks if b.kind == "figures" for c in b.charts)
+    assert chart.verdict == "undecided"  # the curve is shown all the same
 
 
 def test_failures_versions_and_long_tables(tmp_path):
@@ -132,7 +136,13 @@ def test_an_axis_that_cannot_show_a_peak_is_named(tmp_path):
     for row in table:
         row["train.error"] = 0.05
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2, 4]})
-    assert "this axis cannot show an interpolation peak" in words(sweep_sections(data, Analysis(data)))
+    said = words(sweep_sections(data, Analysis(data)))
+    assert "this axis cannot show an interpolation peak" in said and "all points fitted" in said
+    both = [{**row, "optimizer.lr": 0.1} for row in table]
+    both += [{**row, "optimizer.lr": 0.2, "train.error": 0.5} for row in table]
+    data = cells(tmp_path / "b", both, {"adapter.rank": [1, 2, 4], "optimizer.lr": [0.1, 0.2]})
+    said = words(sweep_sections(data, Analysis(data)))
+    assert "fewer steps (lr = 0.1)" in said and "no peak there (lr = 0.2)" in said and "no point fitted" in said
 
 
 @pytest.mark.parametrize("name", ["cells.parquet", "curves.parquet", "sweep.json", "emc.json"])

@@ -279,9 +279,13 @@ def test_tables(tmp_path: Path) -> None:
     assert table["stable_rank"] == [2.5, 2.5, None] and table["emc"] == [44.5, None, None]
     assert not {"step", "lr", "tokens", "stage"} & table.keys()
     curves = pq.read_table(tmp_path / "curves.parquet").to_pydict()
-    assert curves["cell"] == [cells[0].key] * 3 + [cells[1].key] * 3, "failed cells have no curve"
-    assert curves["step"] == [0, 2, 4] * 2 and curves["train.error"][:3] == [0.9, 0.7, 0.25]
-    assert curves["adapter.rank"] == [1] * 6 and curves["seed"] == [0] * 3 + [1] * 3
+    whole = [i for i, key in enumerate(curves["cell"]) if key != cells[2].key]
+    assert [curves["cell"][i] for i in whole] == [cells[0].key] * 3 + [cells[1].key] * 3
+    lines = list(zip(curves["step"], curves["status"], curves["train.error"], strict=True))[len(whole) :]
+    assert lines[:4] == [(0, None, 0.9), (2, None, 0.7), (4, None, 2.25), (6, "failed", None)], "what a failed one left"
+    assert lines[-1] == (100, "failed", None)
+    assert curves["step"][:6] == [0, 2, 4] * 2 and curves["train.error"][:3] == [0.9, 0.7, 0.25]
+    assert curves["adapter.rank"][:6] == [1] * 6 and curves["seed"][:6] == [0] * 3 + [1] * 3
     with (tmp_path / "points.csv").open(newline="", encoding="utf-8") as file:
         points = list(csv.DictReader(file))
     assert [p["adapter.rank"] for p in points] == ["1", "1", "2"] and points[2]["test.loss"] == ""
