@@ -13,6 +13,7 @@ from experiments.embedding import Vectors
 from experiments.reading import PoolRecords
 from finetune.errors import UserError
 from finetune.seeds import derive
+from selection.config import Domains, GotD, GotDContrast
 
 
 def check_relevance(spec: Select) -> None:
@@ -23,6 +24,12 @@ def check_relevance(spec: Select) -> None:
             f"select.relevance.use: {spec.method.kind} does not look at the weights of domains; "
             f"use choose, or one of the methods {', '.join(kinds)}"
         )
+
+
+def _cost(spec: Select) -> str:
+    """The cost of the method that ranks, inside domains the inner one's; those without a choice use distances."""
+    ranking = spec.method.inside if isinstance(spec.method, Domains) else spec.method
+    return ranking.cost if isinstance(ranking, GotD | GotDContrast) else "sqeuclidean"
 
 
 def judge_domains(
@@ -46,7 +53,13 @@ def judge_domains(
         )
     drawn = sample_domains(domains, settings.sample, ids=view.ids, seed=derive(seed, "relevance"))
     samples = {name: vectors.pool(view.take(rows), f"embed {name}") for name, rows in drawn.items()}
-    distances = domain_distances(samples, vectors.target(), epsilon=settings.epsilon, seed=derive(seed, "relevance"))
+    distances = domain_distances(
+        samples,
+        vectors.target(),
+        epsilon=settings.epsilon,
+        seed=derive(seed, "relevance"),
+        cost=_cost(spec),
+    )
     shown = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
     about: dict[str, Any] = {
         "use": settings.use,
