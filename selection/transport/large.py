@@ -94,7 +94,7 @@ class _Large:
         """
         (_, m), total, width = self.problem.shape, self.problem.total, self.dtype.itemsize
         free = free_bytes(self.problem, self.settings) - 4 * self.tile_bytes
-        free -= 48 * m * m if m <= self.newton else 0
+        free -= 56 * m * m if m <= self.newton else 0  # Newton's six matrices, and the inverse that is kept
         if self.cached:
             wanted = float(max(5 * m, 5_000))
         else:
