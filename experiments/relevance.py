@@ -14,7 +14,7 @@ from experiments.embedding import Vectors
 from experiments.reading import PoolRecords
 from finetune.errors import UserError
 from finetune.seeds import derive
-from selection.config import Features
+from selection.config import Domains, Features, GotD, GotDContrast
 
 
 def check_relevance(spec: Select) -> None:
@@ -25,6 +25,12 @@ def check_relevance(spec: Select) -> None:
             f"select.relevance.use: {spec.method.kind} does not look at the weights of domains; "
             f"use choose, or one of the methods {', '.join(kinds)}"
         )
+
+
+def _cost(spec: Select) -> str:
+    """The cost of the method that ranks, inside domains the inner one's; those without a choice use distances."""
+    ranking = spec.method.inside if isinstance(spec.method, Domains) else spec.method
+    return ranking.cost if isinstance(ranking, GotD | GotDContrast) else "sqeuclidean"
 
 
 def judge_domains(
@@ -51,7 +57,9 @@ def judge_domains(
     near = vectors.target()
     if not isinstance(spec.embedder, Features):
         samples, near = _known(samples, near, console)
-    distances = domain_distances(samples, near, epsilon=settings.epsilon, seed=derive(seed, "relevance"))
+    distances = domain_distances(
+        samples, near, epsilon=settings.epsilon, seed=derive(seed, "relevance"), cost=_cost(spec)
+    )
     shown = ", ".join(f"{name} {value:.4g}" for name, value in distances.items())
     about: dict[str, Any] = {
         "use": settings.use,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from selection.errors import SelectionError
+from selection.methods.base import UNITS, placed
 from selection.transport import sinkhorn_potentials
 from selection.transport.problem import finite_rows
 
@@ -48,28 +49,37 @@ def sample_domains(
 
 
 def domain_distances(
-    samples: Mapping[str, Any], target: Any, *, epsilon: float = 0.05, tolerance: float = 1e-3, seed: int = 0
+    samples: Mapping[str, Any],
+    target: Any,
+    *,
+    epsilon: float = 0.05,
+    tolerance: float = 1e-3,
+    seed: int = 0,
+    cost: str = "sqeuclidean",
 ) -> dict[str, float]:
     """OT_ε(sample of a domain, target) by domain, smallest first.
 
     samples: domain → (n, d) features. target: (M, d). epsilon: multiple of the mean cost over all samples, so that one
-    ε, in units of cost, serves every domain and the distances can be compared. Raises SelectionError.
+    ε, in units of cost, serves every domain and the distances can be compared. cost: as in `sinkhorn_potentials`.
+    Raises SelectionError.
     """
     if not samples:
         raise SelectionError("domain relevance needs at least one domain")
-    y = np.asarray(target, dtype=np.float64)
-    finite_rows(y, "target", 0)
+    finite_rows(np.asarray(target), "target", 0)
     for x in samples.values():
         finite_rows(np.asarray(x), "pool", 0)
-    costs = {name: _mean_cost(np.asarray(x, dtype=np.float64), y) for name, x in samples.items()}
+    costs = {name: _mean_cost(x, target, cost) for name, x in samples.items()}
     overall = float(np.mean(list(costs.values())))
     found: dict[str, float] = {}
     for name, x in samples.items():
         if costs[name] <= 1e-12 * max(overall, 1e-300):  # the domain lies on the target
             found[name] = 0.0
             continue
-        relative = epsilon * overall / costs[name]
-        found[name] = sinkhorn_potentials(x, target, epsilon=relative, tolerance=tolerance, seed=seed).dual_value
+        # Where a cost is no number the solver says which row is at fault.
+        relative = epsilon * overall / costs[name] if np.isfinite(overall) else epsilon
+        found[name] = sinkhorn_potentials(
+            x, target, epsilon=relative, tolerance=tolerance, seed=seed, cost=cost
+        ).dual_value
     return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
 
@@ -96,7 +106,9 @@ def mass_by_distance(
     return weights / weights.sum(), {name: float(mass[i]) for i, name in enumerate(names)}
 
 
-def _mean_cost(x: np.ndarray, y: np.ndarray) -> float:
+def _mean_cost(sample: Any, target: Any, cost: str) -> float:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        x, y = placed(sample, cost), placed(target, cost)
     centre = y.mean(0)
     x, y = x - centre, y - centre
-    return float((x * x).sum(1).mean() + (y * y).sum(1).mean() - 2.0 * x.mean(0) @ y.mean(0))
+    return UNITS[cost] * float((x * x).sum(1).mean() + (y * y).sum(1).mean() - 2.0 * x.mean(0) @ y.mean(0))

@@ -115,7 +115,9 @@ class GotDSelector(Selector):
         self.diagnostics_ = found.first.diagnostics() | found.diagnostics()
         return self
 
-    def _solve(self, x: Any, y: Any, a: Any, b: Any, epsilon: float, progress: Progress | None = None) -> Potentials:
+    def _solve(
+        self, x: Any, y: Any, a: Any, b: Any, epsilon: float, progress: Progress | None = None, held_bytes: int = 0
+    ) -> Potentials:
         return sinkhorn_potentials(
             x,
             y,
@@ -127,6 +129,7 @@ class GotDSelector(Selector):
             nearest=True,
             chunk=self.chunk,
             memory_bytes=self.memory_bytes,
+            held_bytes=held_bytes,
             progress=progress,
             cost=self.cost,
             budget=self.budget,

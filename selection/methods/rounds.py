@@ -27,7 +27,21 @@ from selection.transport.problem import finite_rows
 from selection.transport.solver import Potentials
 
 Solve = Callable[..., Potentials]
-"""(x, y, a, b, relative epsilon, progress) -> Potentials."""
+"""(x, y, a, b, relative epsilon, progress, held_bytes=) -> Potentials."""
+_HELD = 50
+"""Bytes a pool row that stay beside a solve: the first solution (24), two rounds' scores, the weights, two marks."""
+_READ_BYTES = 2 << 20
+"""Bytes of float64 rows read at a time where costs are averaged."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is kept of a round: the rows that fill the budget at its mixture in rank order, and their gradients."""
+
+    filling: np.ndarray
+    gradients: np.ndarray
+    error: float
+    converged: bool
 
 
 @dataclass(frozen=True)
@@ -83,49 +97,58 @@ def choose_in_rounds(
         return y[rows], None if b is None else b[rows]
 
     first = solve(x, *_order(side(kept), pool.weights), epsilon, progress)
-    a = unit_weights(pool.weights, len(pool))
-    absolute = first.epsilon
-    kept_cost = _row_costs(x, *side(kept), cost)
-    held_cost = _row_costs(x, *side(held), cost) if len(held) else None
+    assert first.nearest is not None
+    absolute, kept_cost = first.epsilon, first.mean_cost
+    if absolute == 0.0:  # all points coincide: no row is better than another, at any mixture
+        order = np.argsort(first.scores, kind="stable")[:budget]
+        return Rounds(first, first.scores, first.scores, kept[first.nearest], [order], [], 0.0, True)
+    held_cost = _mean_cost(x, None, pool.weights, *side(held), cost) if len(held) else None
 
-    def at(chosen: np.ndarray, rows: np.ndarray, costs: np.ndarray) -> Potentials:
-        weights = (1.0 - mixture) * a
-        weights[chosen] += mixture / chosen.sum()
-        return solve(x, *_order(side(rows), weights), absolute / max(float(weights @ costs), 1e-300), progress)
+    def at(chosen: np.ndarray, rows: np.ndarray, unmixed: float) -> Potentials:
+        weights = unit_weights(pool.weights, len(pool))
+        weights *= 1.0 - mixture
+        picked = np.flatnonzero(chosen)
+        weights[picked] += mixture / len(picked)
+        mean = (1.0 - mixture) * unmixed + mixture * _mean_cost(x, picked, None, *side(rows), cost)
+        relative = absolute / max(mean, 1e-300)
+        return solve(x, *_order(side(rows), weights), relative, progress, held_bytes=_HELD * len(pool))
 
-    solutions = [first]
-    chosen = np.zeros(len(pool), dtype=bool)
-    fillings: list[np.ndarray] = []
+    steps: list[_Step] = []
     held_values: list[float] = []
+    best, best_scores = 0, first.scores
+    scores, error, converged = first.scores, first.marginal_error, first.converged
+    chosen = np.zeros(len(pool), dtype=bool)
     edges = np.linspace(0, budget, min(rounds, budget) + 1).round().astype(int).tolist()
     for low, high in pairwise(edges):
-        if fillings:
-            solutions.append(at(chosen, kept, kept_cost))
-        fillings.append(np.argsort(np.where(chosen, np.inf, solutions[-1].scores), kind="stable")[: budget - low])
+        if steps:
+            found = at(chosen, kept, kept_cost)
+            scores, error, converged = found.scores, found.marginal_error, found.converged
+            del found  # its other arrays are as long as the pool
+        filling = np.argsort(np.where(chosen, np.inf, scores), kind="stable")[: budget - low].copy()
+        steps.append(_Step(filling, scores[filling], error, converged))
         if held_cost is not None:
             filled = chosen.copy()
-            filled[fillings[-1]] = True
+            filled[filling] = True
             held_values.append(at(filled, held, held_cost).dual_value)
-        chosen[fillings[-1][: high - low]] = True
-    best = int(np.argmin(held_values)) if held_values else len(fillings) - 1
-    batches = [fillings[r][: edges[r + 1] - edges[r]] for r in range(best)] + [fillings[best]]
-    solutions = solutions[: best + 1]
-    chosen = np.zeros(len(pool), dtype=bool)
+        if held_cost is None or held_values[-1] < min(held_values[:-1], default=np.inf):
+            best, best_scores = len(steps) - 1, scores
+        chosen[filling[: high - low]] = True
+    steps = steps[: best + 1]
+    batches = [step.filling[: edges[r + 1] - edges[r]] for r, step in enumerate(steps[:-1])] + [steps[-1].filling]
+    gradients = best_scores.copy()
+    for batch, step in zip(batches, steps, strict=True):
+        gradients[batch] = step.gradients[: len(batch)]
+    chosen[:] = False
     chosen[np.concatenate(batches)] = True
-    gradients = solutions[-1].scores.copy()
-    for batch, solution in zip(batches, solutions, strict=True):
-        gradients[batch] = solution.scores[batch]
-    nearest = solutions[0].nearest
-    assert nearest is not None
     return Rounds(
         first=first,
         scores=_in_order(gradients, batches, chosen),
         gradients=gradients,
-        nearest=kept[nearest],
+        nearest=kept[first.nearest],
         batches=batches,
         held_out=held_values,
-        worst_error=max(solution.marginal_error for solution in solutions),
-        converged=all(solution.converged for solution in solutions),
+        worst_error=max(step.error for step in steps),
+        converged=all(step.converged for step in steps),
     )
 
 
@@ -143,20 +166,23 @@ def _hold_out(target: Target, share: float, seed: int) -> tuple[np.ndarray, np.n
     return np.sort(order[count:]), np.sort(order[:count])
 
 
-def _row_costs(x: Any, y: np.ndarray, b: np.ndarray | None, cost: str, step: int = 16_384) -> np.ndarray:
-    """(N,): Σ_j b_j c(x_i, y_j); the mean cost of any pool weights is w @ this.
+def _mean_cost(x: Any, index: np.ndarray | None, weights: Any, y: np.ndarray, b: np.ndarray | None, cost: str) -> float:
+    """Σ_ij a_i b_j c(x_i, y_j) over the rows `index` of the pool (None: all), a their `weights` or uniform.
 
-    Squared distances: |x_i − ȳ|² + Σ_j b_j |y_j − ȳ|². Cosine costs: half of these for rows of length one.
+    Squared distances: Σ_i a_i |x_i − ȳ|² + Σ_j b_j |y_j − ȳ|². Cosine costs: half of these for rows of length one.
     """
     rows = placed(y, cost)
-    weights = unit_weights(b, len(rows))
-    centre = weights @ rows
-    spread = float(weights @ ((rows - centre) ** 2).sum(1))
-    out = np.empty(x.shape[0])
-    for low in range(0, len(out), step):
-        part = placed(x[low : low + step], cost) - centre
-        out[low : low + step] = np.einsum("ij,ij->i", part, part) + spread
-    return out * UNITS[cost]
+    target_weights = unit_weights(b, len(rows))
+    centre = target_weights @ rows
+    spread = float(target_weights @ ((rows - centre) ** 2).sum(1))
+    count = x.shape[0] if index is None else len(index)
+    a = unit_weights(weights, count)
+    step = max(16, _READ_BYTES // (8 * x.shape[1]))
+    total = 0.0
+    for low in range(0, count, step):
+        part = placed(x[low : low + step] if index is None else x[index[low : low + step]], cost) - centre
+        total += float(a[low : low + step] @ np.einsum("ij,ij->i", part, part))
+    return UNITS[cost] * (total + spread)
 
 
 def _in_order(gradients: np.ndarray, batches: list[np.ndarray], chosen: np.ndarray) -> np.ndarray:

@@ -53,12 +53,15 @@ class Crew:
                 return _share(range(part.start, part.stop, step), part.stop, step, work, note, stop)
 
         try:
+            # The number of BLAS threads is one for the whole process: unless it is 1 here too, every worker's GEMM has
+            # as many threads again.
+            torch.set_num_threads(1)
             jobs = [self._pool.submit(run, number) for number in range(self.size)]
             _watch(jobs, counts, n, on_rows)
             parts = [job.result() for job in jobs]
         finally:
             stop.set()
-            torch.set_num_threads(threads)  # `_alone` also set what threads yet to come start with
+            torch.set_num_threads(threads)
         found = [part for part in parts if part is not None]
         return torch.stack(found).sum(0) if found else None
 

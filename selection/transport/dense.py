@@ -38,14 +38,21 @@ def solve_dense(
     tolerance: float,
     max_iterations: int,
     newton_columns: int = NEWTON_MAX_COLUMNS,
+    inverse: Tensor | None = None,
 ) -> DenseResult:
     """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,); stops after `max_iterations` otherwise.
 
     `marginal` (M,) float64, positive, sums to 1; it need not be the kernel's own b (control variates use another).
-    `newton_columns`: targets up to which Newton steps are taken; they hold some six M×M matrices.
+    `newton_columns`: targets up to which Newton steps are taken; they hold some six M×M matrices. `inverse` (M, M): the
+    `inverse_hessian` of a like kernel near g; steps with it come first, for as long as they pay.
     """
     search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns)
-    return search.run(g)
+    return search.run(g, inverse)
+
+
+def inverse_hessian(kernel: Kernel, g: Tensor, marginal: Tensor, ridge: float = 1e-3) -> Tensor:
+    """(M, M) float64: the inverse of −ε ∇²F at g, made definite."""
+    return torch.cholesky_inverse(_factor(kernel.curvature(g), kernel.evaluate(g).column, marginal, ridge))
 
 
 class _Search:
@@ -61,9 +68,11 @@ class _Search:
         # One Newton step in units of Sinkhorn iterations: 2nM² flop at GEMM speed beside 4nM at memory speed.
         self.newton_cost = 2.0 + m / 20.0 if m <= newton_columns else math.inf
 
-    def run(self, g: Tensor) -> DenseResult:
+    def run(self, g: Tensor, inverse: Tensor | None) -> DenseResult:
         at = self.evaluate(g)
         self.iterations += 1
+        if inverse is not None:
+            at = self.approach(at, inverse)
         omega = 1.0
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
             at, omega = self.relax(at, omega)
@@ -79,6 +88,18 @@ class _Search:
 
     def value(self, at: Evaluation) -> float:
         return float(self.kernel.rows.a @ at.f + self.marginal @ at.g)
+
+    def approach(self, at: Evaluation, inverse: Tensor) -> Evaluation:
+        """Steps with a Hessian of a like problem, for as long as each takes a fifth off the error."""
+        reach = 2.0 * self.kernel.epsilon
+        while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
+            step = self.kernel.epsilon * (inverse @ (self.marginal - at.column))
+            trial = self.evaluate(at.g + step.clamp_(-reach, reach))
+            self.iterations += 1
+            if not self.error(trial) < 0.8 * self.error(at):
+                break
+            at = trial
+        return at
 
     # ------------------------------------------------------------------------------------------ Sinkhorn
 

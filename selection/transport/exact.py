@@ -23,7 +23,7 @@ def exact_bytes(n: int, m: int) -> int:
 def solve_exact(problem: Problem, settings: Settings, nearest: bool) -> Solved:
     """Solve to the tolerance; where an overlap is asked for, on to ten times smaller errors until it is seen."""
     n, m = problem.shape
-    columns = settings.newton_columns(settings.memory_bytes - exact_bytes(n, m))
+    columns = settings.newton_columns(settings.allowance - exact_bytes(n, m))
     rows = StreamedRows(problem, torch.float64, settings.device).dense()
     flipped = m > n
     kernel = Kernel(_flip(rows, problem) if flipped else rows, settings.epsilon, chunk=settings.chunk)

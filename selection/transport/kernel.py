@@ -45,17 +45,22 @@ def tile_rows(columns: int, dtype: torch.dtype, chunk: int | None, tile_bytes: i
 
 
 def _exponentiate(tile: Tensor) -> Tensor:
-    """In place, of a tile S/ln 2: exp(S − rowmax); returns the row maxima of S (rows,) float64."""
-    top = tile.amax(1, keepdim=True)
-    _raise(tile, top)
-    return top.squeeze(1).double() * math.log(2.0)
+    """In place, of a tile S/ln 2: exp(S − rowmax); returns the row maxima of S/ln 2 (rows,)."""
+    top = tile.amax(1)
+    _raise(tile.sub_(top.unsqueeze(1)))
+    return top
 
 
-def _raise(tile: Tensor, top: Tensor) -> None:
-    tile.sub_(top)
+def _raise(tile: Tensor) -> None:
     if tile.dtype == torch.float32:
         tile.clamp_(min=-115.0)  # below that float32 is subnormal: no mass, and slow on many processors
     tile.exp2_()
+
+
+def _within(total: Tensor) -> bool:
+    """Whether sums of exponentials are so near to one that float32 holds all that matters of their terms."""
+    low, high = total.aminmax()
+    return bool(low > 2.0**-40) and bool(high < 2.0**40)
 
 
 def _conclude(g: Tensor, f: Tensor, column: Tensor, a: Tensor, b: Tensor) -> Evaluation:
@@ -88,27 +93,39 @@ class Streamed:
         self._step = tile_rows(len(rows.b), rows.dtype, chunk, min(allowed, tile_bytes or allowed))
         self._on_rows = on_rows
 
-    def evaluate(self, g: Tensor, nearest: bool = False) -> Evaluation:
-        """One pass over the rows. `nearest` costs a tenth of a pass more."""
+    def evaluate(self, g: Tensor, nearest: bool = False, near: Evaluation | None = None) -> Evaluation:
+        """One pass over the rows. `nearest` costs a tenth of a pass more.
+
+        near: an answer at a g that is a few ε away. Its f, a log-sum per row, then stands in for the row maxima: they
+        need not be looked for, and the shift by them is a column of the GEMM. The rows of a tile where it is too far
+        away for float32 get their maxima.
+        """
         rows, n, m = self.rows, len(self.rows.a), len(self.rows.b)
         rows.prepare(g, self.epsilon)
         f = torch.empty(n, dtype=torch.float64, device=rows.device)
         found = torch.empty(n, dtype=torch.int32, device=rows.device) if nearest else None
         buffers = threading.local()
+        per_ln2 = 1.0 / (self.epsilon * math.log(2.0))
 
         def work(low: int, high: int) -> Tensor:
             if not hasattr(buffers, "tile"):
                 buffers.tile = torch.empty(min(self._step, n), m, dtype=rows.dtype, device=rows.device)
             tile: Tensor = buffers.tile[: high - low]
-            rows.tile(low, high, tile)
-            if found is None:
-                top = tile.amax(1, keepdim=True)
-            else:
-                top, where = tile.max(1, keepdim=True)
-                found[low:high] = where.squeeze(1)
-            _raise(tile, top)
-            total = tile.sum(1)
-            f[low:high] = top.squeeze(1).double() + total.double().log2()
+            shift = total = None
+            if near is not None:
+                shift = ((rows.squared[low:high] - near.f[low:high]) * per_ln2).to(rows.dtype)
+                rows.tile(low, high, tile, shift)
+                if found is not None:
+                    found[low:high] = tile.argmax(1)
+                _raise(tile)
+                total = tile.sum(1)
+            if shift is None or total is None or not _within(total):
+                rows.tile(low, high, tile)
+                if found is not None:
+                    found[low:high] = tile.argmax(1)
+                shift = _exponentiate(tile)
+                total = tile.sum(1)
+            f[low:high] = shift.double() + total.double().log2()
             # n·a keeps the weights near one, where float32 is at its best, whatever the size of the pool.
             return ((n * rows.a[low:high] / total).to(rows.dtype) @ tile).double()
 
@@ -172,7 +189,7 @@ class Kernel:
         def work(low: int, high: int) -> None:
             tile = self.store[low:high]
             self.rows.tile(low, high, tile)
-            self._base[low:high] = _exponentiate(tile)
+            self._base[low:high] = _exponentiate(tile).double() * math.log(2.0)
 
         self._crew.each(n, self._step, work, self._on_rows)
         self.passes += 1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from selection.errors import SelectionError
-from selection.transport.dense import solve_dense
+from selection.transport.dense import inverse_hessian, solve_dense
 from selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
 from selection.transport.overlap import estimated, measured
 from selection.transport.problem import Problem
@@ -24,6 +24,9 @@ from selection.transport.ranks import Team
 from selection.transport.rows import DenseRows, StreamedRows
 from selection.transport.settings import Settings, Solved, descend, free_bytes
 from selection.transport.state import Standing, Store, identity
+
+THINNED = 40
+"""Rows per target from which a quarter of the subsample is solved before the whole of it."""
 
 
 def precision(problem: Problem, settings: Settings) -> torch.dtype:
@@ -63,6 +66,7 @@ class _Large:
             mistake = error
         self.team.agree(mistake)
         self.size = min(self.team.gather(self.size))
+        self.inverse: Tensor | None = None
         self.full: Kernel | Streamed
         if not cached:
             self.full = Streamed(
@@ -90,7 +94,7 @@ class _Large:
         """
         (_, m), total, width = self.problem.shape, self.problem.total, self.dtype.itemsize
         free = free_bytes(self.problem, self.settings) - 4 * self.tile_bytes
-        free -= 48 * m * m if m <= self.newton else 0
+        free -= 56 * m * m if m <= self.newton else 0  # Newton's six matrices, and the inverse that is kept
         if self.cached:
             wanted = float(max(5 * m, 5_000))
         else:
@@ -105,20 +109,14 @@ class _Large:
         least = min(total, max(m, 500))
         if free < least * per_row:
             needed = self.settings.memory_bytes + least * per_row - free
+            sides = (m, len(self.problem.a)) if self.problem.exchanged else (len(self.problem.a), m)
             raise SelectionError(
-                f"memory_bytes of {self.settings.memory_bytes:,} is too little for {len(self.problem.a):,} rows and "
-                f"{m:,} targets; give at least {math.ceil(needed / 2**20) << 20:,}"
+                f"memory_bytes of {self.settings.memory_bytes:,} is too little for {sides[0]:,} rows and "
+                f"{sides[1]:,} targets; give at least {math.ceil(needed / 2**20) << 20:,}"
             )
         return min(total, int(min(wanted, free / per_row))), held
 
-    def start_tolerance(self) -> float:
-        """How well the subsample is solved at first: well below what it errs by itself, some √(M/n)."""
-        least = max(0.1 * self.settings.tolerance, 1e-4)
-        if self.size == self.problem.total:
-            return least
-        return max(least, 0.02 * math.sqrt(len(self.problem.b) / self.size))
-
-    def sample(self) -> Kernel:
+    def sample(self) -> StreamedRows | DenseRows:
         problem = self.problem
         if self.size == problem.total:
             alone = self.team.size == 1
@@ -126,21 +124,73 @@ class _Large:
         else:
             drawn = stratified(problem.a, self.size, self.settings.seed, self.team)
             part = self.rows.gather(drawn)
-        rows: StreamedRows | DenseRows = part.dense() if self.affinity_held else part
+        return part.dense() if self.affinity_held else part
+
+    def kernel(self, rows: StreamedRows | DenseRows) -> Kernel:
         return Kernel(rows, self.settings.epsilon, tile_bytes=self.tile_bytes)
 
-    def correct(self, sample: Kernel, at: Evaluation) -> tuple[Tensor, int]:
+    def begin(self, rows: StreamedRows | DenseRows) -> tuple[Kernel, Standing]:
+        """The subsample's kernel, and where the first pass evaluates.
+
+        Every fourth row of a large subsample goes first, down to where it errs by itself: at a falling ε iterations and
+        kernels then cost a quarter. Its Hessian takes the whole of it, here and in corrections, to the solution in a
+        few steps, where over-relaxation takes dozens.
+        """
+        settings, anchor, spent = self.settings, None, 0
+        if THINNED * len(self.problem.b) <= self.size < self.problem.total:
+            thin = self.kernel(rows.thinned(4))
+            found, spent = descend(thin, settings, self.start_tolerance(self.size // 4), self.newton)
+            anchor = self.team.first(found.g)
+            self.steepen(thin, anchor)
+            del thin
+        sample = self.kernel(rows)
+        left = replace(settings, max_iterations=settings.max_iterations - spent)
+        found, used = descend(sample, left, self.start_tolerance(self.size), self.newton, anchor, self.inverse)
+        return sample, Standing(self.team.first(found.g), iterations=spent + used, anchor=anchor)
+
+    def resume(self, rows: StreamedRows | DenseRows, standing: Standing) -> Kernel:
+        """What `begin` made, as it was when the state was written."""
+        assert standing.origin is not None
+        if standing.anchor is not None:
+            self.steepen(self.kernel(rows.thinned(4)), standing.anchor)
+        sample = self.kernel(rows)
+        sample.absorb(standing.origin, self.settings.epsilon)
+        return sample
+
+    def steepen(self, thin: Kernel, g: Tensor) -> None:
+        """Keep the thinned subsample's inverse Hessian at g (M,), where that many targets may be factorised."""
+        if len(g) <= self.newton:
+            thin.absorb(g, self.settings.epsilon)
+            self.inverse = inverse_hessian(thin, g, thin.rows.b)
+
+    def start_tolerance(self, size: int) -> float:
+        """How well a subsample is solved at first: well below what it errs by itself, some √(M/n)."""
+        least = max(0.1 * self.settings.tolerance, 1e-4)
+        if self.size == self.problem.total:
+            return least
+        return max(least, 0.02 * math.sqrt(len(self.problem.b) / size))
+
+    def correct(self, sample: Kernel, at: Evaluation, standing: Standing) -> Tensor:
         """The g at which the subsample's column sums change by the factor b/col that the full pass asks for."""
         b = sample.rows.b
         here = sample.evaluate(at.g)
         marginal = here.column * (b / at.column.clamp_min(1e-300)).clamp(0.02, 50.0)
         marginal = marginal.clamp_min(1e-12 / len(b))
         marginal = marginal / marginal.sum()
-        goal = max(0.02 * at.error, 0.1 * self.settings.tolerance)
+        # Steps with a Hessian are few: they may go on to where the subsample alone decides how good the answer is.
+        share, least = (0.02, 0.1) if self.inverse is None else (0.005, 0.03)
+        goal = max(share * at.error, least * self.settings.tolerance)
         moved = solve_dense(
-            sample, at.g, marginal=marginal, tolerance=goal, max_iterations=200, newton_columns=self.newton
+            sample,
+            at.g,
+            marginal=marginal,
+            tolerance=goal,
+            max_iterations=200,
+            newton_columns=self.newton,
+            inverse=self.inverse,
         )
-        return self.team.first(moved.at.g - b @ moved.at.g), moved.iterations
+        standing.iterations += moved.iterations
+        return self.team.first(moved.at.g - b @ moved.at.g)
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -154,20 +204,17 @@ class _Large:
         resumed = standing.passes if standing else 0
         if standing and standing.g is None:
             return self.conclude(standing, None, nearest, resumed)
-        sample = self.sample()
         if standing is None:
-            start, iterations = descend(sample, settings, self.start_tolerance(), self.newton)
-            standing = Standing(self.team.first(start.g), iterations=iterations)
+            sample, standing = self.begin(self.sample())
         else:
-            assert standing.origin is not None
-            sample.absorb(standing.origin, settings.epsilon)
+            sample = self.resume(self.sample(), standing)
         if self.cached:
             return self.iterate(standing, sample, nearest)
         assert isinstance(self.full, Streamed)
         while standing.g is not None and standing.passes < settings.max_passes:
             self.stage = standing.passes + 1
             # The first answer is rarely the last one: only the others look for the main target on the way.
-            at = self.full.evaluate(standing.g, nearest and standing.passes > 0)
+            at = self.full.evaluate(standing.g, nearest and standing.passes > 0, standing.best)
             standing.passes += 1
             self.move(standing, sample, at)
             if store:
@@ -185,8 +232,7 @@ class _Large:
             if self.solved(standing).satisfies(settings):
                 standing.g = None
                 return
-            standing.ahead, used = self.correct(sample, at)
-            standing.iterations += used
+            standing.ahead = self.correct(sample, at, standing)
             standing.tried = [*standing.tried[-5:], (at.g, standing.ahead)]
             g = _mixed(standing.tried, b)
         else:
@@ -213,15 +259,14 @@ class _Large:
         full = Kernel(self.rows, settings.epsilon, chunk=settings.chunk, on_rows=self.report)
         assert standing.g is not None
         self.stage = 1
-        at, iterations = full.evaluate(standing.g), standing.iterations
+        at = full.evaluate(standing.g)
         if at.error > settings.tolerance:
-            ahead, used = self.correct(sample, at)
-            iterations += used
+            ahead = self.correct(sample, at, standing)
             step = (ahead - at.g).clamp(-2 * settings.epsilon, 2 * settings.epsilon)
             corrected = full.evaluate(at.g + step - b @ step)
             if corrected.value >= at.value or corrected.error < 0.5 * at.error:
                 at = corrected
-        found = Solved(at, iterations, full.passes, "cached", self.dtype)
+        found = Solved(at, standing.iterations, full.passes, "cached", self.dtype)
         goal = settings.tolerance
         while not found.satisfies(settings) and found.iterations < settings.max_iterations:
             met = found.at.error <= settings.tolerance
@@ -255,8 +300,8 @@ class _Large:
             here = sample.evaluate(best.g).f
             ahead = standing.ahead if standing.g is not None and standing.ahead is not None else None
             if ahead is None:
-                ahead, used = self.correct(sample, best)
-                found = replace(found, iterations=found.iterations + used)
+                ahead = self.correct(sample, best, standing)
+                found = replace(found, iterations=standing.iterations)
             estimate = estimated(best.f, here, sample.evaluate(ahead).f, self.settings.top, self.team)
         if nearest and best.nearest is None:
             assert isinstance(self.full, Streamed)
@@ -283,6 +328,7 @@ def exchanged(problem: Problem) -> Problem:
         mean_cost=problem.mean_cost,
         mean=problem.b @ problem.y,
         total=len(problem.y),
+        exchanged=True,
     )
 
 

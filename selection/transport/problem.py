@@ -21,9 +21,11 @@ from selection.transport.ranks import Team
 
 COSTS = ("sqeuclidean", "cosine")
 
+_TYPES = {2: torch.float16, 4: torch.float32, 8: torch.float64}
+
 Progress = Callable[[str, int, int], None]
 """Called as `progress(stage, done, total)` while rows are read."""
-_READ_BYTES = 2 << 20
+_READ_BYTES = 1 << 20
 """Bytes of float64 rows read at a time: they stay in cache while they are checked and summed."""
 
 
@@ -53,6 +55,8 @@ class Problem:
     team: Team = field(default_factory=Team)
     total: int = 0
     """Pool rows of all processes."""
+    exchanged: bool = False
+    """Whether the rows are the target's and the columns the pool's."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -140,14 +144,18 @@ def _read(
     scale = np.empty(n) if cosine else None
 
     def work(low: int, high: int) -> Tensor:
-        rows = native(x[low:high]).to(torch.float64).numpy()
-        finite_rows(rows, "pool", low)
+        raw = native(x[low:high])
+        # Halves are widened in two steps: a vector instruction each, where one step has none.
+        rows = (raw.float() if raw.dtype == torch.float16 else raw).to(torch.float64).numpy()
         if scale is not None:
+            finite_rows(rows, "pool", low)
             scale[low:high] = 1.0 / _lengths(rows, "pool", low)
             rows *= scale[low:high, None]
         rows -= centre
         x_squared[low:high] = np.einsum("ij,ij->i", rows, rows)
-        return torch.from_numpy(pool_weights[low:high]) @ torch.from_numpy(rows)
+        if not np.isfinite(x_squared[low:high].sum()):
+            finite_rows(rows, "pool", low)
+        return native(pool_weights[low:high]) @ torch.from_numpy(rows)
 
     step = chunk or max(16, _READ_BYTES // (8 * d))
     told = (lambda done, count: progress("reading the pool", done, count)) if progress else None
@@ -160,10 +168,15 @@ def _read(
 
 
 def native(rows: Any) -> Tensor:
-    """A tensor of its own with these rows, in their own type where torch knows it, else float64."""
+    """A tensor of its own with these rows, in their own type where torch knows it, else float64.
+
+    In torch's memory, which is aligned: the order of BLAS' sums, and so their last bits, depend on the address.
+    """
     array = np.asarray(rows)
     known = array.dtype.kind == "f" and array.dtype.itemsize <= 8 and array.dtype.isnative
-    return torch.from_numpy(np.array(array, dtype=None if known else np.float64, order="C"))
+    own = torch.empty(array.shape, dtype=_TYPES[array.dtype.itemsize] if known else torch.float64)
+    own.numpy()[...] = array
+    return own
 
 
 def _lengths(rows: np.ndarray, side: str, offset: int) -> np.ndarray:

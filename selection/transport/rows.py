@@ -11,6 +11,7 @@ S/ln 2: exp2 costs a quarter of exp on CPUs, and the factor is folded into what 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -37,13 +38,17 @@ class Rows(Protocol):
     def prepare(self, g: Tensor, epsilon: float) -> None:
         """Fix g (M,) float64 and ε for the tiles to come."""
 
-    def tile(self, low: int, high: int, out: Tensor) -> None:
-        """Write S/ln 2 for rows [low, high) into `out` (high − low, M)."""
+    def tile(self, low: int, high: int, out: Tensor, shift: Tensor | None = None) -> None:
+        """Write S/ln 2 for rows [low, high) into `out` (high − low, M), less `shift` (high − low,) where given."""
 
 
 class StreamedRows:
-    """Tiles by one GEMM each, from rows read on demand. Memory: one chunk; half-width rows are widened chunk by chunk,
-    on the device that multiplies them."""
+    """Tiles by one GEMM each, from rows read on demand. Memory: one chunk a thread, into which half-width rows are
+    widened on the device that multiplies them.
+
+    A chunk has two columns more than the rows, a one and −shift: so the bias of a target and the shift of a row are
+    part of the GEMM, where a sweep over the tile would cost a fiftieth of it each.
+    """
 
     def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device | None = None):
         self.problem = problem
@@ -51,7 +56,7 @@ class StreamedRows:
         self.dtype = dtype
         self.device = device or torch.device("cpu")
         self.a = self._here(problem.a)
-        self.b = self._here(problem.b)
+        self.b = native(problem.b).to(self.device)
         self.squared = self._here(problem.x_squared)
         self._y = self._here(problem.y)
         self._y_squared = (self._y * self._y).sum(1)
@@ -61,17 +66,29 @@ class StreamedRows:
         self._read_type = torch.float64 if wide else dtype
         self._centre = self._here(problem.centre).to(self._read_type)
         self._scale = None if problem.scale is None else torch.from_numpy(problem.scale)
+        self._buffers = threading.local()
 
     def _here(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def read(self, low: int, high: int) -> Tensor:
-        """Centred rows (high − low, d) in the working type."""
-        rows = native(self.x[low:high]).to(self.device).to(self._read_type)
+    def _left(self, low: int, high: int, shift: Tensor | None) -> Tensor:
+        """[centred rows, 1] or [centred rows, 1, −shift] in the working type, this thread's until its next call."""
+        d = len(self._centre)
+        buffer: Tensor | None = getattr(self._buffers, "rows", None)
+        if buffer is None or len(buffer) < high - low:
+            buffer = torch.ones(high - low, d + 2, dtype=self.dtype, device=self.device)
+            self._buffers.rows = buffer
+        left = buffer[: high - low]
+        rows = left[:, :d]
+        raw = native(self.x[low:high]).to(self.device)
+        wide = rows.copy_(raw) if self._read_type == self.dtype else raw.to(self._read_type)
         if self._scale is not None:
-            rows *= self._scale[low:high].to(rows).unsqueeze(1)
-        rows -= self._centre
-        return rows.to(self.dtype)
+            wide *= self._scale[low:high].to(wide).unsqueeze(1)
+        torch.sub(wide, self._centre, out=rows)
+        if shift is None:
+            return left[:, : d + 1]
+        torch.neg(shift, out=left[:, d + 1])
+        return left
 
     def gather(self, index: np.ndarray, weights: np.ndarray | None = None) -> StreamedRows:
         """The rows `index` (this process's, sorted, repeats allowed) of every process, read into memory in their own
@@ -91,25 +108,40 @@ class StreamedRows:
         )
         return StreamedRows(part, self.dtype, self.device)
 
+    def thinned(self, stride: int) -> StreamedRows:
+        """Every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
+        problem = self.problem
+        a = problem.a[::stride]
+        part = replace(
+            problem,
+            x=problem.x[::stride],
+            a=a / a.sum(),
+            x_squared=problem.x_squared[::stride],
+            scale=None if problem.scale is None else problem.scale[::stride],
+            total=len(a),
+        )
+        return StreamedRows(part, self.dtype, self.device)
+
     def dense(self) -> DenseRows:
         """All rows' dot products, held in memory; computed from one chunk of rows after the other."""
         n, m = len(self.a), len(self.b)
         affinity = torch.empty(n, m, dtype=self.dtype, device=self.device)
-        bias, right = (-self._y_squared).to(self.dtype), (2.0 * self._y).T.to(self.dtype)
-        right = right.contiguous()
+        right = torch.cat([2.0 * self._y.T, -self._y_squared.unsqueeze(0)]).to(self.dtype)
 
         def work(low: int, high: int) -> None:
-            torch.addmm(bias, self.read(low, high), right, out=affinity[low:high])
+            torch.mm(self._left(low, high, None), right, out=affinity[low:high])
 
         Crew(self.device).each(n, 1024, work)
         return DenseRows(affinity, self.a, self.b, self.squared)
 
     def prepare(self, g: Tensor, epsilon: float) -> None:
-        self._bias = (((g - self._y_squared) / epsilon + self._log_b) * _PER_LN2).to(self.dtype)
-        self._right = (self._y * (2.0 * _PER_LN2 / epsilon)).T.to(self.dtype).contiguous()
+        bias = ((g - self._y_squared) / epsilon + self._log_b) * _PER_LN2
+        factor = self._y.T * (2.0 * _PER_LN2 / epsilon)
+        self._right = torch.cat([factor, bias.unsqueeze(0), torch.ones_like(bias).unsqueeze(0)]).to(self.dtype)
 
-    def tile(self, low: int, high: int, out: Tensor) -> None:
-        torch.addmm(self._bias, self.read(low, high), self._right, out=out)
+    def tile(self, low: int, high: int, out: Tensor, shift: Tensor | None = None) -> None:
+        left = self._left(low, high, shift)
+        torch.mm(left, self._right[: left.shape[1]], out=out)
 
 
 class DenseRows:
@@ -128,5 +160,12 @@ class DenseRows:
         self._scale = _PER_LN2 / epsilon
         self._bias = ((g / epsilon + self._log_b) * _PER_LN2).to(self.dtype)
 
-    def tile(self, low: int, high: int, out: Tensor) -> None:
+    def tile(self, low: int, high: int, out: Tensor, shift: Tensor | None = None) -> None:
         torch.add(self._bias, self.affinity[low:high], alpha=self._scale, out=out)
+        if shift is not None:
+            out.sub_(shift.unsqueeze(1))
+
+    def thinned(self, stride: int) -> DenseRows:
+        """Every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
+        a = self.a[::stride]
+        return DenseRows(self.affinity[::stride], a / a.sum(), self.b, self.squared[::stride])

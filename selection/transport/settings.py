@@ -19,7 +19,7 @@ class Settings:
     """Checked settings of one solve. epsilon: absolute, for squared distances; relative: as the user gave it.
 
     overlap: share of the `top` best rows that two successive answers must have in common, None for no such demand.
-    state: directory of a resumable solve, None for none.
+    state: directory of a resumable solve, None for none. held_bytes: of memory_bytes, what the caller itself holds.
     """
 
     epsilon: float
@@ -29,12 +29,18 @@ class Settings:
     max_iterations: int
     max_passes: int
     memory_bytes: int
+    held_bytes: int
     chunk: int | None
     progress: Progress | None
     overlap: float | None
     top: int
     state: Path | None
     device: torch.device
+
+    @property
+    def allowance(self) -> int:
+        """Bytes left to the solver."""
+        return self.memory_bytes - self.held_bytes
 
     def newton_columns(self, free: float) -> int:
         """Targets up to which Newton steps fit in `free` bytes: they hold some six M×M matrices of float64."""
@@ -61,12 +67,22 @@ class Solved:
         return self.at.error <= settings.tolerance and enough
 
 
-def descend(kernel: Kernel, settings: Settings, tolerance: float, newton_columns: int) -> tuple[Evaluation, int]:
-    """Solve at a falling ε (each stage roughly, from the last one's g), then at the real one; also the iterations."""
-    g: Tensor = torch.zeros(len(kernel.rows.b), dtype=torch.float64, device=kernel.rows.device)
-    iterations = 0
+def descend(
+    kernel: Kernel,
+    settings: Settings,
+    tolerance: float,
+    newton_columns: int,
+    start: Tensor | None = None,
+    inverse: Tensor | None = None,
+) -> tuple[Evaluation, int]:
+    """Solve at a falling ε (each stage roughly, from the last one's g), then at the real one; also the iterations.
+
+    start: a g that is near enough to begin with the real ε. inverse: as in `solve_dense`.
+    """
     b = kernel.rows.b
-    for relative in _schedule(settings.relative):
+    g: Tensor = torch.zeros_like(b) if start is None else start
+    iterations = 0
+    for relative in _schedule(settings.relative) if start is None else []:
         kernel.absorb(g, relative / settings.relative * settings.epsilon)
         rough = solve_dense(kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns)
         g = rough.at.g
@@ -79,6 +95,7 @@ def descend(kernel: Kernel, settings: Settings, tolerance: float, newton_columns
         tolerance=tolerance,
         max_iterations=settings.max_iterations - iterations,
         newton_columns=newton_columns,
+        inverse=inverse,
     )
     return result.at, iterations + result.iterations
 
@@ -96,4 +113,4 @@ def _schedule(relative: float) -> list[float]:
 def free_bytes(problem: Problem, settings: Settings) -> float:
     """What is left of the cap beside the vectors of N: potentials of two answers, norms, weights, scores, sorting."""
     per_row = 56 + 8 * (problem.scale is not None) + 8 * (settings.overlap is not None)
-    return settings.memory_bytes - per_row * len(problem.a)
+    return settings.allowance - per_row * len(problem.a)

@@ -94,6 +94,7 @@ def sinkhorn_potentials(
     max_iterations: int = 20_000,
     max_passes: int = 50,
     memory_bytes: int = 1 << 30,
+    held_bytes: int = 0,
     chunk: int | None = None,
     method: str | None = None,
     progress: Progress | None = None,
@@ -111,9 +112,10 @@ def sinkhorn_potentials(
     error of the target marginal; None is 1e-9 up to N·M = 1e7 and 1e-3 above. seed: of the subsample of large pools.
     nearest: also find each row's main target. max_iterations, max_passes: when either is used up before the
     tolerance, a ConvergenceWarning is given and `converged` is False. memory_bytes: what the solver may hold beside the
-    pool, its answer included. chunk: rows per tile (None: chosen for cache; the answer does not depend on it). method:
-    None chooses by size; "exact", "cached" and "streamed" force one. progress: called as (stage, done, total);
-    `selection.transport.Eta` makes lines with the time left of it. cost: "sqeuclidean" or "cosine" (1 − cos).
+    pool, its answer included, less held_bytes, which the caller holds. chunk: rows per tile (None: chosen for cache;
+    the answer does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one.
+    progress: called as (stage, done, total); `selection.transport.Eta` makes lines with the time left of it. cost:
+    "sqeuclidean" or "cosine" (1 − cos).
 
     overlap: also go on until two successive answers share this part of the `budget` best rows (None: 5 % of the pool);
     with a large tolerance it decides alone. state: directory in which a solve that streams leaves what it needs to go
@@ -124,7 +126,10 @@ def sinkhorn_potentials(
 
     Raises SelectionError on shapes that do not match, empty or non-finite input, and settings out of range.
     """
-    where = _check(epsilon, tolerance, chunk, method, cost, overlap, memory_bytes, device, state, group)
+    limits = (max_iterations, max_passes)
+    where = _check(
+        epsilon, tolerance, chunk, method, cost, overlap, limits, memory_bytes, held_bytes, device, state, group
+    )
     team = Team(group)
     with torch.inference_mode():
         problem = pose(x, y, a, b, chunk=chunk, progress=progress, cost=cost, team=team)
@@ -140,6 +145,7 @@ def sinkhorn_potentials(
             max_iterations=max_iterations,
             max_passes=max_passes,
             memory_bytes=memory_bytes,
+            held_bytes=held_bytes,
             chunk=chunk,
             progress=progress,
             overlap=overlap,
@@ -173,7 +179,9 @@ def _check(
     method: str | None,
     cost: str,
     overlap: float | None,
+    limits: tuple[int, int],
     memory_bytes: int,
+    held_bytes: int,
     device: str | torch.device,
     state: Any,
     group: Any,
@@ -191,6 +199,11 @@ def _check(
         raise SelectionError(f'cost must be "sqeuclidean" or "cosine", not {cost!r}')
     if overlap is not None and not 0 < overlap <= 1:
         raise SelectionError(f"overlap must lie above 0 and at most 1 (a share of the selection), not {overlap!r}")
+    for name, limit in zip(("max_iterations", "max_passes"), limits, strict=True):
+        if not (isinstance(limit, int | np.integer) and limit >= 1):
+            raise SelectionError(f"{name} must be a whole number of at least 1, not {limit!r}")
+    if not held_bytes >= 0:
+        raise SelectionError(f"held_bytes must not be negative, not {held_bytes!r}")
     if not memory_bytes > 0:
         raise SelectionError(f"memory_bytes must be positive, not {memory_bytes!r}")
     for name, value in (("state", state), ("group", group)):
@@ -213,7 +226,7 @@ def _solve(problem: Problem, settings: Settings, method: str | None, nearest: bo
     """By the method asked for, or the one that suits size, memory and company. Solved for the smaller side."""
     n, m = problem.shape
     alone = problem.team.size == 1
-    if method is None and alone and n * m <= EXACT_PAIRS and exact_bytes(n, m) <= settings.memory_bytes:
+    if method is None and alone and n * m <= EXACT_PAIRS and exact_bytes(n, m) <= settings.allowance:
         method = "exact"
     if method == "exact":
         return solve_exact(problem, settings, nearest)
@@ -230,7 +243,8 @@ def _solve(problem: Problem, settings: Settings, method: str | None, nearest: bo
         rows = StreamedRows(problem, first.dtype, settings.device)
         g = first.at.f
         at = Streamed(rows, settings.epsilon, chunk=settings.chunk).evaluate(g - rows.b @ g, nearest)
-        return replace(first, at=at, passes=first.passes + 1, estimate=None)
+        # The overlaps found on the way are about target rows.
+        return replace(first, at=at, passes=first.passes + 1, overlap=None, estimate=None)
     held = method == "cached" or (method is None and keep and cached_fits(problem, settings, dtype))
     return solve_large(problem, stateless if held else settings, held, nearest)
 

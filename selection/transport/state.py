@@ -31,7 +31,8 @@ from selection.transport.settings import Settings
 class Standing:
     """Between two passes. g: where the next pass evaluates, None when the solve is over. best: the best answer so far;
     ahead: where its correction leads; length: of the step tried towards it; tried: (point, image) of past corrections;
-    origin: where the subsample's kernel was absorbed (with it a resumed solve has the bits of an undisturbed one)."""
+    origin: where the subsample's kernel was absorbed; anchor: where its Hessian was taken (with both a resumed solve
+    has the bits of an undisturbed one)."""
 
     g: Tensor | None
     passes: int = 0
@@ -41,6 +42,7 @@ class Standing:
     length: float = 1.0
     tried: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     origin: Tensor | None = None
+    anchor: Tensor | None = None
     overlap: float | None = None
 
 
@@ -82,7 +84,8 @@ class Store:
         assert standing.best is not None
         best = standing.best
         arrays: dict[str, Any] = {"best_g": best.g, "best_f": best.f, "best_column": best.column}
-        arrays |= {"g": standing.g, "ahead": standing.ahead, "origin": standing.origin, "nearest": best.nearest}
+        arrays |= {"g": standing.g, "ahead": standing.ahead, "nearest": best.nearest}
+        arrays |= {"origin": standing.origin, "anchor": standing.anchor}
         for i, (point, image) in enumerate(standing.tried):
             arrays |= {f"point_{i}": point, f"image_{i}": image}
         meta = {
@@ -169,5 +172,6 @@ class Store:
             length=meta["length"],
             tried=[(arrays[f"point_{i}"], arrays[f"image_{i}"]) for i in range(count)],
             origin=arrays.get("origin"),
+            anchor=arrays.get("anchor"),
             overlap=meta["overlap"],
         )

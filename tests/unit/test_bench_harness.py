@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks import _harness
+from benchmarks import _harness, gotd_million, gotd_solver
 from benchmarks._harness import Benchmark, CapReached, cap_cpu, cpu_seconds, in_child, interleave
 
 KEYS = [
@@ -70,3 +70,49 @@ def test_children_return_and_are_capped():
         in_child("tests.unit.test_bench_harness:burn_capped", seconds=30, cap=1)
     with pytest.raises(RuntimeError, match="no_such"):
         in_child("math:no_such")
+
+
+def test_a_failed_gpu_run_is_a_row_with_its_reason(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+
+    def failing(*_, **__):
+        raise RuntimeError("measure failed: Traceback\nselection.errors.SelectionError: too little memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gotd_million, "in_child", failing)
+    bench = Benchmark("x")
+    gotd_million._gpu(bench, tmp_path, 300, 20)
+    assert bench.rows[0]["ours"] is None
+    assert bench.rows[0]["reason"] == "not finished: selection.errors.SelectionError: too little memory"
+
+
+def test_the_millions_cap_holds_what_the_solver_needs():
+    assert gotd_million._memory(1000) == gotd_million._memory(1_000_000) == 500_000_000
+    assert gotd_million._memory(10_000_000) > 64 * 10_000_000 + 400_000 * 1000 * 4
+
+
+def test_a_capped_peer_is_shown_with_the_error_it_reached(monkeypatch):
+    def child(_, solver, iterations, cap_s, **__):
+        if solver == "ours":
+            return {"cpu": 1.0, "error": 1e-4}
+        if 2.0 + 3.0 * iterations > cap_s:
+            raise CapReached("stopped at its cap of CPU-seconds")
+        return {"cpu": 2.0 + 3.0 * iterations, "error": 1.0 / iterations}
+
+    monkeypatch.setattr(gotd_solver, "in_child", child)
+    bench = Benchmark("x")
+    gotd_solver._peer(bench, "POT", "pot-log-float64", {"iterations": 300, "cap_s": 180.0}, "setting")
+    told = bench.rows[0]["reason"]
+    assert "stopped at its cap of CPU-seconds (180 CPU-s)" in told
+    assert "a marginal error of 2.1e-02 after 48 of 300 iterations and 146.0 CPU-s" in told
+    gotd_solver._peer(bench, "POT", "pot-log-float64", {"iterations": 5000, "cap_s": 180.0}, "setting")
+    assert "of 5000 iterations it had not done 100" in bench.rows[1]["reason"]
+
+    def broken(_, solver, **__):
+        if solver == "ours":
+            return {"cpu": 1.0, "error": 1e-4}
+        raise RuntimeError("measure failed: Traceback\nMemoryError")
+
+    monkeypatch.setattr(gotd_solver, "in_child", broken)
+    gotd_solver._peer(bench, "POT", "pot-log-float64", {"iterations": 5, "cap_s": 180.0}, "setting")
+    assert bench.rows[2]["reason"] == "POT failed: MemoryError"

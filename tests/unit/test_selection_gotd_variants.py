@@ -1,11 +1,15 @@
 """GOT-D in rounds, debiased and with negatives, against finite differences and naive solutions of their definitions."""
 
+import tracemalloc
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from selection import GotDContrastSelector, GotDSelector, Pool, sinkhorn_potentials
 from selection.methods.debias import self_potential
-from selection.methods.rounds import _hold_out, choose_in_rounds
+from selection.methods.rounds import _hold_out, _mean_cost, choose_in_rounds
+from selection.transport import Potentials
 
 R = np.random.default_rng(3)
 CENTRES = R.standard_normal((8, 5)) * 2
@@ -191,6 +195,44 @@ def test_small_targets_hold_nothing_out():
     assert kept.tolist() == [0, 1, 2] and len(held) == 0
     found = GotDSelector(rounds=9, budget=4).fit(named(R.standard_normal((30, 2)), "p"), target)
     assert found.diagnostics_["rounds"] == [1, 1, 1, 1]  # never more rounds than rows to choose
+
+
+def test_rounds_on_points_that_coincide_go_by_file_order():
+    pool, target = named(np.ones((30, 2)), "p"), named(np.ones((9, 2)), "t")
+    found = GotDSelector(rounds=3, budget=6).fit(pool, target)
+    assert found.select(6).tolist() == list(range(6)) and found.diagnostics_["converged"]
+
+
+def test_rounds_hold_one_rounds_scores():
+    n, calls = 100_000, []
+    r = np.random.default_rng(0)
+    x, y = r.standard_normal((n, 2)).astype(np.float32), r.standard_normal((40, 2))
+
+    def solve(x, y, a, b, epsilon, progress, held_bytes=0):
+        calls.append(held_bytes)
+        f = r.standard_normal(n)
+        nearest = np.zeros(n, dtype=np.int64)
+        found = Potentials(f, np.zeros(len(y)), f - f.mean(), nearest, 0.0, 1.0, 0.1, 2.0, 1e-3, True, 1, 1, "", "")
+        return replace(found, dual_value=float(len(calls)))
+
+    pool, target = named(x, "p"), named(y, "t")
+    tracemalloc.start()
+    found = choose_in_rounds(pool, target, solve, epsilon=0.05, budget=80, rounds=8, mixture=0.5, holdout=0.25, seed=0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(found.held_out) == 8 and calls[0] == 0 and set(calls[1:]) == {50 * n}
+    assert peak < 130 * n  # a round's solution is 24 bytes a row: eight of them would be 192
+
+
+def test_the_mean_cost_of_a_mixture_is_the_naive_one():
+    x, y, b = R.standard_normal((50, 3)).astype(np.float32), R.standard_normal((9, 3)), R.random(9)
+    a, index = R.random(50), np.array([3, 4, 40])
+    cost = cost_of(x.astype(np.float64), y) @ (b / b.sum())
+    assert _mean_cost(x, None, a, y, b, "sqeuclidean") == pytest.approx(a / a.sum() @ cost, rel=1e-12)
+    assert _mean_cost(x, index, None, y, b, "sqeuclidean") == pytest.approx(cost[index].mean(), rel=1e-12)
+    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (x.astype(np.float64), y)]
+    cosine = (1 - unit[0] @ unit[1].T) @ (b / b.sum())
+    assert _mean_cost(x, index, None, y, b, "cosine") == pytest.approx(cosine[index].mean(), rel=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------ negatives

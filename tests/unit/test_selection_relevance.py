@@ -1,9 +1,13 @@
 """Domains judged by transport: distances against POT, samples that follow ids, masses that follow distances."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from experiments.relevance import judge_domains
 from selection import SelectionError
+from selection.config import KNN, Domains, GotD, GotDContrast, Relevance
 from selection.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
 
 R = np.random.default_rng(0)
@@ -59,3 +63,41 @@ def test_masses_fall_with_distance_and_are_spread_over_rows():
     assert len(set(even.values())) == 1 and np.isclose(flat.sum(), 1)
     _, sharp = mass_by_distance({"a": 1.0, "b": 2.0, "c": 3.0}, domains, temperature=0.1)
     assert sharp["a"] > 0.99
+
+
+def test_distances_follow_the_cost():
+    y = R.normal(size=(20, 3)) + 1
+    samples = {"near": R.normal(size=(30, 3)) + 1, "back": R.normal(size=(30, 3)) - 1}
+    found = domain_distances(samples, y, epsilon=0.1, tolerance=1e-10, cost="cosine")
+    scaled = {name: x * R.uniform(0.1, 9, (30, 1)) for name, x in samples.items()}
+    again = domain_distances(scaled, 5 * y, epsilon=0.1, tolerance=1e-10, cost="cosine")
+    unit = {name: x / np.linalg.norm(x, axis=1, keepdims=True) for name, x in (samples | {"y": y}).items()}
+    goal = unit.pop("y")
+    squared = domain_distances(unit, goal, epsilon=0.1, tolerance=1e-10)
+    assert list(found) == ["near", "back"]
+    for name, value in squared.items():
+        np.testing.assert_allclose([found[name], again[name]], value / 2, rtol=1e-7)
+    with pytest.raises(SelectionError, match="row 1 is zero, so it has no cosine"):
+        domain_distances(samples | {"none": np.array([[1.0, 2, 3], [0, 0, 0]])}, y, cost="cosine")
+
+
+@pytest.mark.parametrize(
+    ("method", "cost"),
+    [
+        (GotD(cost="cosine"), "cosine"),
+        (GotDContrast(cost="cosine"), "cosine"),
+        (Domains(inside=GotD(cost="cosine")), "cosine"),
+        (GotD(), "sqeuclidean"),
+        (KNN(), "sqeuclidean"),
+    ],
+)
+def test_domains_are_judged_by_the_methods_cost(method, cost):
+    x = np.concatenate([R.normal(size=(10, 3)) + 1, 3 * R.normal(size=(10, 3)) - 1])
+    names, ids = ["a"] * 10 + ["b"] * 10, [f"r{i}" for i in range(20)]
+    rows = SimpleNamespace(domains=lambda: names, ids=ids, take=lambda index: index)
+    vectors = SimpleNamespace(pool=lambda index, _: x[index], target=lambda: x[:5])
+    spec = SimpleNamespace(relevance=Relevance(use="weight", sample=10), method=method, domain_column="domain")
+    console = SimpleNamespace(say=lambda _: None)
+    about = judge_domains(spec, SimpleNamespace(rows=rows), vectors, 0, console)[2]
+    wanted = domain_distances({"a": x[:10], "b": x[10:]}, x[:5], epsilon=Relevance().epsilon, cost=cost)
+    assert about["distances"] == pytest.approx(wanted, rel=1e-6)

@@ -232,6 +232,20 @@ def test_threads_divide_tiles_and_keep_the_bits():
     assert (answers[0].nearest == answers[2].nearest).mean() > 0.9999
 
 
+@pytest.mark.skipif("mkl_get_max_threads" not in torch.__config__.parallel_info(), reason="torch without MKL")
+def test_a_worker_multiplies_on_one_core():
+    threads, told = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(2)
+        crew = Crew(torch.device("cpu"))
+        for _ in range(3):  # BLAS' number is the process': after the first time it was the caller's again
+            crew.each(8, 1, lambda low, high: told.append(torch.__config__.parallel_info()))
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert len(told) == 24 and all("mkl_get_max_threads() : 1\n" in info for info in told)
+
+
 def test_the_first_share_that_fails_is_told():
     crew = Crew(torch.device("cpu"))
     crew.size = 3

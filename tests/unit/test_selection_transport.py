@@ -192,6 +192,9 @@ def test_a_limit_that_is_reached_is_told():
         ({"epsilon": float("nan")}, "epsilon must be a positive"),
         ({"tolerance": 0.0}, "tolerance must lie"),
         ({"chunk": 0}, "chunk must be"),
+        ({"max_passes": 0}, "max_passes must be a whole number of at least 1, not 0"),
+        ({"max_iterations": 0}, "max_iterations must be a whole number of at least 1"),
+        ({"held_bytes": -1}, "held_bytes must not be negative"),
         ({"method": "fast"}, "method must be"),
         ({"a": [1.0]}, r"pool weights must have shape \(4,\)"),
         ({"a": [1, -1, 1, 1]}, "pool weight 1 is -1"),
@@ -252,3 +255,52 @@ def test_hard_problems_all_converge(method):
             epsilon = float(r.choice([1, 0.1, 0.01, 0.001, 0.0002]))
             p = sinkhorn_potentials(x, y, a=a, b=b, epsilon=epsilon, method=method, tolerance=1e-6 if method else None)
             assert p.converged and np.isfinite(p.scores).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cost", ["sqeuclidean", "cosine"])
+def test_a_near_answer_stands_in_for_the_row_maxima(dtype, cost):
+    x, y = clouds(900, 30)
+    posed = pose(x.astype(np.float16), y, None, None, chunk=None, progress=None, cost=cost)
+    epsilon = 0.02 * posed.mean_cost
+    stream = Streamed(StreamedRows(posed, dtype), epsilon, chunk=128)
+    g = torch.from_numpy(np.random.default_rng(0).standard_normal(30)) * epsilon
+    near = stream.evaluate(g)
+    for distance in (0.0, 2.0, 500.0):  # the last is far out of float32's range: the maxima are looked for after all
+        other = g + distance * epsilon * torch.linspace(-1, 1, 30, dtype=torch.float64)
+        alone, helped = stream.evaluate(other, True), stream.evaluate(other, True, near)
+        accuracy = 2e-5 if dtype == torch.float32 else 1e-12
+        np.testing.assert_allclose(helped.f / epsilon, alone.f / epsilon, atol=accuracy * (1 + distance))
+        np.testing.assert_allclose(helped.column, alone.column, atol=accuracy * (1 + distance))
+        assert (helped.nearest == alone.nearest).double().mean() > 0.99
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_thinned_rows_are_every_fourth(held):
+    x, y = clouds(403, 12)
+    a = np.random.default_rng(0).random(403) + 0.1
+    rows = StreamedRows(pose(x, y, a, None, chunk=None, progress=None, cost="cosine"), torch.float64)
+    thin = StreamedRows(pose(x[::4], y, a[::4], None, chunk=None, progress=None, cost="cosine"), torch.float64)
+    g = torch.linspace(-1, 1, 12, dtype=torch.float64)
+    found = Kernel((rows.dense() if held else rows).thinned(4), 0.1).evaluate(g)
+    wanted = Kernel(thin, 0.1).evaluate(g)
+    np.testing.assert_allclose(found.f, wanted.f, atol=1e-12)
+    np.testing.assert_allclose(found.column, wanted.column, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_bad_row_is_found_among_its_squares(bad, dtype):
+    x, y = clouds(3000, 5)
+    x = x.astype(dtype)
+    x[2345, 3] = bad
+    with pytest.raises(SelectionError, match="pool features: row 2345 holds a NaN or an infinity"):
+        sinkhorn_potentials(x, y)
+
+
+def test_more_targets_than_rows_tell_nothing_of_the_other_side():
+    x, y = clouds(300, 40_000)
+    p = sinkhorn_potentials(x, y, method="streamed")
+    assert p.converged and p.overlap is None and p.overlap_estimate is None
+    with pytest.raises(SelectionError, match="too little for 300 rows and 40,000 targets"):
+        sinkhorn_potentials(x, y, memory_bytes=1_000_000)
