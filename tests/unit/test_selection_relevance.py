@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from experiments.config import Select
 from experiments.relevance import judge_domains
 from selection import SelectionError
 from selection.config import KNN, Domains, GotD, GotDContrast, Relevance
@@ -96,7 +97,7 @@ def test_domains_are_judged_by_the_methods_cost(method, cost):
     names, ids = ["a"] * 10 + ["b"] * 10, [f"r{i}" for i in range(20)]
     rows = SimpleNamespace(domains=lambda: names, ids=ids, take=lambda index: index)
     vectors = SimpleNamespace(pool=lambda index, _: x[index], target=lambda: x[:5])
-    spec = SimpleNamespace(relevance=Relevance(use="weight", sample=10), method=method, domain_column="domain")
+    spec = Select(relevance=Relevance(use="weight", sample=10), method=method)
     console = SimpleNamespace(say=lambda _: None)
     about = judge_domains(spec, SimpleNamespace(rows=rows), vectors, 0, console)[2]
     wanted = domain_distances({"a": x[:10], "b": x[10:]}, x[:5], epsilon=Relevance().epsilon, cost=cost)
