@@ -83,12 +83,12 @@ def test_effective_model_complexity_from_a_curve_and_from_a_search(tmp_path):
 
 
 def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
-    """A peak of 0.2 at rank 8 that ggpo has lost; seed s moves both arms by the same amount."""
+    """A peak of 0.2 at rank 8 that ggpo has lost; seed s moves both arms by nearly the same amount."""
     plain = {1: 0.3, 4: 0.3, 8: 0.5, 16: 0.2}
     arms = {"plain": plain, "ggpo": {**plain, 8: 0.3}}
     table = [
-        {**row, "regularizer": kind, "test.error": row["test.error"] + 0.001 * ((row["seed"] * 7 + i) % 3)}
-        for kind, curve in arms.items()
+        {**row, "regularizer": kind, "test.error": row["test.error"] + 0.001 * ((row["seed"] * shift + i) % 3)}
+        for (kind, curve), shift in zip(arms.items(), (7, 5), strict=True)
         for i, row in enumerate(rows(curve, seeds=5, spread=0.02))
     ]
     data = cells(tmp_path / "s", table, {"adapter.rank": [*map(str, plain)], "regularizer": [*arms]})
@@ -96,7 +96,7 @@ def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
     (found,) = [b for s in sections for b in s.blocks if b.kind == "table" and b.columns[1] == "beside"]
     ((setting, base, mean, p, at, height, peak_p, threshold),) = found.rows
     assert (setting, base, at, threshold) == ("regularizer = ggpo", "plain", "8", "–")
-    assert mean.startswith("−0.05") and height.startswith("−0.2") and float(p) < 0.001 and float(peak_p) < 0.001
+    assert mean.startswith("−0.05") and height.startswith("−0.19") and float(p) < 0.001 and float(peak_p) < 0.001
     assert "regularizer = ggpo beside plain: It removes the peak at rank 8" in words(sections)
 
 

@@ -23,6 +23,7 @@ APART = {
     "finetune.atomic": "how an entry is written",
     "finetune.cachedir": "where entries lie",
     "finetune.errors": "sentences",
+    "finetune.headtokens": "a refusal, of rows as they come from the cache too",
     "finetune.evaluate.mode": "a model's forward pass, which finds leaks of packing",
     "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
     "finetune.recording": "which rows a run looks at",
