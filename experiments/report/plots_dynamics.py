@@ -110,7 +110,9 @@ def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[
         for level, token in zip(levels, tokens, strict=True):
             held = {**where, **at, **({layout.lines: level} if layout.lines else {})}
             name = formats.axis_value(level) if layout.lines else "mean"
-            lines.append(Line(name, token, trace.curve(quantity.column, STEP, held)))
+            curve = trace.curve(quantity.column, STEP, held)
+            if curve:  # none where every run failed before it looked
+                lines.append(Line(name, token, curve))
         panels.append(Panel(formats.setting(at) or "all cells", lines))
     caption = "Means over seeds; bands: 95 % t-intervals." if trace.seeds > 1 else "One seed: no interval can be given."
     if quantity.said:

@@ -152,6 +152,8 @@ class _Sheet:
 
     def line(self, line: Line, across: dict[Any, float], level: _Level, box: _Box) -> None:
         points = [(across[v], p) for v, p in line.points if v in across]
+        if not points:
+            return
         if len(points) == 1:  # a short stroke, for a path of one point is not seen
             points = [(points[0][0] - 3, points[0][1]), (points[0][0] + 3, points[0][1])]
         self.lines.setdefault(line.token, []).append([(x, box.y(level.share(p.value))) for x, p in points])

@@ -317,13 +317,14 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _datasets(path: Path) -> Iterator[Record]:
+    name = str(path)
+    given = HubName.read(name) if name.startswith(HUB) else None
     try:
         import datasets
     except ImportError as error:
         raise UserError(f"{path}: needs the datasets package: pip install 'flatshift[hf]'") from error
-    name = str(path)
-    if name.startswith(HUB):
-        rows: Any = _opened(datasets, HubName.read(name))
+    if given is not None:
+        rows: Any = _opened(datasets, given)
     else:
         try:
             rows = datasets.load_from_disk(name)
