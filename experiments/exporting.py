@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 from experiments.beginnings import check_backbone
 from experiments.card import card, own_name, published_name
 from experiments.config import Recipe
-from experiments.preparing import class_names
+from experiments.preparing import learnt
 from experiments.recipe import resume_recipe
 from finetune.atomic import replacing_directory, write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_backbone
-from finetune.config import Classify, Completion
-from finetune.data import label_reader, read_rows, required_columns
+from finetune.config import Regress
 from finetune.data.chat import give_template
 from finetune.errors import UserError
 from finetune.rundir import refuse_nonempty
@@ -123,19 +122,8 @@ def require_finished(path: Path, recipe: Recipe) -> None:
 
 
 def known_labels(path: Path, recipe: Recipe) -> tuple[str, ...] | None:
-    """The classes of a run in head order, from its manifest; from its training rows where an older run noted none."""
-    task = recipe.task
-    if not (isinstance(task, Classify) or (isinstance(task, Completion) and task.score == "rank")):
-        return None
-    noted = json.loads((path / "manifest.json").read_text(encoding="utf-8")).get("label_names")
-    if noted is not None:
-        return tuple(noted)
-    data = recipe.data
-    required = required_columns(task)
-    rows = read_rows(
-        data.train.files, columns=data.columns, required=required, bad_rows=data.bad_rows, label=label_reader(task)
-    )
-    return class_names(list(rows), task)
+    """The classes of a run in head order, as `learnt` tells them; None where there are none, as of a regression."""
+    return None if isinstance(recipe.task, Regress) else learnt(recipe, path)[0]
 
 
 def _require_hub_name(name: str) -> None:

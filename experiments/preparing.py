@@ -150,7 +150,7 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
     """
     from finetune.backbone import load_tokenizer
 
-    labels, units = _learnt(recipe, run)
+    labels, units = learnt(recipe, run)
     part = Part("--data", None, tuple(files), recipe.data.columns, "data.columns")
     skipped: list[str] = []
     rows = part.rows(recipe.data, recipe.task, skipped)
@@ -178,7 +178,7 @@ def learnt_record(prepared: Prepared) -> dict[str, Any]:
     return {"label_names": prepared.label_names, "units": units}
 
 
-def _learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | None]:
+def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | None]:
     """The classes in head order and the units of targets that `run` trained with, from its manifest.
 
     Runs of earlier versions did not note them all: then from its training files. Raises UserError if those changed.
