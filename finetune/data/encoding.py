@@ -23,10 +23,9 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1024
+_Each = TypeVar("_Each")
 
 
 def required_columns(task: Task) -> tuple[str, ...]:
@@ -194,13 +194,14 @@ def _encode_texts(
     examples: list[Example] = []
     masking = Masking.of(task, maker.tokenizer) if isinstance(task, MaskedLM) else None
     shown = [] if isinstance(task, LanguageModel | MaskedLM) else [Template(task.prompt, "task.prompt"), _answer(task)]
-    for chunk in _chunks(_usable(rows, partial(_unfilled, shown), rest)):
+    for filled in _chunks(_filled(rows, shown, rest)):
+        chunk, texts = [row for row, _ in filled], [text for _, text in filled]
         if masking is not None:
             made = maker.masked(chunk, masking)
         elif isinstance(task, Seq2Seq):
-            made = maker.pairs(chunk, task)
+            made = maker.pairs(chunk, texts, task)
         elif isinstance(task, Completion):
-            made = maker.completions(chunk, task, names)
+            made = maker.completions(chunk, texts, task, names)
         else:
             made = maker.documents(chunk)
         for row, (example, cut) in zip(chunk, made, strict=True):
@@ -213,30 +214,25 @@ def _encode_texts(
     return Encoded(examples, rest.truncated, rest.skipped, names, rest.dropped, rest.cut_answers)
 
 
-def _usable(rows: Iterable[Row], problem: Callable[[Row], str | None], rest: LeftOut) -> Iterator[Row]:
-    """The rows without a problem; the others are bad ones."""
+def _filled(rows: Iterable[Row], templates: Sequence[Template], rest: LeftOut) -> Iterator[tuple[Row, list[str]]]:
+    """The rows that every template can show, and their texts; the others are bad ones."""
     for row in rows:
-        found = problem(row)
-        if found is None:
+        try:
+            texts = [template.fill(row) for template in templates]
+        except ValueError as error:
+            rest.bad(row, str(error))
+        else:
+            yield row, texts
+
+
+def _paired(rows: Iterable[Row], rest: LeftOut) -> Iterator[Row]:
+    """The rows whose second text is one, or is not there; the others are bad ones."""
+    for row in rows:
+        text2 = row.values.get("text2")
+        if text2 is None or isinstance(text2, str):
             yield row
         else:
-            rest.bad(row, found)
-
-
-def _unfilled(templates: Sequence[Template], row: Row) -> str | None:
-    """Why one of the templates cannot show `row`; None: they can."""
-    try:
-        for template in templates:
-            template.fill(row)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _no_pair(row: Row) -> str | None:
-    """Why the row's second text is none; None: it is one, or there is none."""
-    text2 = row.values.get("text2")
-    return None if text2 is None or isinstance(text2, str) else f"column 'text2' is a {type(text2).__name__}, not text"
+            rest.bad(row, f"column 'text2' is a {type(text2).__name__}, not text")
 
 
 def _check_ranked(task: Completion) -> None:
@@ -255,7 +251,7 @@ def _encode_wholes(
     units: Units | None,
 ) -> Encoded:
     kept: list[tuple[Row, list[int], list[int] | None]] = []
-    for chunk in _chunks(_usable(rows, _no_pair, rest)):
+    for chunk in _chunks(_paired(rows, rest)):
         for row, (ids, segments, cut) in zip(chunk, maker.texts(chunk), strict=True):
             if not ids:
                 rest.bad(row, "the text has no token")
@@ -291,7 +287,7 @@ def _target(row: Row) -> float:
     return target
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _chunks(rows: Iterable[_Each]) -> Iterator[list[_Each]]:
     iterator = iter(rows)
     while chunk := list(islice(iterator, _CHUNK)):
         yield chunk
@@ -366,13 +362,13 @@ class _Maker:
         return made
 
     def completions(
-        self, rows: Sequence[Row], task: Completion, names: tuple[str, ...] | None
+        self, rows: Sequence[Row], filled: Sequence[Sequence[str]], task: Completion, names: tuple[str, ...] | None
     ) -> list[tuple[Example | str, Cut]]:
-        ask, answer = Template(task.prompt, "task.prompt"), Template(task.completion, "task.completion")
-        prompts = self.tokens([ask.fill(row) for row in rows])["input_ids"]
-        texts = [answer.fill(row) for row in rows]
+        """filled: prompt and answer of each row."""
+        prompts = self.tokens([prompt for prompt, _ in filled])["input_ids"]
+        texts = [answer for _, answer in filled]
         batch = self.tokens(texts)
-        choices = self._choices(rows, answer, names) if names is not None else [None] * len(rows)
+        choices = self._choices(rows, _answer(task), names) if names is not None else [None] * len(rows)
         prefix = list(self.specials.prefix)
         made: list[tuple[Example | str, Cut]] = []
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
@@ -405,12 +401,14 @@ class _Maker:
             made.append((example, cut))
         return made
 
-    def pairs(self, rows: Sequence[Row], task: Seq2Seq) -> list[tuple[Example | str, Cut]]:
+    def pairs(
+        self, rows: Sequence[Row], filled: Sequence[Sequence[str]], task: Seq2Seq
+    ) -> list[tuple[Example | str, Cut]]:
+        """filled: prompt and target of each row."""
         if self.decoder_start is None:
             raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with")
-        ask, answer = Template(task.prompt, "task.prompt"), Template(task.target, "task.target")
-        prompts = self.tokens([(task.prefix or "") + ask.fill(row) for row in rows])["input_ids"]
-        texts = [answer.fill(row) for row in rows]
+        prompts = self.tokens([(task.prefix or "") + prompt for prompt, _ in filled])["input_ids"]
+        texts = [target for _, target in filled]
         batch = self.tokens(texts)
         made: list[tuple[Example | str, Cut]] = []
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
