@@ -14,13 +14,12 @@ import pytest
 from finetune.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.checkpoint import steps as saved_steps
-from finetune.config import Adapter, Completion, Evaluate, Optimizer, Train
+from finetune.config import Adapter, Completion, Optimizer, Train
 from finetune.data import Batches, Example, Mixture
-from finetune.errors import Interrupted
-from finetune.loop import train_stage
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.rundir import read_metrics
 from regularizers import GGPO, Plain, build
-from tests.finetune_models import IGNORED, PadOnly, save_backbone
+from tests.finetune_models import IGNORED, save_backbone
+from tests.stage_runs import run_or_stop
 
 TASK = Completion(pack=True)
 STEPS = 14
@@ -44,30 +43,20 @@ def train(source, directory, *, regularizer=None, dropout=0.0, precision="fp32",
     model = attach_adapter(
         load_backbone(source, task=task, precision=precision), Adapter(rank=4, dropout=dropout), task=task, seed=0
     )
-    run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
-    last = [0]
-    try:
-        train_stage(
-            model,
-            PadOnly(),
-            stage="fine-tune",
-            task=task,
-            batches=Batches(
-                examples(30, 1), task=task, batch_size=2, accumulate=2, seed=0, max_length=24, pad_id=0, **data
-            ),
-            dev=examples(6, 2),
-            optimizer=Optimizer(lr=1e-2, weight_decay=0.01),
-            train=Train(steps=STEPS, eval_every=3, save_every=4, precision=precision, max_length=24),
-            evaluate=Evaluate(batch_size=4),
-            regularizer=build(regularizer or Plain()),
-            run=run,
-            seed=0,
-            on_step=lambda line: last.__setitem__(0, line["step"]),
-            stop=lambda: last[0] == stop_at,
-        )
-    except Interrupted:
-        return None
-    return adapter_bytes(directory)
+    adapter = run_or_stop(
+        model,
+        directory,
+        stop_at=stop_at,
+        task=task,
+        batches=Batches(
+            examples(30, 1), task=task, batch_size=2, accumulate=2, seed=0, max_length=24, pad_id=0, **data
+        ),
+        dev=examples(6, 2),
+        optimizer=Optimizer(lr=1e-2, weight_decay=0.01),
+        train=Train(steps=STEPS, eval_every=3, save_every=4, precision=precision, max_length=24),
+        regularizer=build(regularizer or Plain()),
+    )
+    return None if adapter is None else adapter_bytes(directory)
 
 
 def adapter_bytes(directory):

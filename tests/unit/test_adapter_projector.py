@@ -26,7 +26,6 @@ from finetune.config import (
     Classify,
     Completion,
     Data,
-    Evaluate,
     LanguageModel,
     Mesh,
     Optimizer,
@@ -35,18 +34,18 @@ from finetune.config import (
     TrainFiles,
 )
 from finetune.data import Example, Examples
-from finetune.errors import Interrupted, UserError
+from finetune.errors import UserError
 from finetune.evaluate import document_nats, ranking
 from finetune.evaluate.writing import lacking_room
-from finetune.loop import train_stage
 from finetune.loss import batch_loss, find_head
 from finetune.memory import memory_plan
 from finetune.parallel.engine import Engine
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.rundir import read_metrics
 from finetune.stacked.refusing import refusal
 from finetune.stage import check_length
 from regularizers import GGPO, Plain, RegularizerError, build
-from tests.finetune_models import IGNORED, Micro, PadOnly, RandomBatches, save_backbone
+from tests.finetune_models import IGNORED, Micro, RandomBatches, save_backbone
+from tests.stage_runs import run_or_stop
 
 LM = LanguageModel(pack=False)
 K, WIDTH, SOFT = 3, 6, 2
@@ -283,29 +282,18 @@ class FeatureBatches(RandomBatches):
 
 
 def train(model, directory, *, stop_at=None, batches=FeatureBatches, **more):
-    run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
-    last = [0]
-    try:
-        train_stage(
-            model,
-            PadOnly(),
-            stage="fine-tune",
-            task=LM,
-            batches=batches(accumulate=2),
-            dev=[],
-            optimizer=Optimizer(lr=0.02),
-            train=Train(**{"steps": 8, "save_every": 3, "max_length": 24, "threads": 1, **more}),
-            evaluate=Evaluate(batch_size=4),
-            regularizer=build(Plain()),
-            run=run,
-            seed=0,
-            on_step=lambda line: last.__setitem__(0, line["step"]),
-            stop=lambda: last[0] == stop_at,
-        )
-    except Interrupted:
+    adapter = run_or_stop(
+        model,
+        directory,
+        stop_at=stop_at,
+        task=LM,
+        batches=batches(accumulate=2),
+        optimizer=Optimizer(lr=0.02),
+        train=Train(**{"steps": 8, "save_every": 3, "max_length": 24, "threads": 1, **more}),
+    )
+    if adapter is None:
         return None
-    folder = directory / "stages" / "fine-tune" / "adapter"
-    return [(folder / name).read_bytes() for name in ("adapter_model.safetensors", "projector.safetensors")]
+    return [(adapter / name).read_bytes() for name in ("adapter_model.safetensors", "projector.safetensors")]
 
 
 def test_nothing_else_trains_and_a_resumed_run_ends_with_the_same_bits(sources, tmp_path):

@@ -7,13 +7,13 @@ import torch
 
 from finetune.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone, position_limit
-from finetune.config import Adapter, Classify, Completion, Evaluate, LanguageModel, Mesh, Optimizer, Train
-from finetune.errors import Interrupted, UserError
-from finetune.loop import train_stage
+from finetune.config import Adapter, Classify, Completion, LanguageModel, Mesh, Optimizer, Train
+from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
-from finetune.rundir import RunDirectory, read_metrics
-from regularizers import GGPO, Plain, RegularizerError, build
-from tests.finetune_models import PadOnly, RandomBatches, save_backbone
+from finetune.rundir import read_metrics
+from regularizers import GGPO, RegularizerError, build
+from tests.finetune_models import RandomBatches, save_backbone
+from tests.stage_runs import run_or_stop
 
 LM = LanguageModel(pack=False)
 IDS = torch.arange(3, 27).reshape(2, 12)
@@ -67,28 +67,16 @@ def test_rows_see_the_tokens_before_them_and_plain_peft_agrees(kind, sources, tm
 
 
 def train(source, directory, *, stop_at=None):
-    run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
-    last = [0]
-    try:
-        train_stage(
-            make(source),
-            PadOnly(),
-            stage="fine-tune",
-            task=LM,
-            batches=RandomBatches(),
-            dev=[],
-            optimizer=Optimizer(lr=0.05),
-            train=Train(steps=12, save_every=4, max_length=24, threads=1),
-            evaluate=Evaluate(batch_size=4),
-            regularizer=build(Plain()),
-            run=run,
-            seed=0,
-            on_step=lambda line: last.__setitem__(0, line["step"]),
-            stop=lambda: last[0] == stop_at,
-        )
-    except Interrupted:
-        return None
-    return (directory / "stages" / "fine-tune" / "adapter" / "adapter_model.safetensors").read_bytes()
+    adapter = run_or_stop(
+        make(source),
+        directory,
+        stop_at=stop_at,
+        task=LM,
+        batches=RandomBatches(),
+        optimizer=Optimizer(lr=0.05),
+        train=Train(steps=12, save_every=4, max_length=24, threads=1),
+    )
+    return None if adapter is None else (adapter / "adapter_model.safetensors").read_bytes()
 
 
 def test_they_learn_and_a_resumed_run_ends_with_the_same_bits(sources, tmp_path):

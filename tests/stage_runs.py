@@ -1,0 +1,36 @@
+"""A short stage in a run directory, which a test stops after some step and begins again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Evaluate
+from finetune.errors import Interrupted
+from finetune.loop import train_stage
+from finetune.rundir import RunDirectory
+from regularizers import Plain, build
+from tests.finetune_models import PadOnly
+
+
+def run_or_stop(model: Any, directory: Path, *, stop_at: int | None = None, **stage: Any) -> Path | None:
+    """Begin the fine-tune stage of `directory`, or go on with it; the adapter's folder, None if it was stopped.
+
+    stage: of `train_stage`: task, batches, optimizer and train, and what differs from a plain stage without dev rows.
+    """
+    run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
+    last = [0]
+    usual = {"dev": [], "evaluate": Evaluate(batch_size=4), "regularizer": build(Plain()), "seed": 0}
+    try:
+        train_stage(
+            model,
+            PadOnly(),
+            stage="fine-tune",
+            run=run,
+            on_step=lambda line: last.__setitem__(0, line["step"]),
+            stop=lambda: last[0] == stop_at,
+            **{**usual, **stage},
+        )
+    except Interrupted:
+        return None
+    return directory / "stages" / "fine-tune" / "adapter"
