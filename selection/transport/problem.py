@@ -6,6 +6,7 @@ downstream works on squared distances, and `unit` turns the answer back into cos
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,8 +26,39 @@ _TYPES = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(stage, done, total)` while rows are read."""
-_READ_BYTES = 1 << 20
-"""Bytes of float64 rows read at a time: they stay in cache while they are checked and summed."""
+_READ_BYTES = 4 << 20
+"""Bytes of float64 rows read at a time: near the cache while they are checked and summed, and so many that threads
+seldom meet at the interpreter."""
+
+
+class Scratch(threading.local):
+    """Buffers of the calling thread, used again for every tile: fresh memory costs a page fault for each of its pages.
+    In torch's memory, which is aligned: the order of BLAS' sums, and so their last bits, depend on the address.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[torch.dtype, Tensor] = {}
+
+    def rows(self, n: int, d: int, dtype: torch.dtype) -> Tensor:
+        """(n, d), this thread's until its next call for this type; what it holds is left over."""
+        kept = self._kept.get(dtype)
+        if kept is None or len(kept) < n or kept.shape[1] != d:
+            kept = self._kept[dtype] = torch.empty(n, d, dtype=dtype)
+        return kept[:n]
+
+    def read(self, x: Any, low: int, high: int) -> Tensor:
+        """Rows [low, high) of x in their own type where torch knows it, else float64."""
+        array = np.asarray(x[low:high])
+        out = self.rows(len(array), array.shape[1], _own_type(array))
+        out.numpy()[...] = array
+        return out
+
+    def widened(self, rows: Tensor) -> Tensor:
+        """`rows` as float64. Halves in two steps: a vector instruction each, where one step has none."""
+        for dtype in (torch.float32, torch.float64):
+            if rows.dtype.itemsize < dtype.itemsize:
+                rows = self.rows(len(rows), rows.shape[1], dtype).copy_(rows)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -143,19 +175,20 @@ def _read(
     x_squared = np.empty(n)
     scale = np.empty(n) if cosine else None
 
+    scratch, shift = Scratch(), torch.from_numpy(centre)
+
     def work(low: int, high: int) -> Tensor:
-        raw = native(x[low:high])
-        # Halves are widened in two steps: a vector instruction each, where one step has none.
-        rows = (raw.float() if raw.dtype == torch.float16 else raw).to(torch.float64).numpy()
+        wide = scratch.widened(scratch.read(x, low, high))
+        rows = wide.numpy()
         if scale is not None:
             finite_rows(rows, "pool", low)
             scale[low:high] = 1.0 / _lengths(rows, "pool", low)
             rows *= scale[low:high, None]
-        rows -= centre
+        wide -= shift
         x_squared[low:high] = np.einsum("ij,ij->i", rows, rows)
         if not np.isfinite(x_squared[low:high].sum()):
             finite_rows(rows, "pool", low)
-        return native(pool_weights[low:high]) @ torch.from_numpy(rows)
+        return native(pool_weights[low:high]) @ wide
 
     step = chunk or max(16, _READ_BYTES // (8 * d))
     told = (lambda done, count: progress("reading the pool", done, count)) if progress else None
@@ -168,15 +201,16 @@ def _read(
 
 
 def native(rows: Any) -> Tensor:
-    """A tensor of its own with these rows, in their own type where torch knows it, else float64.
-
-    In torch's memory, which is aligned: the order of BLAS' sums, and so their last bits, depend on the address.
-    """
+    """A tensor of its own with these rows, aligned, in their own type where torch knows it, else float64."""
     array = np.asarray(rows)
-    known = array.dtype.kind == "f" and array.dtype.itemsize <= 8 and array.dtype.isnative
-    own = torch.empty(array.shape, dtype=_TYPES[array.dtype.itemsize] if known else torch.float64)
+    own = torch.empty(array.shape, dtype=_own_type(array))
     own.numpy()[...] = array
     return own
+
+
+def _own_type(array: np.ndarray) -> torch.dtype:
+    known = array.dtype.kind == "f" and array.dtype.itemsize <= 8 and array.dtype.isnative
+    return _TYPES[array.dtype.itemsize] if known else torch.float64
 
 
 def _lengths(rows: np.ndarray, side: str, offset: int) -> np.ndarray:

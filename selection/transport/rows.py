@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from selection.transport.crew import Crew
-from selection.transport.problem import Problem, native
+from selection.transport.problem import Problem, Scratch, native
 
 _PER_LN2 = 1.0 / math.log(2.0)
 
@@ -66,6 +66,7 @@ class StreamedRows:
         self._read_type = torch.float64 if wide else dtype
         self._centre = self._here(problem.centre).to(self._read_type)
         self._scale = None if problem.scale is None else torch.from_numpy(problem.scale)
+        self._scratch = Scratch()
         self._buffers = threading.local()
 
     def _here(self, array: np.ndarray) -> Tensor:
@@ -80,7 +81,7 @@ class StreamedRows:
             self._buffers.rows = buffer
         left = buffer[: high - low]
         rows = left[:, :d]
-        raw = native(self.x[low:high]).to(self.device)
+        raw = self._scratch.read(self.x, low, high).to(self.device)
         wide = rows.copy_(raw) if self._read_type == self.dtype else raw.to(self._read_type)
         if self._scale is not None:
             wide *= self._scale[low:high].to(wide).unsqueeze(1)
