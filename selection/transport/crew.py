@@ -66,8 +66,17 @@ class Crew:
         return torch.stack(found).sum(0) if found else None
 
 
+_thread = threading.local()
+
+
 def _alone() -> None:
     torch.set_num_threads(1)
+    _thread.flushes = torch.set_flush_denormal(True)
+
+
+def flushes() -> bool:
+    """Whether the calling thread is one of a crew's that takes subnormal numbers, slow on many processors, for 0."""
+    return getattr(_thread, "flushes", False)
 
 
 def _share(

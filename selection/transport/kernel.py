@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selection.transport.crew import Crew
+from selection.transport.crew import Crew, flushes
 from selection.transport.ranks import Team
 from selection.transport.rows import Rows
 
@@ -44,16 +44,18 @@ def tile_rows(columns: int, dtype: torch.dtype, chunk: int | None, tile_bytes: i
     return max(16, min(tile_bytes // (columns * dtype.itemsize), max(8192, tile_bytes >> 12)))
 
 
-def _exponentiate(tile: Tensor) -> Tensor:
-    """In place, of a tile S/ln 2: exp(S − rowmax); returns the row maxima of S/ln 2 (rows,)."""
+def _exponentiate(tile: Tensor, kept: bool = False) -> Tensor:
+    """In place, of a tile S/ln 2: exp(S − rowmax); returns the row maxima of S/ln 2 (rows,). kept: see `_raise`."""
     top = tile.amax(1)
-    _raise(tile.sub_(top.unsqueeze(1)))
+    _raise(tile.sub_(top.unsqueeze(1)), kept)
     return top
 
 
-def _raise(tile: Tensor) -> None:
-    if tile.dtype == torch.float32:
-        tile.clamp_(min=-115.0)  # below that float32 is subnormal: no mass, and slow on many processors
+def _raise(tile: Tensor, kept: bool = False) -> None:
+    """exp of S, in place. Where float32 is subnormal there is no mass, but many processors are slow: such numbers are
+    kept out, unless this thread takes them for 0 and the tile is not `kept` for threads that do not."""
+    if tile.dtype == torch.float32 and (kept or not flushes()):
+        tile.clamp_(min=-115.0)
     tile.exp2_()
 
 
@@ -196,7 +198,7 @@ class Kernel:
         def work(low: int, high: int) -> None:
             tile = self.store[low:high]
             self.rows.tile(low, high, tile)
-            self._base[low:high] = _exponentiate(tile).double() * math.log(2.0)
+            self._base[low:high] = _exponentiate(tile, kept=True).double() * math.log(2.0)
 
         self._crew.each(n, self._step, work, self._on_rows)
         self.passes += 1
