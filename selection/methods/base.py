@@ -73,8 +73,17 @@ class Selector:
         raise NotImplementedError
 
     def select(self, k: int) -> np.ndarray:
-        """The k best rows as int64 indices in rank order; ties go by file order. Raises SelectionError."""
+        """The k best rows as int64 indices in rank order; ties go by file order (`ties`). Raises SelectionError."""
         return self._order()[: checked_budget(k, len(self._fitted()))]
+
+    def ties(self, k: int) -> int:
+        """Rows that share the score at which `select(k)` cuts, where only file order tells which of them are among
+        the k; 0 where the scores decide. Raises SelectionError."""
+        scores = self._fitted()
+        k = checked_budget(k, len(scores))
+        last = np.partition(scores, k - 1)[k - 1]
+        tied = int((scores == last).sum())
+        return tied if int((scores < last).sum()) + tied > k else 0
 
     def ranks(self) -> np.ndarray:
         """(N,) int64: 1 for the best row, N for the worst; ties by file order."""
