@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 from experiments.config import Select
 from experiments.console import Console
 from experiments.reading import PoolRecords, Records
+from finetune.errors import Interrupted
 from finetune.seeds import derive
 from selection import Pool, build_selector
 from selection.config import Domains, GotD, GotDContrast, Inner, Method, needs
@@ -47,10 +49,50 @@ def check_choice(
     console: Console,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any] | None:
-    """What manifest.json says under `selection.checks`; None where all features coincide. Says warnings.
+    """What manifest.json says under `selection.checks`; None where all features coincide, or a check broke down.
 
+    Says warnings. A choice that was made never fails with its check: what goes wrong in it is said, too.
     features: of pool, target and negative examples. domains: of pool and target. order (N,): row numbers by rank.
     """
+    try:
+        return _checked(
+            spec,
+            selector,
+            pool,
+            target,
+            features,
+            domains,
+            weights,
+            order,
+            seed=seed,
+            console=console,
+            progress=progress,
+        )
+    except SelectionError as error:  # the method may ask for more than a part of the data has
+        console.say(f"note: the selection was not checked on parts of the data: {error}")
+    except (Interrupted, OSError):  # as a full disk does: what is there goes on later
+        raise
+    except Exception as error:
+        console.say(f"warning: the selection was not checked, by a fault of the check: {type(error).__name__}: {error}")
+        if console.log is not None:
+            console.log(traceback.format_exc().rstrip())
+    return None
+
+
+def _checked(
+    spec: Select,
+    selector: Selector,
+    pool: PoolRecords,
+    target: Records,
+    features: tuple[Any, np.ndarray, np.ndarray | None],
+    domains: tuple[Sequence[str | None] | None, Sequence[str | None] | None],
+    weights: np.ndarray | None,
+    order: np.ndarray,
+    *,
+    seed: int,
+    console: Console,
+    progress: Callable[[str, int, int], None],
+) -> dict[str, Any] | None:
     from selection.checks import check_selection, target_coverage
 
     started = time.monotonic()
@@ -59,25 +101,21 @@ def check_choice(
     inner = spec.method.inside if isinstance(spec.method, Domains) else spec.method
     cost = getattr(inner, "cost", "sqeuclidean")
     seed = derive(seed, "checks")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
-            found = check_selection(
-                x,
-                y,
-                order,
-                budget=spec.budget,
-                refit=_refit(spec, pool, features, domains, seed),
-                weights=weights,
-                epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None,
-                cost=cost,
-                in_rounds=isinstance(inner, GotD) and inner.rounds > 1,
-                seed=seed,
-                progress=progress,
-            )
-    except SelectionError as error:  # the method may ask for more than a part of the data has; the choice stands
-        console.say(f"note: the selection was not checked on parts of the data: {error}")
-        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
+        found = check_selection(
+            x,
+            y,
+            order,
+            budget=spec.budget,
+            refit=_refit(spec, pool, features, domains, seed),
+            weights=weights,
+            epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None,
+            cost=cost,
+            in_rounds=isinstance(inner, GotD) and inner.rounds > 1,
+            seed=seed,
+            progress=progress,
+        )
     if found is None:
         console.say("note: all features coincide; the selection was not checked")
         return None

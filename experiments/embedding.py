@@ -20,9 +20,10 @@ from experiments.reading import PoolRecords, Records
 from finetune.data import RowView
 from finetune.errors import UserError
 from finetune.seeds import derive
-from selection.config import Backbone, Encoder, Features, Static, TfIdf
+from selection.config import Backbone, Encoder, Features, Static, TfIdf, needs
 from selection.errors import BadRow
 from selection.features import FeatureCache, TakenRows, in_shards, load_features
+from selection.given import same_width
 
 HELD_BYTES = 256 << 20
 """Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""
@@ -38,6 +39,21 @@ def check_vectors(spec: Select) -> None:
                 raise UserError(
                     f"select.{name}: features of your own are read from their files as they are; leave it out"
                 )
+
+
+def check_unread(spec: Select, x: Any, y: Any) -> None:
+    """Refuse features of your own that do not fit or are not finite where the method reads none: the map does.
+
+    A method that reads them checks them itself. Raises SelectionError, BadRow for a row.
+    """
+    if not isinstance(spec.embedder, Features) or "features" in needs(spec.method):
+        return
+    from selection.transport.problem import finite_rows  # brings torch
+
+    same_width(x, y)
+    for side, matrix in (("pool", x), ("target", y)):
+        for low in range(0, len(matrix), _SCANNED):
+            finite_rows(np.asarray(matrix[low : low + _SCANNED]), side, low)
 
 
 class Vectors:

@@ -22,7 +22,7 @@ from experiments.checking import can_check, check_choice
 from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
 from experiments.console import Console
-from experiments.embedding import Vectors, check_vectors, naming_rows
+from experiments.embedding import Vectors, check_unread, check_vectors, naming_rows
 from experiments.methods import (
     backbone_surprise,
     check_method,
@@ -161,12 +161,15 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
     sides = {"pool": pool, "target": target, "negative": negative}
     with warnings.catch_warnings(record=True) as caught, watched(console) as progress, naming_rows(vectors, sides):
         warnings.simplefilter("always", UserWarning)
+        check_unread(spec, x, y)
         selector.fit(pool_set, target_set, progress=progress, **more)
     _say(caught, console)
     said = selector.diagnostics_
     if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):
         console.say(f"the transport solve went on after pass {resumed}")
     order = np.asarray(selector.select(len(pool.rows)))
+    if ties := selector.ties(spec.budget):
+        console.say(f"warning: {ties:,} records tie at the cut; file order decides which of them are chosen")
     solved = time.monotonic()
     peak["scores"] = _peak_bytes()
     checks = None
@@ -228,6 +231,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
             "peak_bytes": peak,
         },
     }
+    if ties:
+        manifest["selection"]["ties"] = ties
     if checks is not None:
         manifest["selection"]["checks"] = _plain(checks)
     if hygiene is not None:
@@ -312,7 +317,7 @@ def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray) ->
             moved = {key: record.pop(key) for key in sorted(collides)}
             if moved:
                 record["source"] = moved
-            handle.write(json_text({**record, **added}, default=str) + "\n")
+            handle.write(json_text(_plain({**record, **added}), default=str) + "\n")
 
 
 def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _FIT = 4096  # rows of each side that the axes are fitted on
+_LARGEST = 1e30
+"""Features beyond are drawn in units of the largest: coordinates are float32, their variances products."""
 
 
 def project(
@@ -27,6 +29,7 @@ def project(
     the rest unchosen pool.
     Returns a table with x, y (float32) and kind (pool, target, selection); the schema metadata
     `flatshift.explained` holds the shares of the weighted variance on the two axes. Deterministic in `seed`.
+    Coordinates are in units of the features, or of the largest of them where float32 would be too small for those.
     Raises ValueError if the widths differ.
     """
     import pyarrow as pa
@@ -38,9 +41,16 @@ def project(
     def sample(rows: np.ndarray, count: int) -> np.ndarray:
         return rows if len(rows) <= count else np.sort(rng.choice(rows, count, replace=False))
 
-    pool_fit = _rows(X, sample(np.arange(len(X)), _FIT))
-    target_fit = _rows(Y, sample(np.arange(len(Y)), _FIT))
-    sides = [side for side in (pool_fit, target_fit) if len(side)]
+    fits = [_rows(X, sample(np.arange(len(X)), _FIT)), _rows(Y, sample(np.arange(len(Y)), _FIT))]
+    chosen = np.asarray(selected)
+    chosen = np.flatnonzero(chosen) if chosen.dtype == bool else np.unique(chosen.astype(np.int64))
+    target = sample(np.arange(len(Y)), max_points // 4)
+    shown = sample(chosen, max_points // 4)
+    others = sample(np.setdiff1d(np.arange(len(X)), chosen), max_points - len(target) - len(shown))
+    parts = [_rows(X, others), _rows(X, shown), _rows(Y, target)]
+    if (largest := max(float(np.abs(rows).max(initial=0.0)) for rows in (*fits, *parts))) > _LARGEST:
+        fits, parts = [rows / largest for rows in fits], [rows / largest for rows in parts]
+    sides = [side for side in fits if len(side)]
     if not sides:
         raise ValueError("nothing to project: pool and target are empty")
     center = np.mean([side.mean(axis=0) for side in sides], axis=0)
@@ -53,14 +63,8 @@ def project(
     if axes.shape[1] == 1:  # d = 1: a line
         axes, explained = np.hstack([axes, np.zeros_like(axes)]), np.append(explained, 0.0)
 
-    chosen = np.asarray(selected)
-    chosen = np.flatnonzero(chosen) if chosen.dtype == bool else np.unique(chosen.astype(np.int64))
-    target = sample(np.arange(len(Y)), max_points // 4)
-    shown = sample(chosen, max_points // 4)
-    others = sample(np.setdiff1d(np.arange(len(X)), chosen), max_points - len(target) - len(shown))
-    parts = [(X, others, "pool"), (X, shown, "selection"), (Y, target, "target")]
-    xy = np.concatenate([(_rows(source, rows) - center) @ axes for source, rows, _ in parts]).astype(np.float32)
-    kinds = [kind for _, rows, kind in parts for _ in rows]
+    xy = np.concatenate([(rows - center) @ axes for rows in parts]).astype(np.float32)
+    kinds = [kind for rows, kind in zip(parts, ("pool", "selection", "target"), strict=True) for _ in rows]
     table = pa.table({"x": xy[:, 0], "y": xy[:, 1], "kind": kinds})
     return table.replace_schema_metadata({"flatshift.explained": json.dumps([round(float(e), 6) for e in explained])})
 

@@ -161,6 +161,7 @@ _DIAGNOSTICS = {
     "pool": "pool records",
     "target": "target records",
     "helpful": "records with a negative score",
+    "ties": "records that tie at the cut",
     "epsilon": "ε, in units of the cost",
     "mean_cost": "mean cost",
     "marginal_error": "marginal L1 error reached",
@@ -231,6 +232,9 @@ def _selection_notes(selection: Selection) -> list[str]:
         notes.append(
             f"Only {helpful:,} records have a negative score; a budget of {budget:,} adds some that do not help."
         )
+    ties = about.get("ties")
+    if isinstance(ties, int) and ties:
+        notes.append(f"{ties:,} records tie at the cut; file order decided which of them were chosen.")
     skipped = about.get("skipped")
     if isinstance(skipped, dict):
         notes += [

@@ -26,6 +26,8 @@ from selection.methods.gotd import GotDSelector
 SHARES = (0.1, 0.25, 0.5, 1.0)
 """λ: the share of the selection in the mixture."""
 _LEAST_TARGETS = 8
+_COINCIDENT = 1e-12
+"""Mean cost from the pool to a half of the target, as a share of that to all of it, up to which it is rounding."""
 
 Refit = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
 """(pool rows (n,), target rows (m,), mass (n,), budget) → places in the first of what the same method chooses there."""
@@ -54,7 +56,8 @@ class Checked:
 
     fitted: arm → a reading for each of SHARES, on the target that the selection saw. held_out: arm → (R, 4), change
     of OT_ε to one half of the target, chosen with the other; held_distance (R,): OT_ε(pool, half) before. Both empty
-    where the target has too few rows. g (m,): the targets' potentials. error: largest L1 marginal error of a solve.
+    where the target has too few rows; without the `left_out` splits of which a half coincides with the pool. g (m,):
+    the targets' potentials. error: largest L1 marginal error of a solve.
     Arms: "selection", "random", and "rounds" (or "one step", where the selection itself was made in rounds).
     """
 
@@ -67,6 +70,7 @@ class Checked:
     held_out: dict[str, np.ndarray]
     held_distance: np.ndarray
     error: float
+    left_out: int = 0
 
     def summary(self) -> dict[str, Any]:
         """Plain values for a manifest."""
@@ -115,6 +119,11 @@ class Checked:
             found.append(
                 f"as half of the mixture the selection {told}: its scores hold for a light warm-up only; "
                 "use rounds, a larger budget or a lighter warm-up"
+            )
+        if self.left_out:
+            found.append(
+                f"of {self.left_out + len(self.held_distance)} splits of the target into halves, {self.left_out} have "
+                "a half that coincides with the pool; they tell nothing of unseen target rows and were left out"
             )
         if self.held_out:
             gain = (self.held_out["random"] - self.held_out["selection"]).mean(0)
@@ -204,9 +213,14 @@ def check_selection(
     told()
     held: dict[str, list[list[float]]] = {name: [] for name in arms}
     held_distance = []
+    left_out = 0
     for _ in range(splits if len(targets) >= _LEAST_TARGETS else 0):
         turn = targets[generator.permutation(len(targets))]
         known, unseen = np.sort(turn[: len(turn) // 2]), np.sort(turn[len(turn) // 2 :])
+        if min(mean_cost(rows, y[half], sample.mass, cost) for half in (known, unseen)) <= _COINCIDENT * scale:
+            left_out += 1
+            told()
+            continue
         chosen = {
             "selection": np.asarray(refit(sample.rows, known, sample.mass, sample.budget)),
             "random": drawn(),
@@ -230,6 +244,7 @@ def check_selection(
         held_out={name: np.array(values) for name, values in held.items() if values},
         held_distance=np.array(held_distance),
         error=error,
+        left_out=left_out,
     )
 
 

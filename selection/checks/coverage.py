@@ -87,6 +87,7 @@ class _Placed:
         self.source = source
         self.cost = cost
         self.shape = tuple(source.shape)
+        self.dtype = np.dtype(np.float64)
 
     def __getitem__(self, key: Any) -> np.ndarray:
         return placed(self.source[key], self.cost)

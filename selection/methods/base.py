@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from selection.errors import SelectionError
+from selection.given import feature_matrix, strings
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
@@ -43,6 +44,8 @@ class Pool:
             raise SelectionError(f"pool or target parts differ in length: {told}; give one of each per row")
         if not len(self):
             raise SelectionError("the pool or target is empty; give at least one row")
+        strings(self.ids, "ids")
+        strings(self.texts, "texts")
 
     def __len__(self) -> int:
         return next(len(value) for value in self.__dict__.values() if value is not None)
@@ -70,8 +73,17 @@ class Selector:
         raise NotImplementedError
 
     def select(self, k: int) -> np.ndarray:
-        """The k best rows as int64 indices in rank order; ties go by file order. Raises SelectionError."""
+        """The k best rows as int64 indices in rank order; ties go by file order (`ties`). Raises SelectionError."""
         return self._order()[: checked_budget(k, len(self._fitted()))]
+
+    def ties(self, k: int) -> int:
+        """Rows that share the score at which `select(k)` cuts, where only file order tells which of them are among
+        the k; 0 where the scores decide. Raises SelectionError."""
+        scores = self._fitted()
+        k = checked_budget(k, len(scores))
+        last = np.partition(scores, k - 1)[k - 1]
+        tied = int((scores == last).sum())
+        return tied if int((scores < last).sum()) + tied > k else 0
 
     def ranks(self) -> np.ndarray:
         """(N,) int64: 1 for the best row, N for the worst; ties by file order."""
@@ -128,12 +140,14 @@ def finite_number(
 
 
 def need(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
-    """Both sides' `part` ("texts" or "features"); SelectionError where one is missing."""
-    sides = getattr(pool, part), getattr(target, part)
-    for name, value in zip(("pool", "target"), sides, strict=True):
+    """Both sides' `part` ("texts" or "features"), features as matrices; SelectionError where one is missing."""
+    found = []
+    for name, side in (("pool", pool), ("target", target)):
+        value = getattr(side, part)
         if value is None:
             raise SelectionError(f"{method} works on {part}, and the {name} has none; pass {part}= to it")
-    return sides
+        found.append(feature_matrix(value, name) if part == "features" else value)
+    return found[0], found[1]
 
 
 def unit_weights(weights: Any, count: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selection.given import feature_matrix
 from selection.methods.base import UNITS, Pool, Progress, keyed_uniform, placed, unit_weights
 
 _TOLERANCE = 1e-10
@@ -48,7 +49,7 @@ def self_potential(
 
     Expects features and weights that the transport solver has already checked.
     """
-    x = pool.features
+    x = feature_matrix(pool.features, "pool")
     n = len(pool)
     if epsilon <= 0.0:  # all points coincide
         return SelfPotential(np.zeros(n), 0, 0.0)

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from selection.errors import SelectionError
+from selection.given import real_weights
 from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number
 from selection.methods.random import RandomSelector
 
@@ -97,7 +98,7 @@ class DomainsSelector(Selector):
             raise SelectionError("domains needs shares, or a target with domains to take them from; give either")
         else:
             wanted = dict.fromkeys((name for name in target.domains if name is not None), 0.0)
-            weights = np.ones(len(target)) if target.weights is None else np.asarray(target.weights, dtype=np.float64)
+            weights = np.ones(len(target)) if target.weights is None else real_weights(target.weights, "target")
             for domain, weight in zip(target.domains, weights, strict=True):
                 if domain is not None:
                     wanted[domain] += float(weight)

@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from selection.errors import SelectionError
+from selection.given import checked_chunk, no_overflow
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
 from selection.transport.problem import finite_rows
 
@@ -38,11 +39,11 @@ class LessSelector(Selector):
             raise SelectionError(f'similarity must be "cosine" or "inner", not {self.similarity!r}')
         for weight in self.checkpoint_weights:
             finite_number(weight, "a checkpoint weight", above=0.0)
+        checked_chunk(self.chunk)
         blocks = len(self.checkpoint_weights)
         if not blocks:
             raise SelectionError("checkpoint_weights is empty; give one weight per checkpoint")
         x, y = need(pool, target, "features", "less")
-        x, y = (value if hasattr(value, "shape") else np.asarray(value) for value in (x, y))
         width = _width(x, y, blocks)
         names, aims = self._aims(y, target, width)
         weights = np.asarray(self.checkpoint_weights) / sum(self.checkpoint_weights)
@@ -53,7 +54,9 @@ class LessSelector(Selector):
         step = self.chunk or max(16, (32 << 20) // (8 * width))
         for low in range(0, n, step):
             rows = self._normalised(x[low : low + step], "pool", low)
-            similar = rows @ aims.T
+            with np.errstate(over="ignore", invalid="ignore"):
+                similar = rows @ aims.T
+            no_overflow(similar, "inner products")
             subset[low : low + len(rows)] = similar.argmax(1)
             best[low : low + len(rows)] = similar.max(1)
             if progress:
@@ -82,16 +85,13 @@ class LessSelector(Selector):
         if self.similarity == "inner":
             return wide
         cut = wide.reshape(len(wide), len(self.checkpoint_weights), -1)
-        norms = np.linalg.norm(cut, axis=2, keepdims=True)
+        with np.errstate(over="ignore"):
+            norms = np.linalg.norm(cut, axis=2, keepdims=True)
+        no_overflow(norms)
         return np.asarray((cut / np.where(norms > 0, norms, 1.0)).reshape(wide.shape))
 
 
 def _width(x: Any, y: Any, blocks: int) -> int:
-    for side, matrix in (("pool", x), ("target", y)):
-        if len(matrix.shape) != 2 or 0 in matrix.shape:
-            raise SelectionError(
-                f"{side} features must be a matrix (rows, columns) that is not empty, not {tuple(matrix.shape)}"
-            )
     if x.shape[1] != y.shape[1]:
         raise SelectionError(
             f"pool features have {x.shape[1]} columns and target features {y.shape[1]}; "

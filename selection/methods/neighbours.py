@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from selection.errors import SelectionError
+from selection.given import checked_chunk, feature_matrix, no_overflow, same_width
 from selection.methods.base import Progress
 from selection.transport.problem import finite_rows
 
@@ -30,29 +30,24 @@ class Nearest:
 def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None) -> Nearest:
     """The `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); with 0 only each row's nearest target.
 
-    Raises SelectionError on shapes that do not match and input that is empty or not finite.
+    Raises SelectionError on shapes that do not match and input that is empty, not finite or overflows when squared.
     """
-    targets = np.asarray(y, dtype=np.float64)
-    x = x if hasattr(x, "shape") else np.asarray(x)
-    for side, matrix in (("pool", x), ("target", targets)):
-        if len(matrix.shape) != 2 or 0 in matrix.shape:
-            raise SelectionError(
-                f"{side} features must be a matrix (rows, columns) that is not empty, not {matrix.shape}"
-            )
+    checked_chunk(chunk)
+    x = feature_matrix(x, "pool")
+    targets = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
+    same_width(x, targets)
     n, m, d = x.shape[0], len(targets), targets.shape[1]
-    if x.shape[1] != d:
-        raise SelectionError(
-            f"pool features have {x.shape[1]} columns and target features {d}; embed both the same way"
-        )
     finite_rows(targets, "target", 0)
     count = min(count, n)
     # Dot products of centred rows do not cancel.
-    centre = targets.mean(0)
-    targets = targets - centre
+    with np.errstate(over="ignore", invalid="ignore"):
+        centre = targets.mean(0)
+        targets = targets - centre
     y_squared = np.einsum("ij,ij->i", targets, targets)
     dtype = torch.float64 if 2.0 * n * m * d <= _EXACT_FLOPS else torch.float32
     right = torch.from_numpy(-2.0 * targets.T).to(dtype)
     lift = torch.from_numpy(y_squared).to(dtype)
+    furthest = np.sqrt(y_squared.max())
     best_squared = torch.empty(m, 0, dtype=dtype)
     best_rows = torch.empty(m, 0, dtype=torch.int64)
     row_nearest = np.empty(n, dtype=np.int64)
@@ -63,6 +58,7 @@ def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progre
         finite_rows(rows, "pool", low)
         rows = rows - centre
         squared = np.einsum("ij,ij->i", rows, rows)
+        _within(np.sqrt(squared.max()) + furthest, dtype)
         tile = torch.addmm(lift, torch.from_numpy(rows).to(dtype), right)
         nearest = tile.argmin(1).numpy()
         row_nearest[low : low + len(rows)] = nearest
@@ -83,6 +79,12 @@ def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progre
         exact[j] = np.einsum("ij,ij->i", gap, gap)
     order = np.lexsort((found, exact), axis=1)
     return Nearest(np.take_along_axis(found, order, 1), np.take_along_axis(exact, order, 1), row_nearest, row_squared)
+
+
+def _within(distance: float, dtype: torch.dtype) -> None:
+    """Raise SelectionError where the square of `distance`, the largest possible, does not fit into `dtype`."""
+    limit = float(np.sqrt(torch.finfo(dtype).max))
+    no_overflow(distance if distance < limit else np.inf)
 
 
 def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +114,7 @@ def densities(
     dtype = torch.float64 if 2.0 * len(rows) * u * d <= _EXACT_FLOPS else torch.float32
     scaled = torch.from_numpy((points - points.mean(0)) / sigma).to(dtype)
     lift = 1.0 - (scaled * scaled).sum(1)
+    no_overflow(lift.numpy())
     out = torch.empty(len(rows), dtype=torch.float64)
     step = chunk or max(64, min(8192, (64 << 20) // (8 * u)))
     for low in range(0, len(rows), step):

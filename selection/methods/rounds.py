@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from selection.given import real_weights
 from selection.methods.base import UNITS, Pool, Progress, Target, keyed_uniform, need, placed, unit_weights
 from selection.transport.problem import finite_rows
 from selection.transport.solver import Potentials
@@ -88,9 +89,8 @@ def choose_in_rounds(
     """Choose `budget` rows in up to `rounds` parts; the arguments are those of `GotDSelector`."""
     x, target_features = need(pool, target, "features", "gotd")
     y = np.asarray(target_features)
-    if y.ndim == 2 and y.dtype.kind == "f":
-        finite_rows(y, "target", 0)  # here, where rows still have the caller's numbers; the solver checks the rest
-    b = None if target.weights is None else np.asarray(target.weights, dtype=np.float64)
+    finite_rows(y, "target", 0)  # here, where rows still have the caller's numbers; the solver checks the rest
+    b = None if target.weights is None else real_weights(target.weights, "target")
     kept, held = _hold_out(target, holdout, seed)
 
     def side(rows: np.ndarray) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from selection.errors import BadRow, SelectionError
+from selection.given import feature_matrix, no_overflow, real_weights, same_width
 from selection.transport.crew import Crew
 from selection.transport.ranks import Team
 
@@ -129,13 +130,13 @@ def pose(
     if not 0 < mass < np.inf:
         raise SelectionError(f"pool weights sum to {mass}; at least one must be positive")
     weights = checked.a / mass
-    rows_part = team.total(float(weights @ checked.x_squared))
-    mean = np.asarray(team.gather(checked.mean / mass)).sum(0)
-    y_squared = np.einsum("ij,ij->i", checked.y, checked.y)
-    shift = checked.b @ checked.y  # what rounding the centre left over
-    mean_cost = float(rows_part + checked.b @ y_squared - 2.0 * (shift @ mean))
-    if not np.isfinite(mean_cost):
-        raise SelectionError("features are so large that squared distances overflow; rescale them")
+    with np.errstate(over="ignore", invalid="ignore"):
+        rows_part = team.total(float(weights @ checked.x_squared))
+        mean = np.asarray(team.gather(checked.mean / mass)).sum(0)
+        y_squared = np.einsum("ij,ij->i", checked.y, checked.y)
+        shift = checked.b @ checked.y  # what rounding the centre left over
+        mean_cost = float(rows_part + checked.b @ y_squared - 2.0 * (shift @ mean))
+    no_overflow(mean_cost)
     return replace(checked, a=weights, mean_cost=max(mean_cost, 0.0), mean=mean, team=team, total=total)
 
 
@@ -150,12 +151,9 @@ def _read(
     team: Team,
 ) -> Problem:
     """This process's part of `pose`: weights not yet scaled to sum 1, `mean` and `mean_cost` not yet final."""
-    x = _matrix(x, "pool")
-    target = np.asarray(_matrix(y, "target"), dtype=np.float64)
-    if x.shape[1] != target.shape[1]:
-        raise SelectionError(
-            f"pool features have {x.shape[1]} columns and target features {target.shape[1]}; embed both the same way"
-        )
+    x = feature_matrix(x, "pool")
+    target = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
+    same_width(x, target)
     finite_rows(target, "target", 0)
     n, d = x.shape
     pool_weights = _weights(a, n, "pool", empty=team.size > 1)
@@ -226,8 +224,9 @@ def _lengths(rows: np.ndarray, side: str, offset: int) -> np.ndarray:
 def finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
     """Raise BadRow naming the first row of `rows` that holds a NaN or an infinity."""
     # One sum is enough to clear the usual case: it is finite unless some entry is not (or it overflows: then look).
-    if np.isfinite(rows.sum()):
-        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(rows.sum()):
+            return
     bad = np.flatnonzero(_not_finite(rows))
     if len(bad):
         raise BadRow(side, offset + int(bad[0]), "holds a NaN or an infinity", "drop or mend it", _not_finite)
@@ -245,24 +244,11 @@ def _without_length(rows: np.ndarray) -> np.ndarray:
     return np.asarray(~((found > 0) & np.isfinite(found)))
 
 
-def _matrix(value: Any, side: str) -> Any:
-    array = value if hasattr(value, "shape") and hasattr(value, "dtype") else np.asarray(value)
-    if array.dtype.kind not in "fiu":
-        raise SelectionError(f"{side} features must be real numbers, not {array.dtype}")
-    if len(array.shape) != 2:
-        raise SelectionError(
-            f"{side} features must have two dimensions (rows, columns), not shape {tuple(array.shape)}"
-        )
-    if array.shape[0] == 0 or array.shape[1] == 0:
-        raise SelectionError(f"{side} features are empty: shape {tuple(array.shape)}")
-    return array
-
-
 def _weights(value: ArrayLike | None, count: int, side: str, *, empty: bool = False) -> np.ndarray:
     """Checked weights, not yet scaled to sum 1; `empty`: none need be positive (another process may have some)."""
     if value is None:
         return np.ones(count)
-    weights = np.array(value, dtype=np.float64)
+    weights = real_weights(value, side)
     if weights.shape != (count,):
         raise SelectionError(f"{side} weights must have shape ({count},), not {weights.shape}")
     if not np.isfinite(weights).all() or (weights < 0).any():

@@ -11,7 +11,6 @@ the cost is held in float64 (`exact`); beyond, a subsample and a few passes over
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from selection.errors import ConvergenceWarning, SelectionError
+from selection.given import checked_chunk, is_real
 from selection.transport.exact import exact_bytes, solve_exact
 from selection.transport.kernel import Streamed
 from selection.transport.large import cached_fits, exchanged, precision, solve_large
@@ -130,6 +130,8 @@ def sinkhorn_potentials(
     where = _check(
         epsilon, tolerance, chunk, method, cost, overlap, limits, memory_bytes, held_bytes, device, state, group
     )
+    # NumPy's own small floats would round all that they are multiplied with.
+    epsilon, tolerance = float(epsilon), tolerance if tolerance is None else float(tolerance)
     team = Team(group)
     with torch.inference_mode():
         problem = pose(x, y, a, b, chunk=chunk, progress=progress, cost=cost, team=team)
@@ -187,24 +189,23 @@ def _check(
     group: Any,
 ) -> torch.device:
     """The device; raises SelectionError for settings out of range, alone or together."""
-    if not (isinstance(epsilon, int | float) and math.isfinite(epsilon) and epsilon > 0):
+    if not (is_real(epsilon) and epsilon > 0):
         raise SelectionError(f"epsilon must be a positive number (a multiple of the mean cost), not {epsilon!r}")
-    if tolerance is not None and not (math.isfinite(tolerance) and 0 < tolerance < 2):
+    if tolerance is not None and not (is_real(tolerance) and 0 < tolerance < 2):
         raise SelectionError(f"tolerance must lie between 0 and 2 (an L1 error of probabilities), not {tolerance!r}")
-    if chunk is not None and chunk < 1:
-        raise SelectionError(f"chunk must be at least 1 row, not {chunk}")
+    checked_chunk(chunk)
     if method not in (None, "exact", "cached", "streamed"):
         raise SelectionError(f'method must be "exact", "cached" or "streamed", not {method!r}')
     if cost not in COSTS:
         raise SelectionError(f'cost must be "sqeuclidean" or "cosine", not {cost!r}')
-    if overlap is not None and not 0 < overlap <= 1:
+    if overlap is not None and not (is_real(overlap) and 0 < overlap <= 1):
         raise SelectionError(f"overlap must lie above 0 and at most 1 (a share of the selection), not {overlap!r}")
     for name, limit in zip(("max_iterations", "max_passes"), limits, strict=True):
         if not (isinstance(limit, int | np.integer) and limit >= 1):
             raise SelectionError(f"{name} must be a whole number of at least 1, not {limit!r}")
-    if not held_bytes >= 0:
+    if not (is_real(held_bytes) and held_bytes >= 0):
         raise SelectionError(f"held_bytes must not be negative, not {held_bytes!r}")
-    if not memory_bytes > 0:
+    if not (is_real(memory_bytes) and memory_bytes > 0):
         raise SelectionError(f"memory_bytes must be positive, not {memory_bytes!r}")
     for name, value in (("state", state), ("group", group)):
         if value is not None and method in ("exact", "cached"):

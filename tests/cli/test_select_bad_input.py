@@ -104,6 +104,24 @@ def test_features_that_are_not_finite_name_their_row(given: Path, capsys, method
     assert f"{side} features: row 2 holds a NaN or an infinity (record '{side[0]}2', " in told
 
 
+@pytest.mark.parametrize("method", ["random", "length"])
+@pytest.mark.parametrize("side", ["pool", "target"])
+def test_features_that_the_method_does_not_read_are_checked_too(given: Path, capsys, method: str, side: str) -> None:
+    x, y = np.random.default_rng(0).standard_normal((30, 3)), np.random.default_rng(1).standard_normal((4, 3))
+    (x if side == "pool" else y)[2, 1] = np.nan
+    told = refused(given, capsys, *features(given, x, y), "--method", method)
+    assert f"{side} features: row 2 holds a NaN or an infinity (record '{side[0]}2', " in told
+    told = refused(given, capsys, *features(given, np.ones((30, 3)), np.ones((4, 2))), "--method", method)
+    assert "3 columns and target features 2" in told
+
+
+def test_a_method_that_reads_no_features_maps_huge_ones(given: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((34, 3)) * 1e200
+    assert select(given, *features(given, x[:30], x[30:]), "--method", "random") == 0
+    for method in ("knn", "tsds", "less"):
+        assert select(given, *features(given, x[:30], x[30:]), "--method", method, out=method) == 2
+
+
 @pytest.mark.parametrize("side", ["pool", "target"])
 def test_a_bad_feature_is_named_by_its_row_in_the_file(given: Path, capsys, side: str) -> None:
     """Not by its place among the rows that were kept."""
@@ -149,9 +167,47 @@ def test_rows_without_direction_have_no_cosine(given: Path, capsys) -> None:
     assert "pool features: row 4 is zero, so it has no cosine (record 'p4', " in refused(given, capsys, *more)
 
 
-def test_all_rows_alike_are_ranked_by_file_order(given: Path) -> None:
+def test_all_rows_alike_are_ranked_by_file_order(given: Path, capsys) -> None:
     assert select(given, *features(given, np.ones((30, 3)), np.ones((4, 3)))) == 0
     assert table(given)["rank"] == list(range(1, 31)) and "checks" not in about(given)
+    told = capsys.readouterr().err
+    assert "warning: 30 records tie at the cut; file order decides which of them are chosen" in told
+    assert about(given)["ties"] == 30
+    assert "30 records tie at the cut; file order decided" in (given / "out/report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("method", ["gotd", "knn"])
+def test_a_target_whose_halves_coincide_with_the_pool(given: Path, capsys, method: str) -> None:
+    x, y = np.ones((30, 3)), np.concatenate([np.ones((11, 3)), np.eye(3)[:1]])
+    (given / "target.jsonl").write_bytes(lines([{"text": f"word{i}"} for i in range(12)]))
+    assert select(given, *features(given, x, y), "--method", method, budget=3) == 0
+    assert about(given)["checks"]["held_out"] is None
+    assert "a half that coincides with the pool" in capsys.readouterr().err
+
+
+def test_a_check_that_breaks_down_leaves_the_selection(given: Path, capsys, monkeypatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("of the check")
+
+    monkeypatch.setattr("selection.checks.check_selection", broken)
+    assert select(given) == 0 and "checks" not in about(given)
+    assert "not checked, by a fault of the check: ZeroDivisionError: of the check" in capsys.readouterr().err
+    assert "Traceback" in (given / "out/log.txt").read_text(encoding="utf-8")
+
+
+def test_numbers_that_are_not_finite_in_a_record_are_null_in_the_selection(given: Path) -> None:
+    (given / "pool.jsonl").unlink()
+    rows = [{**row, "f": [1.0, np.nan, np.inf][i % 3], "deep": {"g": [np.nan]}} for i, row in enumerate(POOL)]
+    pq.write_table(pa.Table.from_pylist(rows), given / "pool.parquet")
+    assert select(given, budget=30) == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    text = (given / "out/selected.jsonl").read_text(encoding="utf-8")
+    found = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    assert {row["id"]: row["f"] for row in found} == {f"p{i}": [1.0, None, None][i % 3] for i in range(30)}
+    assert all(row["deep"] == {"g": [None]} for row in found)
 
 
 # ------------------------------------------------------------------------------------------ weights, targets

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -64,6 +65,17 @@ def test_project_masks_seeds_and_narrow_features():
     assert project(X, Y[:0], [0], seed=0).num_rows == 300
     with pytest.raises(ValueError, match="one d"):
         project(X, Y[:, :2], [0], seed=0)
+
+
+@pytest.mark.parametrize("factor", [3e38, 1e300])
+def test_project_draws_features_of_any_size(factor: float) -> None:
+    rng = np.random.default_rng(1)
+    X, Y = rng.normal(size=(300, 3)), rng.normal(size=(20, 3))
+    X[7] *= factor / np.abs(X[7]).max()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = project(X, Y, [0, 1], seed=0)
+    assert np.isfinite(table.column("x").to_numpy()).all() and np.isfinite(table.column("y").to_numpy()).all()
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,18 @@ def test_few_targets_are_not_halved_and_points_that_coincide_are_not_checked():
     assert check_selection(same, same[:3], np.arange(30), budget=5, refit=refit(same, same[:3])) is None
 
 
+def test_a_half_that_coincides_with_the_pool_is_left_out_and_told():
+    x = np.ones((30, 3))
+    y = np.concatenate([np.ones((11, 3)), np.eye(3)[:1]])  # one half never has the odd row
+    found = check_selection(x, y, np.arange(30), budget=3, refit=refit(x, y))
+    assert found.left_out == 5 and found.held_out == {} and len(found.held_distance) == 0
+    assert any("of 5 splits of the target into halves, 5 have a half that coincides" in s for s in found.warnings())
+    y[5] = [0.0, 1.0, 0.0]
+    some = check_selection(x, y, np.arange(30), budget=3, refit=refit(x, y), splits=8)
+    assert 0 < some.left_out < 8 and some.left_out + len(some.held_distance) == 8
+    assert (some.held_distance > 0).all()
+
+
 @pytest.mark.parametrize("cost", ["sqeuclidean", "cosine"])
 def test_planted_targets_are_the_ones_that_cannot_be_served(cost):
     r = np.random.default_rng(8)

@@ -2,10 +2,12 @@
 
 import inspect
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 
 import selection
@@ -252,6 +254,51 @@ def test_features_that_do_not_match_are_refused(featured, pool, target):
         fitted(featured, replace(pool, features=pool.features[:, 0]), target)
 
 
+@pytest.mark.parametrize("kind", [complex, str, object, bool])
+def test_features_that_are_no_real_numbers_are_refused(featured, pool, target, kind):
+    with pytest.raises(SelectionError, match="pool features must be real numbers, not"):
+        fitted(featured, replace(pool, features=pool.features.astype(kind)), target)
+    with pytest.raises(SelectionError, match="target features must be real numbers, not"):
+        fitted(featured, pool, replace(target, features=target.features.astype(kind)))
+    with pytest.raises(SelectionError, match="rows of real numbers, all of one length"):
+        fitted(featured, replace(pool, features=[[1.0, 2.0]] * (N - 1) + [[3.0]]), target)
+
+
+def test_lists_and_tensors_give_the_same(featured, pool, target):
+    scores = fitted(clone(featured), pool, target).scores_
+    for other in (np.ndarray.tolist, torch.tensor):
+        again = [replace(side, features=other(side.features)) for side in (pool, target)]
+        assert np.array_equal(fitted(clone(featured), *again).scores_, scores)
+
+
+@pytest.mark.parametrize("factor", [1e200, 1e307])
+def test_features_that_overflow_are_refused(featured, pool, target, factor):
+    if getattr(featured, "cost", "") == "cosine":
+        factor = 1e307
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        huge = [replace(side, features=side.features / 4 * factor) for side in (pool, target)]
+        with pytest.raises(SelectionError, match=r"so large that|is too long"):
+            fitted(featured, *huge)
+    assert not hasattr(featured, "scores_")
+
+
+@pytest.mark.parametrize("chunk", [-1, 0, 1.5, True, "9"])
+def test_a_chunk_is_a_whole_number_of_rows(featured, pool, target, chunk):
+    with pytest.raises(SelectionError, match="chunk must be a whole number of at least 1 row"):
+        fitted(featured.set_params(chunk=chunk), pool, target)
+
+
+def test_weights_that_are_no_numbers_are_refused(pool, target):
+    words = ["a"] * N
+    for chooser in (GotDSelector(), GotDSelector(rounds=2, budget=5)):
+        with pytest.raises(SelectionError, match="pool weights must be real numbers"):
+            chooser.fit(replace(pool, weights=words), target)
+    for chooser in (GotDSelector(rounds=2, budget=5), DomainsSelector(budget=5)):
+        with pytest.raises(SelectionError, match="target weights must be real numbers"):
+            chooser.fit(pool, replace(target, weights=words[:M]))
+
+
 def test_one_target_row_and_repeated_target_rows(selector, pool, target):
     one = reordered(target, [0])
     if isinstance(selector, DomainsSelector):
@@ -305,6 +352,12 @@ def test_pools_are_checked():
         Pool(texts=[])
     with pytest.raises(SelectionError, match="at least one"):
         Target()
+    for part in (["a", 5], ("a", None), np.array([1, 2])):
+        row = int(part[0] == "a")
+        with pytest.raises(SelectionError, match=f"texts: row {row} is .*, which is no string"):
+            Pool(texts=part)
+        with pytest.raises(SelectionError, match=f"ids: row {row} is .*, which is no string"):
+            Pool(ids=part)
 
 
 EVERY = [

@@ -127,6 +127,14 @@ def test_ties_go_by_file_order():
     assert found.ranks().tolist() == [2, 3, 4, 5, 1, 6]
 
 
+def test_ties_are_counted_at_the_cut_alone():
+    x = np.array([[2.0], [1.0], [2.0], [3.0], [2.0], [0.0]])
+    chooser = KNNSelector().fit(Pool(features=x), Pool(features=np.zeros((1, 1))))
+    assert [chooser.ties(k) for k in range(1, 7)] == [0, 0, 3, 3, 0, 0]
+    with pytest.raises(SelectionError, match="at most 6"):
+        chooser.ties(7)
+
+
 def test_gotd_hands_weights_and_settings_to_the_solver():
     x, y = R.standard_normal((80, 4)), R.standard_normal((20, 4)) + 0.5
     a, b = R.random(80) + 0.1, R.random(20) + 0.1

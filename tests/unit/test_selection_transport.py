@@ -192,6 +192,10 @@ def test_a_limit_that_is_reached_is_told():
         ({"epsilon": float("nan")}, "epsilon must be a positive"),
         ({"tolerance": 0.0}, "tolerance must lie"),
         ({"chunk": 0}, "chunk must be"),
+        ({"chunk": 1.5}, "chunk must be a whole number of at least 1 row, not 1.5"),
+        ({"tolerance": "x"}, "tolerance must lie"),
+        ({"memory_bytes": "1"}, "memory_bytes must be positive, not '1'"),
+        ({"a": ["a"] * 4}, "pool weights must be real numbers"),
         ({"max_passes": 0}, "max_passes must be a whole number of at least 1, not 0"),
         ({"max_iterations": 0}, "max_iterations must be a whole number of at least 1"),
         ({"held_bytes": -1}, "held_bytes must not be negative"),
@@ -207,6 +211,14 @@ def test_refusals(change, told):
     call = {"x": r.standard_normal((4, 3)), "y": r.standard_normal((2, 3)), **change}
     with pytest.raises(SelectionError, match=told):
         sinkhorn_potentials(call.pop("x"), call.pop("y"), **call)
+
+
+def test_epsilon_of_numpy_is_the_same_number():
+    r = np.random.default_rng(0)
+    x, y = r.standard_normal((9, 3)), r.standard_normal((4, 3))
+    small = sinkhorn_potentials(x, y, epsilon=np.float32(0.05), tolerance=np.float32(1e-6))
+    plain = sinkhorn_potentials(x, y, epsilon=float(np.float32(0.05)), tolerance=float(np.float32(1e-6)))
+    assert np.array_equal(small.scores, plain.scores) and small.epsilon == plain.epsilon
 
 
 def test_kernel_and_stream_agree_with_autograd():

@@ -1,0 +1,79 @@
+"""What callers hand in, checked: feature matrices, weights, names and texts, and settings that several parts share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from selection.errors import SelectionError
+
+
+def feature_matrix(value: Any, side: str) -> Any:
+    """`value` where it is a matrix of real numbers that is not empty: arrays and memory maps as they are, never copied.
+
+    Tensors and nested lists become arrays. Raises SelectionError.
+    """
+    array = value
+    if hasattr(value, "detach"):  # a torch tensor; NumPy has no bfloat16
+        tensor = value.detach().cpu()
+        array = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+    elif not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError):
+            raise SelectionError(f"{side} features must be rows of real numbers, all of one length") from None
+    if array.dtype.kind not in "fiu":
+        raise SelectionError(f"{side} features must be real numbers, not {array.dtype}")
+    if len(array.shape) != 2:
+        raise SelectionError(
+            f"{side} features must have two dimensions (rows, columns), not shape {tuple(array.shape)}"
+        )
+    if 0 in array.shape:
+        raise SelectionError(f"{side} features are empty: shape {tuple(array.shape)}")
+    return array
+
+
+def same_width(x: Any, y: Any) -> None:
+    """Raise SelectionError unless pool features x (N, d) and target features y (M, d) have equally many columns."""
+    if x.shape[1] != y.shape[1]:
+        raise SelectionError(
+            f"pool features have {x.shape[1]} columns and target features {y.shape[1]}; embed both the same way"
+        )
+
+
+def no_overflow(values: Any, what: str = "squared distances") -> None:
+    """Raise SelectionError unless all of `values`, `what` features were multiplied into, are finite."""
+    if not np.isfinite(values).all():
+        raise SelectionError(f"features are so large that {what} overflow; rescale them")
+
+
+def real_weights(value: Any, side: str) -> np.ndarray:
+    """A float64 array of its own. Raises SelectionError for what is not numbers."""
+    try:
+        return np.array(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SelectionError(f"{side} weights must be real numbers ({error})") from None
+
+
+def strings(value: Any, name: str) -> None:
+    """Raise SelectionError naming the first entry of `value`, where it is held in memory, that is no string."""
+    held = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(held, list | tuple):  # read from disk a part at a time, where only text is kept
+        return
+    bad = next((row for row, entry in enumerate(held) if not isinstance(entry, str)), None)
+    if bad is not None:
+        raise SelectionError(f"{name}: row {bad} is {held[bad]!r}, which is no string; give a string for each row")
+
+
+def is_real(value: Any) -> bool:
+    """Whether `value` is a finite real number of Python's or NumPy's."""
+    return isinstance(value, int | float | np.integer | np.floating) and math.isfinite(value)
+
+
+def checked_chunk(chunk: Any) -> None:
+    """Raise SelectionError unless `chunk`, rows read at a time, is None or a whole number of at least 1."""
+    whole = isinstance(chunk, int | np.integer) and not isinstance(chunk, bool)
+    if chunk is not None and not (whole and chunk >= 1):
+        raise SelectionError(f"chunk must be a whole number of at least 1 row, not {chunk!r}")
