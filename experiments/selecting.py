@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.blanks import reads_texts, without_blank, without_unknown
+from experiments.blanks import drops_blanks, without_blank, without_unknown
 from experiments.checking import can_check, check_choice
 from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
@@ -105,7 +105,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
     pool = read_pool(spec, seed, directory, console)
     target = read_records(spec.target, spec, seed, "target") if spec.target.files else training_rows(recipe)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
-    told = reads_texts(spec)
+    told = drops_blanks(spec)
     if told:
         target = without_blank(target, target_files, "target")
         negative = None if negative is None else without_blank(negative, spec.negative.files, "negative")

@@ -3,8 +3,8 @@
     for row in read_rows(["train.jsonl.xz"], required=("text", "label")):
         row.values["text"], row.values["label"], row.id, row.where
 
-Reading streams: memory does not grow with the number of rows, except by about 10 bytes for each *given* id, which is
-what finding a repeated one costs.
+Reading streams: memory does not grow with the number of rows, except by about 10 bytes for each *given* id and a bit
+for each row without one: what finding a repeated one costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ..config import Columns
 from ..errors import UserError
 from .formats import HUB, SUPPORTED, Record, count, records, split_suffix
-from .seen import Seen
+from .seen import Seen, Unnamed, looks_unnamed
 
 _SAMPLE = "sample:"
 _DEFAULT = Columns()
@@ -141,7 +141,7 @@ def read_rows(
             column of `used` that no row has (after the last row).
     """
     reader = _Reader(columns or Columns(), tuple(required), setting, label)
-    seen = Seen()
+    seen, unnamed = Seen(), Unnamed()
     paths = expand(files)
     absent = {reader.names[name]: name for name in used if reader.names[name] != getattr(_DEFAULT, name)}
     names_there: dict[str, None] = {}
@@ -165,10 +165,15 @@ def read_rows(
                     skipped.append(problem)
                 continue
             given = values.get("id")
-            if given is not None:
-                for again, place in seen.add(given, where):
+            name = given or f"{file_index}-{record.line}"
+            if given is None:
+                unnamed.add(file_index, record.line)
+            elif unnamed.named(given):
+                _refuse_twice(given, where, paths, reader)
+            if given is not None or unnamed.imitated:
+                for again, place in seen.add(name, where):
                     _refuse_twice(again, place, paths, reader)
-            yield Row(values, given or f"{file_index}-{record.line}", where, record.values, index, record.nulls)
+            yield Row(values, name, where, record.values, index, record.nulls)
             given_rows += 1
             if given_rows == first:
                 break
@@ -277,18 +282,18 @@ def _refuse_half_pair(value: str, own: str) -> None:
 
 def _refuse_twice(given: str, where: str, paths: Sequence[Path], reader: _Reader) -> None:
     """Raise with both places of a repeated id; only hashes were kept, so the first place is looked up again."""
-    for path in paths:
+    for file_index, path in enumerate(paths):
         for record in records(path):
             first = f"{path}:{record.place}"
             if first == where:
                 return  # two ids with one hash, not a repetition
             try:
-                if reader.values(record).get("id") == given:
-                    raise UserError(f"{where}: id {given!r} was already given at {first}; ids must be unique")
-            except UserError:
-                raise
+                own = reader.values(record).get("id")
             except ValueError:
                 continue
+            if (own or f"{file_index}-{record.line}") == given:
+                hint = "; a record without an id is named by its file and line" if looks_unnamed(given) else ""
+                raise UserError(f"{where}: id {given!r} was already given at {first}; ids must be unique{hint}")
 
 
 def require_rows(rows: Iterable[Row], *, files: Sequence[str], what: str, skipped: Sequence[str] = ()) -> list[Row]:

@@ -202,7 +202,7 @@ def test_a_target_of_one_row(given: Path, method: str) -> None:
 # ------------------------------------------------------------------------------------------ texts and files
 
 
-@pytest.mark.parametrize("method", ["gotd", "dsir", "length", "knn"])
+@pytest.mark.parametrize("method", ["gotd", "dsir", "length", "knn", "random"])
 def test_empty_texts_are_left_out_and_very_long_ones_are_scored(given: Path, capsys, method: str) -> None:
     long = {"text": "word1 and word2 " * 650_000, "id": "long"}
     blank = [{"text": "", "id": "empty"}, {"text": " \n\u3000", "id": "spaces"}]
