@@ -128,7 +128,7 @@ def test_static_vectors_from_a_text_file(files, tmp_path: Path) -> None:
     ("more", "words"),
     [
         (["--select.chunk.size", "0"], "size must be ≥ 1"),
-        (["--select.relevance.keep", "1", "--domain-column", "topic"], "no record of the pool has the column 'topic'"),
+        (["--select.relevance.keep", "1", "--domain-column", "topic"], "no column 'topic'; "),
         (["--select.relevance.keep", "1", "--budget", "30"], "above the pool's 20 records"),
         (["--select.relevance.epsilon", "0"], "epsilon must be above 0"),
         (["--embedder", "static:nowhere"], "nowhere: no such directory or file of word vectors"),
