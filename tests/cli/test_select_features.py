@@ -127,7 +127,7 @@ def test_static_vectors_from_a_text_file(files, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--select.chunk.size", "0"], "size must be ≥ 1"),
+        (["--select.chunk.size", "0"], "size must be at least 1"),
         (["--select.relevance.keep", "1", "--domain-column", "topic"], "no column 'topic'; "),
         (["--select.relevance.keep", "1", "--budget", "30"], "above the pool's 20 records"),
         (["--select.relevance.epsilon", "0"], "epsilon must be above 0"),

@@ -142,7 +142,7 @@ def test_perplexity_of_the_backbone(base: list[str], tmp_path: Path) -> None:
         (["--method", "tsds", "--select.method.alpha", "1.5"], "alpha must be above 0 and at most 1"),
         (["--method", "dsir", "--select.method.buckets", "0"], "buckets must be"),
         (["--method", "domains", "--select.method.shares.c", "1"], "no domain 'c'"),
-        (["--method", "gotd", "--select.method.rounds", "2", "--select.method.debiased", "true"], "rounds"),
+        (["--method", "gotd", "--select.method.rounds", "2", "--select.method.debiased", "true"], "rounds cannot be 2"),
         (["--method", "length", "--select.method.prefer", "tall"], "prefer"),
         (["--method", "tsd"], "did you mean 'tsds'"),
     ],
