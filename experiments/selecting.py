@@ -28,6 +28,7 @@ from experiments.methods import (
     check_method,
     idle_setting,
     makes_vectors,
+    naming_memory,
     solver_device,
     vectors_needed,
     watched,
@@ -159,7 +160,12 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
         state=None if state is None else str(state),
     )
     sides = {"pool": pool, "target": target, "negative": negative}
-    with warnings.catch_warnings(record=True) as caught, watched(console) as progress, naming_rows(vectors, sides):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        watched(console) as progress,
+        naming_rows(vectors, sides),
+        naming_memory(spec),
+    ):
         warnings.simplefilter("always", UserWarning)
         selector.fit(pool_set, target_set, progress=progress, **more)
     _say(caught, console)

@@ -151,7 +151,7 @@ def _train(argv: list[str]) -> int:
         return _train([*argv, *chosen])
     if launch.wants_ranks(resolved.recipe.mesh):
         new = flags.out or _dated(resolved)
-        refuse_nonempty(new)
+        refuse_nonempty(new, resumable=True)
         named = argv if flags.out is not None else [*argv, "--out", str(new)]
         return _spawn("train", named, resolved.recipe, new)
     if flags.out is not None and launch.restarted() and (flags.out / RECIPE).is_file():

@@ -138,6 +138,11 @@ def test_perplexity_of_the_backbone(base: list[str], tmp_path: Path) -> None:
     [
         (["--method", "less"], "--pool-features"),
         (["--method", "gotd-contrast"], "select.negative.files"),
+        (
+            ["--method", "domains", "--select.method.inside.kind", "gotd-contrast"],
+            ": gotd-contrast inside domains moves",
+        ),
+        (["--method", "domains", "--select.method.inside.kind", "less"], ": less inside domains compares gradients"),
         (["--method", "knn", "--negative", "POOL"], "no use for negative examples"),
         (["--method", "tsds", "--select.method.alpha", "1.5"], "alpha must be above 0 and at most 1"),
         (["--method", "dsir", "--select.method.buckets", "0"], "buckets must be"),
