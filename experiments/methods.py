@@ -24,7 +24,7 @@ _PATIENCE_S = 2.0
 def check_method(spec: Select) -> None:
     """Refuse what cannot work, and what would have no effect, before anything is read. Raises UserError."""
     wanted = needs(spec.method)
-    kind = spec.method.kind
+    kind: str = spec.method.kind
     if isinstance(spec.method, Domains):
         kind = f"{spec.method.inside.kind} inside domains"
     own = isinstance(spec.embedder, Features)
