@@ -15,10 +15,9 @@ import numpy as np
 
 from experiments.config import Select
 from experiments.console import Console
-from experiments.methods import makes_vectors
 from experiments.reading import Records
 from finetune.data import Row, RowView, require_rows
-from selection.config import needs
+from selection.config import Features, needs
 
 BLANK = "the text is blank"
 UNKNOWN = "the embedder knows no token of the text"
@@ -26,9 +25,9 @@ _ROWS = 1 << 16
 AnyRecords = TypeVar("AnyRecords", bound=Records)
 
 
-def reads_texts(spec: Select) -> bool:
-    """Whether the choice depends on the texts, or on vectors made of them."""
-    return makes_vectors(spec) or bool(needs(spec.method) & {"texts", "losses"})
+def drops_blanks(spec: Select) -> bool:
+    """Whether blank texts are left out: a control that looks at none too, or it would draw from another pool."""
+    return not isinstance(spec.embedder, Features) or bool(needs(spec.method) & {"texts", "losses"})
 
 
 def without_blank(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:

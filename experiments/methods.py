@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,8 @@ from experiments.console import Console, Task
 from finetune.config import LanguageModel
 from finetune.data import Row
 from finetune.errors import UserError
-from selection.config import Domains, Features, Method, Perplexity, needs
+from selection.config import Domains, Features, Method, Perplexity, needs, ranking
+from selection.errors import TooLittleMemory
 
 _PATIENCE_S = 2.0
 """Fits that are over by then show no progress."""
@@ -22,7 +24,9 @@ _PATIENCE_S = 2.0
 def check_method(spec: Select) -> None:
     """Refuse what cannot work, and what would have no effect, before anything is read. Raises UserError."""
     wanted = needs(spec.method)
-    kind = spec.method.kind
+    kind: str = spec.method.kind
+    if isinstance(spec.method, Domains):
+        kind = f"{spec.method.inside.kind} inside domains"
     own = isinstance(spec.embedder, Features)
     if "gradients" in wanted and not own:
         raise UserError(
@@ -81,7 +85,7 @@ def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]
 
     None where `method` asks for no losses. The backbone is loaded at the first call, in the recipe's precision.
     """
-    inner = method.inside if isinstance(method, Domains) else method
+    inner = ranking(method)
     if not isinstance(inner, Perplexity):
         return None
     max_length = inner.max_length
@@ -120,6 +124,19 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
         return out
 
     return measure
+
+
+@contextmanager
+def naming_memory(spec: Select) -> Iterator[None]:
+    """Tell of too little memory for the transport solver by the setting. Raises UserError for TooLittleMemory."""
+    try:
+        yield
+    except TooLittleMemory as error:
+        place = "select.method.inside.memory_gib" if isinstance(spec.method, Domains) else "--memory"
+        raise UserError(
+            f"{place}: {error.given / 2**30:.3g} GiB is too little for {error.rows:,} rows and {error.targets:,} "
+            f"targets; give at least {math.ceil(error.needed / 2**30 * 1000) / 1000:g}"
+        ) from None
 
 
 @contextmanager

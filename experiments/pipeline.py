@@ -253,10 +253,9 @@ def _selection(run: RunDirectory, recipe: Recipe, console: Console, world: World
     if world.is_main and not (directory / "manifest.json").is_file():
         # A resumed run may change its steps and its mesh, so not the whole recipe names what is being made.
         about = yaml.safe_dump({"seed": recipe.train.seed, "select": dataclasses.asdict(recipe.select)})
-        again = "`flatshift train --resume` goes on from there"
         with (
             disk_full_interrupts(f"selecting into {directory}"),
-            unfinished(directory, about, again=again) as work,
+            unfinished(directory, about, command="`flatshift train --resume`") as work,
         ):
             select_into(recipe, work.directory, console, state=work.state)
     world.wait()

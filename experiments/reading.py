@@ -15,7 +15,7 @@ from finetune.config import Files
 from finetune.data import Row, RowView, limit_rows, read_rows, require_rows, spill_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
-from selection.config import Chunk, Features
+from selection.config import Chunk, Domains, Features
 
 _WORDS = re.compile(r"\S+")
 
@@ -145,7 +145,15 @@ def _rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator
         skipped=skipped,
         setting="select.columns",
         used=("id",) if name == "pool" else (),
+        named=_named_column(spec) if name == "pool" else None,
     )
+
+
+def _named_column(spec: Select) -> dict[str, str]:
+    """The domain column and who names it, where the user did, or the method cannot do without."""
+    if spec.domain_column == Select().domain_column and not isinstance(spec.method, Domains):
+        return {}
+    return {spec.domain_column: "select.domain_column or --domain-column"}
 
 
 def _told(rows: Iterable[Row], console: Console) -> Iterator[Row]:

@@ -14,13 +14,20 @@ from experiments.embedding import Vectors
 from experiments.reading import PoolRecords
 from finetune.errors import UserError
 from finetune.seeds import derive
-from selection.config import Domains, Features, GotD, GotDContrast
+from selection.config import Features, GotD, GotDContrast, Relevance, ranking
 
 
 def check_relevance(spec: Select) -> None:
-    """Refuse weights that the method would not look at. Raises UserError."""
+    """Refuse weights that the method would not look at, and what has no effect on them. Raises UserError."""
     kinds = ("gotd", "gotd-contrast")
-    if spec.relevance is not None and spec.relevance.use == "weight" and spec.method.kind not in kinds:
+    if spec.relevance is None:
+        return
+    use = spec.relevance.use
+    idle = "temperature" if use == "choose" else "keep"
+    if getattr(spec.relevance, idle) != getattr(Relevance(), idle):
+        other = "weight" if use == "choose" else "choose"
+        raise UserError(f"select.relevance.{idle} has no effect with use {use}; leave it out, or use {other}")
+    if use == "weight" and spec.method.kind not in kinds:
         raise UserError(
             f"select.relevance.use: {spec.method.kind} does not look at the weights of domains; "
             f"use choose, or one of the methods {', '.join(kinds)}"
@@ -29,8 +36,8 @@ def check_relevance(spec: Select) -> None:
 
 def _cost(spec: Select) -> str:
     """The cost of the method that ranks, inside domains the inner one's; those without a choice use distances."""
-    ranking = spec.method.inside if isinstance(spec.method, Domains) else spec.method
-    return ranking.cost if isinstance(ranking, GotD | GotDContrast) else "sqeuclidean"
+    method = ranking(spec.method)
+    return method.cost if isinstance(method, GotD | GotDContrast) else "sqeuclidean"
 
 
 def judge_domains(

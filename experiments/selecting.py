@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.blanks import reads_texts, without_blank, without_unknown
+from experiments.blanks import drops_blanks, without_blank, without_unknown
 from experiments.checking import can_check, check_choice
 from experiments.cleaning import clean_rows
 from experiments.config import Recipe, Select
@@ -28,6 +28,7 @@ from experiments.methods import (
     check_method,
     idle_setting,
     makes_vectors,
+    naming_memory,
     solver_device,
     vectors_needed,
     watched,
@@ -105,7 +106,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
     pool = read_pool(spec, seed, directory, console)
     target = read_records(spec.target, spec, seed, "target") if spec.target.files else training_rows(recipe)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
-    told = reads_texts(spec)
+    told = drops_blanks(spec)
     if told:
         target = without_blank(target, target_files, "target")
         negative = None if negative is None else without_blank(negative, spec.negative.files, "negative")
@@ -159,7 +160,12 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
         state=None if state is None else str(state),
     )
     sides = {"pool": pool, "target": target, "negative": negative}
-    with warnings.catch_warnings(record=True) as caught, watched(console) as progress, naming_rows(vectors, sides):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        watched(console) as progress,
+        naming_rows(vectors, sides),
+        naming_memory(spec),
+    ):
         warnings.simplefilter("always", UserWarning)
         check_unread(spec, x, y)
         selector.fit(pool_set, target_set, progress=progress, **more)

@@ -36,14 +36,14 @@ class Work:
 
 
 @contextlib.contextmanager
-def unfinished(out: Path, recipe_yaml: str, *, again: str = "the same command goes on from there") -> Iterator[Work]:
+def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command") -> Iterator[Work]:
     """The work on `out`, begun or gone on with. What fails before anything was kept leaves `out` as it was.
 
-    recipe_yaml: names what is being made. again: what an interrupted user is told of going on.
+    recipe_yaml: names what is being made. command: what an interrupted user is told to go on with.
 
     Raises:
         UserError: `out` holds something else, what another recipe's unfinished work kept, or another process is at it.
-        Interrupted: Ctrl-C or a stop signal, after something was kept.
+        Interrupted: Ctrl-C or a stop signal; says whether something was kept.
     """
     state = out / _STATE
     absent = not out.exists()
@@ -72,8 +72,10 @@ def unfinished(out: Path, recipe_yaml: str, *, again: str = "the same command go
                 if absent:
                     with contextlib.suppress(OSError):
                         out.rmdir()
+                if isinstance(error, KeyboardInterrupt):
+                    raise Interrupted(f"nothing was kept; {command} begins anew") from None
             elif isinstance(error, KeyboardInterrupt):
-                raise Interrupted(f"what was reached is kept in {state}; {again}") from None
+                raise Interrupted(f"what was reached is kept in {state}; {command} goes on from there") from None
             raise
 
 

@@ -76,7 +76,7 @@ class RunDirectory:
         Raises UserError for a non-empty `path`.
         """
         path = Path(path)
-        refuse_nonempty(path)
+        refuse_nonempty(path, resumable=True)
         with disk_full_interrupts(f"creating {path}"), replacing_directory(path) as temporary:
             write_provenance(temporary, recipe_yaml=recipe_yaml)
             if manifest is not None:
@@ -132,15 +132,14 @@ class RunDirectory:
         _append(self.path / LOG, "".join(f"{now} {line}\n" for line in message.splitlines() or [""]))
 
 
-def refuse_nonempty(path: str | Path) -> None:
-    """Raise UserError unless `path` is absent or an empty directory."""
+def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
+    """Raise UserError unless `path` is absent or an empty directory. resumable: what may be there is a run's."""
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
     if path.is_dir() and any(path.iterdir()):
-        raise UserError(
-            f"--out: {path} is not empty; name another directory, or continue a run with `flatshift train --resume`"
-        )
+        instead = ", or continue a run with `flatshift train --resume`" if resumable else ""
+        raise UserError(f"--out: {path} is not empty; name another directory{instead}")
 
 
 def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:

@@ -88,7 +88,8 @@ def run(argv: Sequence[str]) -> int:
     except Interrupted as error:
         return _end(f"interrupted: {error}", 3, patient=True)
     except KeyboardInterrupt:
-        return _end("interrupted: finished parts are kept; a run with --out resumes with `flatshift train --resume`", 3)
+        again = "finished parts are kept; a run with --out resumes with `flatshift train --resume`"
+        return _end(f"interrupted: {again if name == 'train' else 'run the same command again'}", 3)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

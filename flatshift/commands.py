@@ -19,7 +19,15 @@ import tyro
 
 from experiments.config import Recipe
 from experiments.meshing import axis_flags, mesh_flags, named_axes
-from experiments.recipe import Resolved, from_override, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
+from experiments.recipe import (
+    Resolved,
+    from_override,
+    load_recipe,
+    refuse_contradictions,
+    resume_recipe,
+    shipped_recipe,
+    shipped_recipes,
+)
 from finetune.errors import UserError
 from finetune.parallel import agree, launch, voice
 from finetune.parallel.rules import Settings, check_settings
@@ -60,6 +68,7 @@ def _split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]
             except StopIteration:
                 raise UserError(f"--{name} needs a value") from None
         overrides.append(from_override(key, value, f"--{name}"))
+    refuse_contradictions(overrides)
     return rest, overrides
 
 
@@ -79,7 +88,7 @@ def _select(argv: list[str]) -> int:
     flags: SelectFlags = _parse(SelectFlags, "select", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
-    if flags.recipe is None and not (flags.pool and flags.target and flags.budget):
+    if flags.recipe is None and not (flags.pool and flags.target and flags.budget is not None):
         raise UserError("select needs a RECIPE, or --pool, --target and --budget together")
     own = {
         "select.pool.files": (flags.pool or None, "--pool"),
@@ -113,6 +122,7 @@ def _select(argv: list[str]) -> int:
     for key, (value, where) in own.items():
         if value is not None:
             overrides.append(from_override(key, value, where))
+    refuse_contradictions(overrides)
     resolved = load_recipe(flags.recipe, overrides)
     from experiments.selecting import select
 
@@ -141,7 +151,7 @@ def _train(argv: list[str]) -> int:
         return _train([*argv, *chosen])
     if launch.wants_ranks(resolved.recipe.mesh):
         new = flags.out or _dated(resolved)
-        refuse_nonempty(new)
+        refuse_nonempty(new, resumable=True)
         named = argv if flags.out is not None else [*argv, "--out", str(new)]
         return _spawn("train", named, resolved.recipe, new)
     if flags.out is not None and launch.restarted() and (flags.out / RECIPE).is_file():

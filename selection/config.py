@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from math import inf
+from typing import Any, ClassVar, Literal
+
+
+def _check(settings: Any, *names: str, above: float = -inf, least: float = -inf, most: float = inf) -> None:
+    """Refuse fields that are not finite, not above `above`, below `least` or over `most`; None passes.
+
+    Raises ValueError that begins with the field's name, so that a recipe loader can say where it was set.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        if value is None or (above < value < inf and least <= value <= most):
+            continue
+        low = f"above {above:,g}" if above > -inf else f"at least {least:,g}"
+        high = "" if most == inf else f" and at most {most:,g}"
+        raise ValueError(f"{name} must be {low}{high}{' and finite' * (value == inf)}, got {value:g}")
+
+
+def _check_transport(settings: GotD | GotDContrast) -> None:
+    _check(settings, "epsilon", above=0)
+    _check(settings, "memory_gib", least=0.001)
+    if settings.tolerance is not None and not 0 < settings.tolerance < 2:
+        raise ValueError(
+            f"tolerance must lie between 0 and 2 (an L1 error of probabilities), got {settings.tolerance:g}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +59,14 @@ class GotD:
     self_sample: int = 2000
     """Debiased only: pool rows, drawn by seed, that stand for the pool in its potential to itself (exact up to it)."""
 
+    def __post_init__(self) -> None:
+        _check_transport(self)
+        _check(self, "rounds", "self_sample", least=1)
+        _check(self, "mixture", above=0, most=1)
+        _check(self, "holdout", least=0, most=0.9)
+        if self.debiased and self.rounds > 1:
+            raise ValueError(f"rounds cannot be {self.rounds} with debiased; set rounds to 1 or debiased to false")
+
 
 @dataclass(frozen=True, kw_only=True)
 class GotDContrast:
@@ -56,6 +88,12 @@ class GotDContrast:
     """Weight of the target's gradient; 0: away from the negatives only, as the paper's detoxification study."""
     repel: float = 1.0
     """Weight of the negatives' gradient."""
+
+    def __post_init__(self) -> None:
+        _check_transport(self)
+        _check(self, "attract", "repel", least=0)
+        if self.attract == self.repel == 0:
+            raise ValueError("repel and attract are both 0, which scores nothing; make one of them positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +132,14 @@ class DSIR:
     """Added to every bucket's probability after that. data-selection 1.0.3: 1e-8, which makes every n-gram that a small
     target happens to lack cost about as much as ten that it has."""
 
+    def __post_init__(self) -> None:
+        _check(self, "buckets", least=1, most=2**32 - 1)
+        _check(self, "smoothing", "floor", least=0)
+        if self.smoothing == self.floor == 0:
+            raise ValueError(
+                "smoothing and floor are both 0, and a bucket that the target lacks has no logarithm; set one"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TSDS:
@@ -113,6 +159,12 @@ class TSDS:
     neighbours: int = 1000
     """Neighbours of each target that may receive mass, at most."""
 
+    def __post_init__(self) -> None:
+        _check(self, "alpha", above=0, most=1)
+        _check(self, "scale", above=0)
+        _check(self, "sigma", least=0)
+        _check(self, "neighbours", least=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Less:
@@ -128,6 +180,12 @@ class Less:
     """One weight (its learning rate) per checkpoint: the columns are that many equal blocks side by side, compared
     block by block; scaled to sum 1."""
 
+    def __post_init__(self) -> None:
+        if not self.checkpoint_weights:
+            raise ValueError("checkpoint_weights is empty; give one weight per checkpoint")
+        if not all(0 < weight < inf for weight in self.checkpoint_weights):
+            raise ValueError(f"checkpoint_weights must all be above 0, got {list(self.checkpoint_weights)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
@@ -139,6 +197,9 @@ class Perplexity:
     """Which end comes first; `middle`: by distance from the median rank."""
     max_length: int = 256
     """Tokens read of each text."""
+
+    def __post_init__(self) -> None:
+        _check(self, "max_length", least=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +230,20 @@ class Domains:
     inside: Inner = field(default_factory=Random)
     """The method that ranks the rows of a domain, fitted on the whole pool; not with rounds of its own."""
 
+    def __post_init__(self) -> None:
+        for name, share in self.shares.items():
+            if not 0 <= share < inf:
+                raise ValueError(f"shares must be at least 0 and finite, got {share:g} for {name!r}")
+        if isinstance(self.inside, GotD) and self.inside.rounds > 1:
+            raise ValueError(f"inside cannot be gotd in {self.inside.rounds} rounds; set its rounds to 1")
+
 
 Method = GotD | GotDContrast | Random | KNN | DSIR | TSDS | Less | Perplexity | Length | Domains
+
+
+def ranking(method: Method) -> Method:
+    """The method that ranks rows: inside domains the inner one."""
+    return method.inside if isinstance(method, Domains) else method
 
 
 def needs(method: Method) -> frozenset[str]:
@@ -197,6 +270,10 @@ class TfIdf:
     """Texts that document frequencies and SVD are fitted on, at most: the target's first, then a seeded draw of the
     pool's."""
 
+    def __post_init__(self) -> None:
+        _check(self, "dim", least=1)
+        _check(self, "buckets", "fit_rows", least=2)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
@@ -205,6 +282,9 @@ class Backbone:
     kind: Literal["backbone"] = "backbone"
     max_length: int = 256
     """Tokens read of each text."""
+
+    def __post_init__(self) -> None:
+        _check(self, "max_length", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +301,9 @@ class Encoder:
     """How a text's states become one vector, normalised; `auto`: as the directory says in all things, else `mean` over
     its tokens."""
 
+    def __post_init__(self) -> None:
+        _check(self, "max_length", least=1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
@@ -232,6 +315,9 @@ class Static:
     """Local directory with model.safetensors and tokenizer.json, or a .txt or .vec file (also .gz)."""
     max_length: int = 512
     """Tokens read of each text."""
+
+    def __post_init__(self) -> None:
+        _check(self, "max_length", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +347,7 @@ class Chunk:
     """Length of a piece; the last of a text may be shorter."""
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be ≥ 1, got {self.size}")
+        _check(self, "size", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,9 +369,5 @@ class Relevance:
     """Entropic regularisation, as a multiple of the mean cost over all samples; the same for every domain."""
 
     def __post_init__(self) -> None:
-        for name, low in (("keep", 1), ("sample", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be ≥ {low}, got {getattr(self, name)}")
-        for name in ("temperature", "epsilon"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        _check(self, "keep", "sample", least=1)
+        _check(self, "temperature", "epsilon", above=0)

@@ -27,6 +27,17 @@ class BadRow(SelectionError):
         self.side, self.row, self.told, self.fix, self.bad = side, row, told, fix, bad
 
 
+class TooLittleMemory(SelectionError):
+    """The solver's memory cap `given` is below the `needed` bytes for so many rows and targets."""
+
+    def __init__(self, given: int, needed: int, rows: int, targets: int):
+        super().__init__(
+            f"memory_bytes of {given:,} is too little for {rows:,} rows and {targets:,} targets; "
+            f"give at least {needed:,}"
+        )
+        self.given, self.needed, self.rows, self.targets = given, needed, rows, targets
+
+
 def is_disk_full(error: OSError) -> bool:
     """Whether the disk, or the user's share of it, had no room left: no mistake in the input, and resumable."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -2,13 +2,14 @@
 
 from experiments.recipe.key import recipe_key
 from experiments.recipe.resolve import Resolved, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
-from experiments.recipe.tree import from_override
+from experiments.recipe.tree import from_override, refuse_contradictions
 
 __all__ = [
     "Resolved",
     "from_override",
     "load_recipe",
     "recipe_key",
+    "refuse_contradictions",
     "resume_recipe",
     "shipped_recipe",
     "shipped_recipes",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,41 @@ def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
         tree = Branch({part: tree}, where, {part: where})
     assert isinstance(tree, Branch)
     return tree
+
+
+def refuse_contradictions(overrides: Iterable[Branch]) -> None:
+    """Raise UserError where two flags of one command line set the same key to different values.
+
+    Of a flag that is given again under the same name the last one counts.
+    """
+    before: dict[str, tuple[str, Leaf | Items]] = {}
+    for override in overrides:
+        keys: list[str] = []
+        tree: Tree = override
+        while isinstance(tree, Branch) and len(tree.children) == 1 and not tree.text:
+            ((key, tree),) = tree.children.items()
+            keys.append(key)
+        if isinstance(tree, Branch):
+            continue
+        # A component's bare name is its kind.
+        key = ".".join(keys).removesuffix(".kind")
+        flag, value = before.setdefault(key, (tree.where, tree))
+        if flag != tree.where and not _same_value(value, tree):
+            raise UserError(f"{tree.where} {_typed(tree)} and {flag} {_typed(value)} contradict each other; keep one")
+        before[key] = tree.where, tree
+
+
+def _same_value(one: Leaf | Items, other: Leaf | Items) -> bool:
+    return _typed(one) == _typed(other) or (
+        isinstance(one, Leaf) and isinstance(other, Leaf) and one.value == other.value
+    )
+
+
+def _typed(tree: Leaf | Items) -> str:
+    """A value as on a command line, where a list's items follow one another."""
+    if isinstance(tree, Items):
+        return " ".join(_typed(item) for item in tree.items if isinstance(item, Leaf | Items))
+    return tree.text
 
 
 def _from_flag(text: str, where: str) -> Tree:

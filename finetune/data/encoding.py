@@ -111,7 +111,7 @@ def label_index(row: Row, label_names: Sequence[str]) -> int:
     """
     label = row.values.get("label")
     if label is None:
-        raise UserError(f"{row.where}: {missing_column('label', row.record, role='label')}")
+        raise UserError(f"{row.where}: {missing_column('label', row.record, 'data.columns.label')}")
     try:
         return label_names.index(label)
     except ValueError:

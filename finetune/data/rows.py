@@ -3,8 +3,8 @@
     for row in read_rows(["train.jsonl.xz"], required=("text", "label")):
         row.values["text"], row.values["label"], row.id, row.where
 
-Reading streams: memory does not grow with the number of rows, except by about 10 bytes for each *given* id, which is
-what finding a repeated one costs.
+Reading streams: memory does not grow with the number of rows, except by about 10 bytes for each *given* id and a bit
+for each row without one: what finding a repeated one costs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import difflib
 import glob
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ..config import Columns
 from ..errors import UserError
 from .formats import HUB, SUPPORTED, Record, count, records, split_suffix
-from .seen import Seen
+from .seen import Seen, Unnamed, looks_unnamed
 
 _SAMPLE = "sample:"
 _DEFAULT = Columns()
@@ -120,6 +120,7 @@ def read_rows(
     first: int | None = None,
     label: Callable[[Any], Any] = canonical_label,
     used: Sequence[str] = (),
+    named: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
     """Stream the rows of `files` in flag order.
 
@@ -135,15 +136,17 @@ def read_rows(
         first: stop after so many rows, without reading on; None: at the end.
         label: makes a row's label of a record's (`finetune.data.label_reader`), or raises ValueError.
         used: canonical names that a row may lack; where `columns` names them otherwise than by default, one must not.
+        named: columns of the record's own that likewise one row must have, and where the user named each.
 
     Raises:
         UserError: a bad row (unless skipped), a file that cannot be read, an id given twice, fewer rows than `first`, a
-            column of `used` that no row has (after the last row).
+            column of `used` or `named` that no row has (after the last row).
     """
     reader = _Reader(columns or Columns(), tuple(required), setting, label)
-    seen = Seen()
+    seen, unnamed = Seen(), Unnamed()
     paths = expand(files)
-    absent = {reader.names[name]: name for name in used if reader.names[name] != getattr(_DEFAULT, name)}
+    absent = {reader.names[n]: f"{setting}.{n}" for n in used if reader.names[n] != getattr(_DEFAULT, n)}
+    absent |= named or {}
     names_there: dict[str, None] = {}
     index, given_rows = -1, 0
     for file_index, path in enumerate(paths):
@@ -154,7 +157,7 @@ def read_rows(
             where = f"{path}:{record.place}"
             if absent and not record.problem:
                 names_there |= dict.fromkeys(record.values)
-                absent = {own: name for own, name in absent.items() if own not in record.values}
+                absent = {own: place for own, place in absent.items() if own not in record.values}
             try:
                 values = reader.values(record)
             except ValueError as error:
@@ -165,10 +168,15 @@ def read_rows(
                     skipped.append(problem)
                 continue
             given = values.get("id")
-            if given is not None:
-                for again, place in seen.add(given, where):
+            name = given or f"{file_index}-{record.line}"
+            if given is None:
+                unnamed.add(file_index, record.line)
+            elif unnamed.named(given):
+                _refuse_twice(given, where, paths, reader)
+            if given is not None or unnamed.imitated:
+                for again, place in seen.add(name, where):
                     _refuse_twice(again, place, paths, reader)
-            yield Row(values, given or f"{file_index}-{record.line}", where, record.values, index, record.nulls)
+            yield Row(values, name, where, record.values, index, record.nulls)
             given_rows += 1
             if given_rows == first:
                 break
@@ -177,8 +185,8 @@ def read_rows(
         raise UserError(f"first: {first} rows are asked for, and {names} ends after {given_rows}; ask for no more")
     for again, place in seen.finish():
         _refuse_twice(again, place, paths, reader)
-    for own, name in absent.items() if names_there else ():
-        raise UserError(f"{', '.join(map(str, files))}: {missing_column(own, names_there, role=name, setting=setting)}")
+    for own, place in absent.items() if names_there else ():
+        raise UserError(f"{', '.join(map(str, files))}: {missing_column(own, names_there, place)}")
 
 
 class _Reader:
@@ -238,16 +246,18 @@ class _Reader:
     def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
         if own in record:
             return f"column {own!r} is null"
-        return missing_column(own, record, role=name if name in self.names else None, setting=self.setting)
+        return missing_column(own, record, f"{self.setting}.{name}" if name in self.names else None)
 
 
-def missing_column(own: str, record: Iterable[str], *, role: str | None = None, setting: str = "data.columns") -> str:
-    """The sentence for a column that a record does not have: the nearest one, or all that are there."""
+def missing_column(own: str, record: Iterable[str], place: str | None = None) -> str:
+    """The sentence for a column that a record does not have: the nearest one, or all that are there.
+
+    place: the setting that names it.
+    """
     names = [str(name) for name in record]
     nearest = difflib.get_close_matches(own, names, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(map(repr, names[:12])) or 'none'}"
-    flag = f" (set {setting}.{role})" if role else ""
-    return f"no column {own!r}; {hint}{flag}"
+    return f"no column {own!r}; {hint}" + (f" (set {place})" if place else "")
 
 
 def canonical_values(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
@@ -277,18 +287,18 @@ def _refuse_half_pair(value: str, own: str) -> None:
 
 def _refuse_twice(given: str, where: str, paths: Sequence[Path], reader: _Reader) -> None:
     """Raise with both places of a repeated id; only hashes were kept, so the first place is looked up again."""
-    for path in paths:
+    for file_index, path in enumerate(paths):
         for record in records(path):
             first = f"{path}:{record.place}"
             if first == where:
                 return  # two ids with one hash, not a repetition
             try:
-                if reader.values(record).get("id") == given:
-                    raise UserError(f"{where}: id {given!r} was already given at {first}; ids must be unique")
-            except UserError:
-                raise
+                own = reader.values(record).get("id")
             except ValueError:
                 continue
+            if (own or f"{file_index}-{record.line}") == given:
+                hint = "; a record without an id is named by its file and line" if looks_unnamed(given) else ""
+                raise UserError(f"{where}: id {given!r} was already given at {first}; ids must be unique{hint}")
 
 
 def require_rows(rows: Iterable[Row], *, files: Sequence[str], what: str, skipped: Sequence[str] = ()) -> list[Row]:

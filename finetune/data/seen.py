@@ -1,10 +1,14 @@
-"""Which ids were given before, in 8 to 16 bytes each instead of the hundred that a set of strings takes."""
+"""Which ids there were before, in 8 to 16 bytes each instead of the hundred that a set of strings takes; or in a bit
+each, where they are but a file's number and a line's."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 
 _BATCH = 1 << 16
+_BY_PLACE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
 
 
 class Seen:
@@ -44,3 +48,35 @@ class Seen:
         if len(fresh):
             self._runs.append(fresh)
         return found
+
+
+def looks_unnamed(given: str) -> bool:
+    """Whether a record without an id may be named like this: `<file index>-<line>`."""
+    return _BY_PLACE.fullmatch(given) is not None
+
+
+class Unnamed:
+    """Which records had no id, a bit for each line of each file.
+
+    imitated: whether a given id looked like the name of such a record; before that none can be like one to come.
+    """
+
+    def __init__(self) -> None:
+        self.imitated = False
+        self._bits: dict[int, bytearray] = {}
+
+    def add(self, file_index: int, line: int) -> None:
+        """Note that the record of this line, 0-based, has no id."""
+        bits = self._bits.setdefault(file_index, bytearray())
+        if line // 8 >= len(bits):
+            bits.extend(bytes(line // 8 + 1 - len(bits)))
+        bits[line // 8] |= 1 << line % 8
+
+    def named(self, given: str) -> bool:
+        """Whether a record noted so far has this name; notes an imitation."""
+        if (found := _BY_PLACE.fullmatch(given)) is None:
+            return False
+        self.imitated = True
+        file_index, line = map(int, found.groups())
+        bits = self._bits.get(file_index, b"")
+        return line // 8 < len(bits) and bool(bits[line // 8] >> line % 8 & 1)

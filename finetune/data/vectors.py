@@ -22,7 +22,7 @@ def with_features(example: Example, row: Row, projector: Projector) -> Example |
     column = projector.features
     value = row.values.get(column)
     if value is None and column not in row.record:
-        return missing_column(column, row.record, role="features", setting="adapter.projector")
+        return missing_column(column, row.record, "adapter.projector.features")
     try:
         return dataclasses.replace(example, features=read_vectors(value, projector))
     except ValueError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -23,12 +24,14 @@ import numpy as np
 from ..config import Columns
 from ..errors import UserError, is_disk_full
 from .rows import Row, canonical_values
+from .seen import Seen
 
 Span = tuple[int, int]
 """Start and end of a piece, in characters of its row's text."""
 
 _ROWS = 4096
 _CHARACTERS = 1 << 24
+_PIECE = re.compile(r"#[0-9]+$")
 
 
 def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_column: str = "domain") -> RowView:
@@ -208,6 +211,8 @@ class RowView(Sequence[Row]):
 
         A piece is a row with the id `<id>#<k>`, k from 0, and the columns `source_id` (of the record in the file),
         `start` and `end` (characters of that record's text). An empty entry drops its row.
+
+        Raises UserError where a piece gets the id of another row.
         """
         rows: list[np.ndarray] = []
         ends: list[np.ndarray] = []
@@ -235,7 +240,25 @@ class RowView(Sequence[Row]):
         if count != len(self):
             raise ValueError(f"{count} entries of spans for {len(self)} rows")
         taken = self.take(np.concatenate(rows))
-        return RowView(self._store, taken._base, np.concatenate(ends), (*taken._numbers, np.concatenate(levels)))
+        pieces = RowView(self._store, taken._base, np.concatenate(ends), (*taken._numbers, np.concatenate(levels)))
+        pieces._refuse_twins()
+        return pieces
+
+    def _refuse_twins(self) -> None:
+        """Raise UserError where two ids are one: of a piece, and a row that was given the id of a piece."""
+        sources = _Column(self, lambda rows: self._store.values("id", self._base[rows]))
+        if not any(_PIECE.search(name) for name in sources):
+            return
+        seen = Seen()
+        found = [twin for number, name in enumerate(self.ids) for twin in seen.add(name, str(number))]
+        for name, number in (*found, *seen.finish()):
+            first = next(i for i, other in enumerate(self.ids) if other == name)
+            if first != int(number):  # else two ids with one hash
+                there, here = self._store.values("where", self._base[[first, int(number)]])
+                raise UserError(
+                    f"{here}: id {name!r} is also that of a record or piece of {there}: pieces of a record are named "
+                    "<id>#<k>; give one of the two records another id"
+                )
 
     def _at(self, key: int) -> np.ndarray:
         if not -len(self) <= key < len(self):

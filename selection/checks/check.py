@@ -138,7 +138,8 @@ class Checked:
                     change = [f"{values.mean() / self.held_distance.mean():+.0%}" for values in (rounds, once)]
                     found.append(
                         f"chosen in rounds, half of the mixture changes the distance to unseen target rows by "
-                        f"{change[0]} rather than {change[1]}: for more than a light warm-up set rounds to 5"
+                        f"{change[0]} rather than {change[1]}: for more than a light warm-up use `--method gotd "
+                        "--select.method.rounds 5`"
                     )
         return found
 

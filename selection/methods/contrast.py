@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from selection.errors import SelectionError
+from selection.errors import SelectionError, TooLittleMemory
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
 from selection.transport.solver import Potentials, sinkhorn_potentials
 
@@ -58,6 +58,8 @@ class GotDContrastSelector(Selector):
         towards = self._solve(pool, x, target, y, progress)
         try:
             away = self._solve(pool, x, negative, negative.features, progress)
+        except TooLittleMemory:
+            raise
         except SelectionError as error:
             raise SelectionError(f"with the negative as target: {error}") from None
         self.potentials_ = towards

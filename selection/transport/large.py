@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selection.errors import SelectionError
+from selection.errors import SelectionError, TooLittleMemory
 from selection.transport.dense import inverse_hessian, solve_dense
 from selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
 from selection.transport.overlap import estimated, measured
@@ -110,10 +110,7 @@ class _Large:
         if free < least * per_row:
             needed = self.settings.memory_bytes + least * per_row - free
             sides = (m, len(self.problem.a)) if self.problem.exchanged else (len(self.problem.a), m)
-            raise SelectionError(
-                f"memory_bytes of {self.settings.memory_bytes:,} is too little for {sides[0]:,} rows and "
-                f"{sides[1]:,} targets; give at least {math.ceil(needed / 2**20) << 20:,}"
-            )
+            raise TooLittleMemory(self.settings.memory_bytes, math.ceil(needed / 2**20) << 20, *sides)
         return min(total, int(min(wanted, free / per_row))), held
 
     def sample(self) -> StreamedRows | DenseRows:

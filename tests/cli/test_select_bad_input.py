@@ -258,7 +258,7 @@ def test_a_target_of_one_row(given: Path, method: str) -> None:
 # ------------------------------------------------------------------------------------------ texts and files
 
 
-@pytest.mark.parametrize("method", ["gotd", "dsir", "length", "knn"])
+@pytest.mark.parametrize("method", ["gotd", "dsir", "length", "knn", "random"])
 def test_empty_texts_are_left_out_and_very_long_ones_are_scored(given: Path, capsys, method: str) -> None:
     long = {"text": "word1 and word2 " * 650_000, "id": "long"}
     blank = [{"text": "", "id": "empty"}, {"text": " \n\u3000", "id": "spaces"}]
@@ -400,8 +400,13 @@ def test_a_named_column_that_is_missing(given: Path, capsys) -> None:
     assert "no column 'boddy'" in refused(given, capsys, "--text-column", "boddy")
     told = refused(given, capsys, "--select.columns.id", "idd")
     assert "pool.jsonl: no column 'idd'; did you mean 'id'? (set select.columns.id)" in told
-    told = refused(given, capsys, "--method", "domains", "--domain-column", "kind")
-    assert "domains" in told
+    (given / "pool.jsonl").write_bytes(lines([row | {"kind": "a"} for row in POOL]))
+    nearest = "did you mean 'kind'? (set select.domain_column or --domain-column)"
+    for method in ("random", "domains"):
+        told = refused(given, capsys, "--method", method, "--domain-column", "kinds")
+        assert f"pool.jsonl: no column 'kinds'; {nearest}" in told
+    told = refused(given, capsys, "--method", "domains")
+    assert "pool.jsonl: no column 'domain'; there are 'text', 'id', 'kind' (set" in told
 
 
 def test_ids_given_twice_name_both_places(given: Path, capsys) -> None:

@@ -127,10 +127,15 @@ def test_static_vectors_from_a_text_file(files, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--select.chunk.size", "0"], "size must be ≥ 1"),
-        (["--select.relevance.keep", "1", "--domain-column", "topic"], "no record of the pool has the column 'topic'"),
+        (["--select.chunk.size", "0"], "size must be at least 1"),
+        (["--select.relevance.keep", "1", "--domain-column", "topic"], "no column 'topic'; "),
         (["--select.relevance.keep", "1", "--budget", "30"], "above the pool's 20 records"),
         (["--select.relevance.epsilon", "0"], "epsilon must be above 0"),
+        (
+            ["--select.relevance.use", "weight", "--select.relevance.keep", "1"],
+            "relevance.keep has no effect with use weight",
+        ),
+        (["--select.relevance.temperature", "2"], "relevance.temperature has no effect with use choose"),
         (["--embedder", "static:nowhere"], "nowhere: no such directory or file of word vectors"),
         (["--select.cache", "p.jsonl"], "no cache can be kept there"),
     ],

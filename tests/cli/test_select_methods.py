@@ -138,11 +138,16 @@ def test_perplexity_of_the_backbone(base: list[str], tmp_path: Path) -> None:
     [
         (["--method", "less"], "--pool-features"),
         (["--method", "gotd-contrast"], "select.negative.files"),
+        (
+            ["--method", "domains", "--select.method.inside.kind", "gotd-contrast"],
+            ": gotd-contrast inside domains moves",
+        ),
+        (["--method", "domains", "--select.method.inside.kind", "less"], ": less inside domains compares gradients"),
         (["--method", "knn", "--negative", "POOL"], "no use for negative examples"),
         (["--method", "tsds", "--select.method.alpha", "1.5"], "alpha must be above 0 and at most 1"),
         (["--method", "dsir", "--select.method.buckets", "0"], "buckets must be"),
         (["--method", "domains", "--select.method.shares.c", "1"], "no domain 'c'"),
-        (["--method", "gotd", "--select.method.rounds", "2", "--select.method.debiased", "true"], "rounds"),
+        (["--method", "gotd", "--select.method.rounds", "2", "--select.method.debiased", "true"], "rounds cannot be 2"),
         (["--method", "length", "--select.method.prefer", "tall"], "prefer"),
         (["--method", "tsd"], "did you mean 'tsds'"),
     ],

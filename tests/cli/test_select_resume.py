@@ -95,7 +95,7 @@ def test_a_killed_select_goes_on_to_the_same_bits(words, tmp_path: Path, capsys)
     assert not (out / "state").exists() and "<title>out" in (out / "report.html").read_text(encoding="utf-8")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert run([*words, "--out", str(out)]) == 2, "a finished directory is never written over"
-    assert "not empty" in capsys.readouterr().err
+    assert (told := capsys.readouterr().err).endswith("out is not empty; name another directory\n"), told
 
 
 def test_an_interrupt_keeps_the_state_and_changed_input_is_told(words, tmp_path: Path, capsys, monkeypatch) -> None:
@@ -119,6 +119,27 @@ def test_an_interrupt_keeps_the_state_and_changed_input_is_told(words, tmp_path:
     assert run([*mine, "--out", str(out)]) == 2
     assert "belongs to another problem (other features or weights)" in capsys.readouterr().err
     assert len(list((out / "state" / "kept").glob("pass-*"))) == 1
+
+
+def test_an_interrupt_before_the_first_pass_says_that_nothing_is_kept(
+    words, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    def interrupted(*_, **__) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.selecting.select_into", interrupted)
+    assert run([*words, "--out", str(tmp_path / "out")]) == 3
+    assert capsys.readouterr().err == "flatshift: interrupted: nothing was kept; the same command begins anew\n"
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr("experiments.selecting.select", interrupted)
+    assert run([*words, "--out", str(tmp_path / "out")]) == 3
+    assert capsys.readouterr().err == "flatshift: interrupted: run the same command again\n"
+
+
+def test_too_little_memory_is_told_in_the_users_unit(words, tmp_path: Path, capsys) -> None:
+    assert run([*words, "--memory", "0.002", "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert "error: --memory: 0.002 GiB is too little for 34,000 rows and 300 targets; give at least 0.0" in told
 
 
 def test_a_full_disk_keeps_the_pass_before(tmp_path: Path, monkeypatch) -> None:

@@ -173,6 +173,20 @@ def test_given_ids_must_be_unique_over_all_files(tmp_path):
     assert refused(a, b) == f"{b}:2: id '7' was already given at {a}:1; ids must be unique"
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["given first", "by place first"])
+def test_a_given_id_is_not_the_name_of_a_row_without_one(tmp_path, first):
+    rows = [{"text": "a"}, {"text": "b"}, {"text": "c", "id": "0-9"}, {"text": "d"}]
+    given, named = (0, 3) if first else (3, 0)
+    rows[given]["id"] = f"0-{named}"
+    file = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert refused(file) == (
+        f"{file}:4: id '0-{named}' was already given at {file}:1; ids must be unique; "
+        "a record without an id is named by its file and line"
+    )
+    rows[given]["id"] = "0-2"  # of a row that has another id
+    assert [row.id for row in read_rows([str(write_jsonl(file, rows))])][given] == "0-2"
+
+
 def test_csv_with_quoted_newlines_knows_its_lines(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes('\ufefftext,label\r\n"one\nstill one",1\r\n\r\n"tw""o",2\r\nthree\r\nfour,4\r\n'.encode())

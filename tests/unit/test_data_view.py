@@ -91,6 +91,15 @@ def test_pieces_know_their_source(tmp_path: Path):
         view.cut([None, None])
 
 
+def test_no_piece_gets_the_id_of_another_row(tmp_path: Path):
+    data = [{"body": "one two", "key": "a"}, {"body": "three", "key": "b"}, {"body": "four", "key": "a#0"}]
+    view = view_of([jsonl(tmp_path / "p.jsonl", data)], tmp_path / "spill")
+    with pytest.raises(UserError, match=r"p\.jsonl:3: id 'a#0' is also that of a record or piece of .*p\.jsonl:1:"):
+        view.cut([[(0, 3), (4, 7)], None, None])
+    assert list(view.cut([None, [(0, 2)], None]).ids) == ["a", "b#0", "a#0"]
+    assert list(view.cut([[(0, 3)], [(0, 5)], [(0, 4)]]).ids) == ["a#0", "b#0", "a#0#0"]
+
+
 def test_values_json_does_not_know_and_text_that_is_none(tmp_path: Path):
     made = Row(
         {"text": "x", "when": datetime.date(2026, 1, 2)}, "i", "f:1", {"text": "x", "when": datetime.date(2026, 1, 2)}

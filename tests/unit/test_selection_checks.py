@@ -190,7 +190,10 @@ def test_warnings_say_what_failed():
         x, y, selector.select(420), budget=12, epsilon=selector.potentials_.epsilon, refit=refit(x, y), seed=1
     )
     told = " ".join(found.warnings())
-    assert "as half of the mixture the selection raises the transport distance" in told and "set rounds to 5" in told
+    assert (
+        "as half of the mixture the selection raises the transport distance" in told
+        and "use `--method gotd --select.method.rounds 5`" in told
+    )
     assert (
         "rounds" in found.held_out and found.held_out["rounds"][:, 2].mean() < found.held_out["selection"][:, 2].mean()
     )
