@@ -10,9 +10,16 @@ from experiments.report import findings, formats, plots_dynamics, plots_maps, pl
 from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
 from experiments.report.figure import Chart
 from experiments.report.plots_facets import Line, Panel, facets
-from experiments.report.sections_verdicts import beside_table, emc_table, searched_table, verdict_notes, verdict_table
-from experiments.report.sweepanalysis import Analysis, Direction, main_axis, panels
-from experiments.report.sweepdata import INTERPOLATION, STEP, Failure, SweepData
+from experiments.report.sections_verdicts import (
+    beside_table,
+    crossing_words,
+    emc_table,
+    searched_table,
+    verdict_notes,
+    verdict_table,
+)
+from experiments.report.sweepanalysis import Analysis, Direction, main_axis
+from experiments.report.sweepdata import STEP, Failure, SweepData
 
 _ROWS = 200
 """Settings that a table of the page lists; points.csv has every cell."""
@@ -23,7 +30,7 @@ _LOST = 8
 """Settings whose diverged seeds are counted at the top."""
 
 
-def sweep_tiles(data: SweepData) -> list[Tile]:
+def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
     """Lowest held-out figure, threshold and how far the sweep is."""
     axis = main_axis(data)
     test = data.error_columns()[0]
@@ -35,12 +42,10 @@ def sweep_tiles(data: SweepData) -> list[Tile]:
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
         tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
-        if data.has("train.error") and len(data.axes) == 1:
-            first = data.threshold(axis, {})
-            shown = formats.axis_value(first) if first is not None else "not reached"
-            tiles.append(
-                Tile("interpolation threshold", shown, "", f"{axis} at which train error crosses {INTERPOLATION:g}")
-            )
+        crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
+        if crossing is not None:
+            note = f"{axis} at which train error crosses {data.epsilon:g}"
+            tiles.append(Tile("interpolation threshold", crossing_words(crossing), "", note))
     note = f"{data.seeds} seeds each" + (f", {len(data.failed)} failed" if data.failed else "")
     total = data.planned if data.planned is not None else len(data)
     tiles.append(Tile("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
@@ -55,7 +60,7 @@ def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
     sections += _maps(data)
     axis = main_axis(data)
     if axis is not None and data.design != "random":
-        folds = plots_params.capacity_charts(data, axis)
+        folds = plots_params.capacity_charts(data, axis, analysis)
         if folds:
             lead = (
                 "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
@@ -82,7 +87,7 @@ def _overview(data: SweepData, analysis: Analysis) -> Section:
     if data.fixed:
         fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
         notes.append(f"The same in every cell: {fixed}.")
-    notes += _threshold_notes(data)
+    notes += _threshold_notes(analysis)
     notes += verdict_notes(analysis)
     notes += _lost_notes(data)
     notes += [f"Cell {f.cell} failed: {f.reason}" for f in data.failed[:3]]
@@ -124,26 +129,26 @@ def _lost_notes(data: SweepData) -> list[str]:
     return said
 
 
-def _threshold_notes(data: SweepData) -> list[str]:
+def _threshold_notes(analysis: Analysis) -> list[str]:
     """Whether an axis can show an interpolation peak at all: it must begin above the threshold and end below."""
-    axis = main_axis(data)
-    if axis is None or data.design == "random" or not data.has("train.error"):
+    data, axis = analysis.data, main_axis(analysis.data)
+    direction = next((d for d in analysis.directions if d.axis == axis), None)
+    if direction is None:
         return []
     sides: dict[str, list[str]] = {"none": [], "all": []}
-    settings, _ = panels(data, axis, "train.error")
-    for where in settings:
-        fitted = [p.value <= INTERPOLATION for _, p in data.curve("train.error", axis, where)]
-        if fitted and (all(fitted) or not any(fitted)):
-            sides["all" if fitted[0] else "none"].append(formats.setting(where))
+    for where in direction.settings:
+        crossing = direction.crossing_at(where)
+        if crossing is not None and crossing.fitted != "some":
+            sides[crossing.fitted].append(formats.setting(where))
     said = []
     for side, names in sides.items():
         if not names:
             continue
-        at = "" if len(names) == len(settings) else f" ({'; '.join(names)})"
+        at = "" if len(names) == len(direction.settings) else f" ({'; '.join(names)})"
         said.append(
-            f"Train error stays above {INTERPOLATION:g}: nothing interpolates, so this axis shows no peak there{at}."
+            f"Train error stays above {data.epsilon:g}: nothing interpolates, so this axis shows no peak there{at}."
             if side == "none"
-            else f"Train error is at most {INTERPOLATION:g} from the smallest {axis} on: every value interpolates, so "
+            else f"Train error is at most {data.epsilon:g} from the smallest {axis} on: every value interpolates, so "
             f"this axis cannot show an interpolation peak; take more rows, more label noise or fewer steps{at}."
         )
     return said
@@ -174,6 +179,8 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
                 unit=plots_sweep.unit_of(kind),
                 limits=limits,
                 judged=direction.judged_at(where) if kind == kinds[0] else None,
+                crossing=direction.crossing_at(where),
+                epsilon=data.epsilon,
                 wide=len(direction.settings) == 1 and len(kinds) == 1,
             )
             charts += [chart] if chart is not None else []
@@ -247,7 +254,13 @@ def _maps(data: SweepData) -> list[Section]:
         rest = [a for a in data.axes if a != axis]
         for number, where in enumerate(data.trace.settings(rest)[:_MAPS]):
             charts += plots_maps.heat_maps(
-                data.trace, STEP, axis, where, (test, train), name=f"sweep-map-steps-{number}"
+                data.trace,
+                STEP,
+                axis,
+                where,
+                (test, train),
+                name=f"sweep-map-steps-{number}",
+                epsilon=data.epsilon,
             )
     pairs = [(x, y) for i, x in enumerate(data.axes) for y in data.axes[i + 1 :]]
     pairs = [(x, y) for x, y in pairs if len(data.axes) == 2 or (data.numeric(x) and data.numeric(y))]
@@ -257,10 +270,12 @@ def _maps(data: SweepData) -> list[Section]:
         rest = [a for a in data.axes if a not in (x, y)]
         for number, where in enumerate(data.settings(rest)[: 1 if len(pairs) > 1 else _MAPS]):
             names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
-            charts += plots_maps.heat_maps(data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}")
+            charts += plots_maps.heat_maps(
+                data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}", epsilon=data.epsilon
+            )
     if not charts:
         return []
-    lead = f"The line is the interpolation threshold, a mean train error of {INTERPOLATION:g}."
+    lead = f"The line is the interpolation threshold, a mean train error of {data.epsilon:g}."
     return [Section("Maps", [Figures(charts)], lead)]
 
 
@@ -285,6 +300,8 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
                 title=f"Clean and noisy labels along {formats.axis_name(direction.axis)}"
                 + (f", {formats.setting(where)}" if where else ""),
                 unit="share of the clean or of the noisy rows",
+                crossing=direction.crossing_at(where),
+                epsilon=data.epsilon,
             )
             charts += [chart] if chart is not None else []
     if not charts:

@@ -26,7 +26,7 @@ def test_results_stand_in_for_tables_that_are_not_there_yet(tmp_path):
     assert (data.planned, data.unfinished) == (3, 1)
     said = words(sweep_sections(data, Analysis(data)))
     assert "1 of 3 cells have no result yet" in said and "they take 3.0" in said
-    assert sweep_tiles(data)[-1].value == "2 / 3"
+    assert sweep_tiles(data, Analysis(data))[-1].value == "2 / 3"
 
 
 def test_cells_that_finished_after_the_table_are_added(tmp_path):

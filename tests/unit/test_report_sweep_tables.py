@@ -9,10 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.report.load import read_run
+from experiments.report.sections_sweep import sweep_sections, sweep_tiles
+from experiments.report.sweepanalysis import Analysis
 from experiments.report.sweeptable import SweepTable
 from experiments.stats import t_interval
 from tests import report_runs
-from tests.sweep_tables import cells, rows
+from tests.sweep_tables import cells, rows, words
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_sweep_means_threshold_and_failures(tmp_path):
     data = cells(tmp_path / "s", [*table, failed], {"adapter.rank": [1, 4, 16], "train.steps": [60]})
     assert data.axes == ("adapter.rank",) and data.fixed == {"train.steps": 60}
     assert data.at("test.error", {"adapter.rank": 4}).n == 4 and data.done == 12
-    assert data.threshold("adapter.rank", {}) == 4
+    assert Analysis(data).crossing("adapter.rank", {}).value == pytest.approx(4)
     assert [(f.cell, f.reason, f.seed) for f in data.failed] == [("x", "no", 9)]
     assert data.error_columns() == ("test.error", "train.error")
     where, best = data.best("test.error")
@@ -81,15 +83,43 @@ def test_sweep_means_threshold_and_failures(tmp_path):
 @pytest.mark.parametrize(
     ("train", "found"),
     [
-        ({1: 0.0, 2: 0.05, 4: 0.3, 8: 0.5}, 2),  # rows of data: the last that are still fitted
-        ({1: 0.5, 2: 0.3, 4: 0.09, 8: 0.0}, 4),  # ranks: the first that fits
-        ({1: 0.5, 2: 0.3, 4: 0.2, 8: 0.11}, None),
-        ({1: 0.0, 2: 0.0, 4: 0.0, 8: 0.0}, 1),
+        ({1: 0.0, 2: 0.05, 4: 0.25, 8: 0.5}, "2.38"),  # rows of data: a quarter of the way from 2 to 4 on a log axis
+        ({1: 0.5, 2: 0.3, 4: 0.1, 8: 0.0}, "4.00"),  # ranks
+        ({1: 0.05, 2: 0.2, 4: 0.3, 8: 0.05}, "6.17"),  # the fit that falls: 0.183 up to 4, then 0.05
+        ({1: 0.5, 2: 0.3, 4: 0.2, 8: 0.11}, "no point fitted"),
+        ({1: 0.03, 2: 0.03, 4: 0.03, 8: 0.03}, "all points fitted"),
+        ({1: 0.5, 2: 0.0}, "3 values are judged"),
     ],
 )
-def test_the_threshold_is_where_the_train_error_crosses(tmp_path, train, found):
-    table = rows(train, axis="data.train.limit", split="train")
-    assert cells(tmp_path / "s", table, {"data.train.limit": []}).threshold("data.train.limit", {}) == found
+def test_the_threshold_is_the_crossing_of_the_verdict_wherever_it_is_shown(tmp_path, train, found):
+    table = [{**row, "test.error": 0.5} for row in rows(train, axis="data.train.limit", split="train", spread=0.0)]
+    data = cells(tmp_path / "s", table, {"data.train.limit": []})
+    analysis = Analysis(data)
+    said = words(sweep_sections(data, analysis))
+    (tile,) = [t for t in sweep_tiles(data, analysis) if t.label == "interpolation threshold"]
+    dashed = f"Dashed: data.train.limit = {tile.value}, where the mean train error crosses 0.1"
+    if found == "3 values are judged":  # the crossing of two is drawn all the same
+        assert dashed in said and not analysis.judged
+        return
+    assert tile.value == found and f" | {found} | " in said
+    assert (dashed in said) == found[0].isdigit() and ("Dashed" in said) == found[0].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("axis", "levels"),
+    [
+        ("regularizer", ("plain", "ggpo", "rwp")),
+        ("adapter.alpha", ("rank", None, "8")),
+        ("data.label_noise", (0, 1, 2)),
+    ],
+)
+def test_what_is_no_axis_of_capacity_has_no_threshold(tmp_path, axis, levels):
+    table = [{**row, "train.error": 0.05} for row in rows(dict.fromkeys(levels, 0.3), axis=axis)]
+    data = cells(tmp_path / "s", table, {axis: []})
+    analysis = Analysis(data)
+    said = words(sweep_sections(data, analysis))
+    assert "interpol" not in said and "Dashed" not in said
+    assert [t.label for t in sweep_tiles(data, analysis)] == ["lowest test error", "cells finished"]
 
 
 def test_axes_without_a_plan_are_the_columns_that_are_no_figures(tmp_path):
