@@ -19,6 +19,7 @@ from experiments.report.sections_verdicts import (
     verdict_table,
 )
 from experiments.report.sweepanalysis import Analysis, Direction, main_axis
+from experiments.report.sweepaxes import Together
 from experiments.report.sweepdata import STEP, Failure, SweepData
 
 _ROWS = 200
@@ -26,6 +27,8 @@ _ROWS = 200
 _MAPS = 4
 """Settings and pairs of axes for which maps are drawn."""
 _FAILURES = 50
+_PAIRS = 6
+"""Values of a paired axis that are named at the top; the table of all settings has all."""
 _LOST = 8
 """Settings whose diverged seeds are counted at the top."""
 
@@ -38,7 +41,7 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
     lowest = data.best(test)
     if axis is not None and lowest is not None:
         where, best = lowest
-        at = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in where.items())
+        at = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.whole(where).items())
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
         tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
@@ -87,6 +90,7 @@ def _overview(data: SweepData, analysis: Analysis) -> Section:
     if data.fixed:
         fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
         notes.append(f"The same in every cell: {fixed}.")
+    notes += [_together(one) for one in data.together]
     notes += _threshold_notes(analysis)
     notes += verdict_notes(analysis)
     notes += _lost_notes(data)
@@ -111,6 +115,13 @@ def _progress(data: SweepData) -> list[str]:
         mean = statistics.fmean(data.seconds)
         said += f". At {formats.seconds(mean)} a cell they take {formats.seconds(mean * data.unfinished)} one by one"
     return [said + ". `flatshift sweep` with the same arguments goes on."]
+
+
+def _together(one: Together) -> str:
+    """That an axis of a paired design moves with the one that is drawn along."""
+    pairs = [f"{formats.axis_value(v)}: {formats.axis_value(other)}" for v, other in one.at.items()]
+    shown = ", ".join(pairs[:_PAIRS]) + (", …" if len(pairs) > _PAIRS else "")
+    return f"Paired: {one.axis} moves with {one.first} ({shown}); what is seen may come from either."
 
 
 def _lost_notes(data: SweepData) -> list[str]:
@@ -326,12 +337,13 @@ def _tables(data: SweepData) -> list[Section]:
             points = [means[c].get(tuple(where.values())) for c in shown]
             cells = [findings.with_interval(p.value, p.low, p.high) if p else "–" for p in points]
             runs = str(max((p.n for p in points if p), default=0))
-            rows.append([*map(formats.axis_value, where.values()), *cells, runs])
-        names = [*data.axes, *(formats.figure_name(c) for c in shown), "runs"]
+            rows.append([*map(formats.axis_value, data.whole(where).values()), *cells, runs])
+        keys = [*data.axes, *(one.axis for one in data.together)]
+        names = [*keys, *(formats.figure_name(c) for c in shown), "runs"]
         caption = "Mean over seeds with its 95 % t-interval."
         if len(settings) > _ROWS:
             caption += f" The first {_ROWS} of {len(settings):,} settings; cells.parquet has all cells."
-        numeric = frozenset(range(len(data.axes), len(names)))
+        numeric = frozenset(range(len(keys), len(names)))
         sections.append(Section("All settings", [Table(names, rows, caption, numeric)], folded=len(rows) > 24))
     if data.failed:
         lines = [[f.cell, formats.setting(f.setting), str(f.seed), f.reason] for f in data.failed[:_FAILURES]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.report.sweeptable import SweepTable, _encode
@@ -56,12 +57,27 @@ def _is_figure(column: str) -> bool:
     return column.startswith(_RECORDED) or (head in SPLITS and tail.split(".")[0] in _METRICS)
 
 
-def leading(table: pa.Table, axes: list[str]) -> list[str]:
-    """The axes of a paired design without those that merely move with the first one: the rank, else a numeric one."""
+@dataclass(frozen=True)
+class Together:
+    """An axis of a paired design that merely moves with another one, so that no curve runs along it."""
+
+    axis: str
+    first: str
+    """The axis that it moves with."""
+    at: Mapping[Any, Any]
+    """Its value at each value of `first`."""
+
+
+def leading(table: pa.Table, axes: list[str]) -> tuple[list[str], list[Together]]:
+    """(axes of a paired design that curves run along, those that merely move with the first of them).
+
+    The first is the rank, else a numeric axis.
+    """
     found = SweepTable(table, axes)
     first = min(axes, key=lambda a: (not a.endswith("rank"), not found.numeric(a), axes.index(a)), default=None)
     if first is None:
-        return axes
-    count = len(found.levels(first))
-    together = [a for a in axes if a != first and len(found.settings([first, a])) == count]
-    return [a for a in axes if a not in together]
+        return axes, []
+    pairs = {a: [(w[first], w[a]) for w in found.settings([first, a])] for a in axes if a != first}
+    together = [Together(a, first, dict(p)) for a, p in pairs.items() if len(p) == len(found.levels(first))]
+    moving = {one.axis for one in together}
+    return [a for a in axes if a not in moving], together

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.report.sweepaxes import SPLITS, axes_of_table, leading
+from experiments.report.sweepaxes import SPLITS, Together, axes_of_table, leading
 from experiments.report.sweepplan import (
     AGAIN,
     beta1,
@@ -23,7 +23,7 @@ from experiments.report.sweepplan import (
     read_plan,
     read_searched,
 )
-from experiments.report.sweeptable import SweepTable
+from experiments.report.sweeptable import SweepTable, Where
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class SweepData(SweepTable):
     None if sweep.json does not say. files: names of the tables in the directory. stability: lr·λ_max of the
     preconditioned Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, what a bisection
     over the rows of training data found. epsilon: mean train error up to which training data count as fitted.
+    together: axes of a paired design that move with another one, and are no axes of their own.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class SweepData(SweepTable):
         stability: float = 38.0,
         searched: Sequence[Mapping[str, Any]] = (),
         epsilon: float = INTERPOLATION,
+        together: Sequence[Together] = (),
     ) -> None:
         super().__init__(table, axes)
         self.fixed = fixed or {}
@@ -82,6 +84,7 @@ class SweepData(SweepTable):
         self.stability = stability
         self.searched = tuple(searched)
         self.epsilon = epsilon
+        self.together = tuple(together)
 
     @property
     def done(self) -> int:
@@ -125,6 +128,10 @@ class SweepData(SweepTable):
         counted = Counter(" ".join(str(part) for part in made if part is not None) for made in found)
         return sorted(((made, n) for made, n in counted.items() if made), key=lambda item: (-item[1], item[0]))
 
+    def whole(self, where: Where) -> dict[str, Any]:
+        """A setting with the values of the axes that move with its own."""
+        return {**where, **{one.axis: one.at[where[one.first]] for one in self.together}}
+
     def error_columns(self) -> tuple[str, str]:
         """(test column, train column): error where the task has one, else loss."""
         name = "error" if self.has("test.error") or self.has("train.error") else "loss"
@@ -164,8 +171,9 @@ def read_sweep(folder: Path) -> SweepData | None:
     rows = [row for row in map(_flat_result, late) if is_planned(row, plan)]
     cells = _with_errors(_joined(cells, rows))
     axes, fixed = axes_of_table(cells, declared_axes(plan))
+    together: list[Together] = []
     if plan.get("design") == "paired":
-        axes = leading(cells, axes)
+        axes, together = leading(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
     late += [folder / "cells" / key for key in _untraced(cells, curves)]
     curves = _joined(curves, _late_traces(late, cells, axes, _steps_of(curves)))
@@ -181,6 +189,7 @@ def read_sweep(folder: Path) -> SweepData | None:
         files=names,
         stability=stability_threshold(beta1(folder / "recipe.resolved.yaml")),
         searched=searched,
+        together=together,
         epsilon=declared_epsilon(plan) or epsilon or INTERPOLATION,
     )
     derive(data)

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from experiments.report.findings import sweep_finding
 from experiments.report.load import read_run
 from experiments.report.sections_sweep import sweep_sections, sweep_tiles
 from experiments.report.sweepanalysis import Analysis
@@ -84,6 +85,16 @@ def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):
     grid = {"adapter.alpha": ["2", "4", "8"], "adapter.rank": ["1", "2", "4"]}
     data = cells(tmp_path / "p", table, grid, design="paired", seeds=4)
     assert data.axes == ("adapter.rank",) and data.planned == 12
+    analysis = Analysis(data)
+    sections = sweep_sections(data, analysis)
+    assert "adapter.alpha moves with adapter.rank (1: 2, 2: 4, 4: 8); what is seen may come from" in words(sections)
+    (settings,) = [b for s in sections if s.title == "All settings" for b in s.blocks]
+    assert settings.columns[:3] == ["adapter.rank", "adapter.alpha", "test error"] and settings.rows[1][:2] == [
+        "2",
+        "4",
+    ]
+    assert "rank = 4, alpha = 8" in sweep_finding(data, analysis)
+    assert "adapter.alpha = 8" in sweep_tiles(data, analysis)[0].note
     free = cells(tmp_path / "r", table, grid, design="random", seeds=4)
     sections = sweep_sections(free, Analysis(free))
     charts = [c for s in sections for b in s.blocks if b.kind == "figures" for c in b.charts]
