@@ -54,7 +54,7 @@ class Detectable:
     """
 
     height: float
-    """In the units of the curve."""
+    """In the units of the curve; inf where the seeds do not differ at all."""
     sd: float
     """In standard deviations of one run about its seed's curve, pooled over points."""
     point: int
@@ -149,6 +149,7 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws))
     worst = int(np.argmax(found_at))
     even = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
+    unit = spread * scale if spread else math.inf  # seeds that do not differ find nothing, however high
     return PeakTest(
         statistic=statistic,
         critical=threshold,
@@ -158,15 +159,21 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
         location=() if triple is None else tuple(points[j] for j in _location(t, triple, critical(both, level))),
         height=Height(height.estimate * scale, height.low * scale, height.high * scale),
         ceiling=ceiling * scale,
-        detectable=Detectable(
-            float(found_at[worst]) * spread * scale, float(found_at[worst]), points[worst + 1], even * spread * scale
-        ),
+        detectable=Detectable(float(found_at[worst]) * unit, float(found_at[worst]), points[worst + 1], even * unit),
         sd=spread * scale,
         seeds=seeds,
         points=tuple(points),
         diverged=diverged,
         level=level,
     )
+
+
+def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int) -> PeakTest:
+    """`peak_test` for a verdict, which seeds that do not differ cannot give. Raises UserError for these too."""
+    test = peak_test(curves, level=level, draws=draws, seed=seed)
+    if not test.sd:
+        raise UserError("the seeds do not differ, so no test can be made")
+    return test
 
 
 def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:

@@ -214,6 +214,17 @@ def test_every_verdict_says_that_its_axis_cannot_show_a_peak_and_what_the_test_f
         assert "where runs scatter most, in 80 % of cases" in text(verdict) and "no peak by the same" in text(verdict)
 
 
+def test_seeds_that_do_not_differ_decide_nothing():
+    falling, dips = np.linspace(0.5, 0.1, 9), np.array([0.5, 0.3, 0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45])
+    for mean in (0.2 + 0.01 * bump(9, 6), falling, dips, np.full(9, 0.5)):
+        verdict = judge_curve(Curve(axis="rank", values=RANKS, test=np.tile(mean, (6, 1))))
+        assert verdict.kind == "undecided" and verdict.peak is None
+        assert text(verdict) == "The seeds do not differ, so no test can be made."
+    curve = interpolating()
+    verdict = judge_curve(replace(curve, train_loss=np.tile(curve.train_loss[0], (5, 1))))
+    assert verdict.kind == "undecided" and "Training loss cannot be judged: the seeds do not differ" in text(verdict)
+
+
 def test_points_that_most_seeds_do_not_reach_are_named():
     curve = interpolating(seeds=6)
     test = curve.test.copy()
@@ -249,6 +260,9 @@ def test_bad_curves_are_refused():
         Curve(axis="rank", values=[2, 1], test=np.zeros((3, 2)))
     with pytest.raises(UserError, match="delta"):
         judge_curve(interpolating(), delta=-1.0)
+    for curve in (interpolating(), interpolating(seeds=2)):
+        with pytest.raises(UserError, match=r"judge_curve: level must lie .* got 0\.7"):
+            judge_curve(curve, level=0.7)
 
 
 def test_thinning_keeps_columns_together():
