@@ -47,6 +47,8 @@ class Curve:
     """`test` is the training loss itself: a peak of it is unstable training and never double descent."""
     lost: Literal["diverged", "failed"] = "diverged"
     """What became of runs without values, for sentences."""
+    planned: int | None = None
+    """Seeds of the plan where cells of it still wait, for sentences; None: all have ended."""
 
     def __post_init__(self) -> None:
         x = np.asarray(self.values, dtype=np.float64)

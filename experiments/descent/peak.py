@@ -34,6 +34,26 @@ _POWER_DRAWS = 2000
 """Flat curves behind a detectable height: its error is then below 1 %."""
 
 
+class TooFewSeeds(UserError):
+    """Too few seeds with finite values at all points."""
+
+    def __init__(self, got: int, of: int) -> None:
+        self.got, self.of = got, of
+        super().__init__(
+            f"the peak test needs at least {FEWEST_SEEDS} seeds with finite values at all points, got {got} of {of}: "
+            f"sweep with --seeds {of + FEWEST_SEEDS - got}"
+        )
+
+    def told(self, planned: int | None) -> str:
+        """The sentence where the plan has `planned` seeds and cells of it still wait: these may be enough."""
+        if planned is None or self.got + planned - self.of < FEWEST_SEEDS:
+            return str(self)
+        return (
+            f"{self.got} of {planned} seeds are finished so far at all points, and the peak test needs {FEWEST_SEEDS}; "
+            "go on with the same command"
+        )
+
+
 @dataclass(frozen=True)
 class Height:
     """How far a peak stands above the higher of its two flanks, in the units of the curve."""
@@ -192,10 +212,7 @@ def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
             f"the peak test needs at least {FEWEST_POINTS} points with values, got {len(points)} of {curves.shape[1]}"
         )
     if len(rows) < FEWEST_SEEDS:
-        raise UserError(
-            f"the peak test needs at least {FEWEST_SEEDS} seeds with finite values at all points, got {len(rows)} of "
-            f"{len(curves)}: sweep with --seeds {len(curves) + FEWEST_SEEDS - len(rows)}"
-        )
+        raise TooFewSeeds(len(rows), len(curves))
     return rows, points
 
 

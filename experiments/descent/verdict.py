@@ -16,7 +16,7 @@ from experiments.descent.curve import Curve
 from experiments.descent.emc import Crossing, crossing
 from experiments.descent.holdout import FEWEST_SEEDS, Holdout, holdout_test
 from experiments.descent.instability import Instability, find_instability
-from experiments.descent.peak import PeakTest, check_points, differing_test, seeds_needed
+from experiments.descent.peak import PeakTest, TooFewSeeds, check_points, differing_test, seeds_needed
 from experiments.descent.shape import Shape, shape_of
 from finetune.errors import UserError
 
@@ -80,7 +80,8 @@ def judge_curve(
         peak = differing_test(curve.test, level=level, draws=draws, seed=seed)
     except UserError as error:
         threshold = _threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
-        said = [_capital(str(error)) + ".", curve.lost_sentence(), _cannot_show(curve, threshold)]
+        why = error.told(curve.planned) if isinstance(error, TooFewSeeds) else str(error)
+        said = [_capital(why) + ".", curve.lost_sentence(), _cannot_show(curve, threshold)]
         value = None if threshold is None else threshold.value
         return Verdict("undecided", tuple(filter(None, said)), threshold=value, crossing=threshold)
     bump = find_instability(curve, level=level, draws=draws, seed=seed)

@@ -49,7 +49,9 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
         if crossing is not None:
             note = f"{axis} at which train error crosses {data.epsilon:g}"
             tiles.append(Tile("interpolation threshold", crossing_words(crossing), "", note))
-    note = f"{data.seeds} seeds each" + (f", {len(data.failed)} failed" if data.failed else "")
+    fewest, most = data.seeds_each()
+    note = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' * (most != 1)} each"
+    note += f", {len(data.failed)} failed" if data.failed else ""
     total = data.planned if data.planned is not None else len(data)
     tiles.append(Tile("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
     return tiles
@@ -207,6 +209,11 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
         notes.append(
             f"{len(direction.settings)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "
             "the tables have all."
+        )
+    if table.numeric(axis) and None in table.levels(axis):
+        notes.append(
+            f"{axis.rpartition('.')[2]} = {formats.axis_value(None)} is not on the axis: it is in the tables, and "
+            "in no curve or verdict."
         )
     notes += [f"Not judged: {reason}." for reason in direction.refused[:3]]
     if notes:

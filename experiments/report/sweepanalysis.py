@@ -70,10 +70,11 @@ class Direction:
     def _found(self) -> list[Judged | str]:
         if not is_judged(self.axis):
             return []
-        found: list[Judged | str] = []
+        data, found = self.data, list[Judged | str]()
+        planned = data.planned_seeds if data.unfinished else None
         for where in self.settings:
             try:
-                found.append(judge(self.table, self.axis, where, test=self.test, epsilon=self.data.epsilon))
+                found.append(judge(self.table, self.axis, where, test=self.test, epsilon=data.epsilon, planned=planned))
             except UserError as error:
                 found.append(str(error))
         return found

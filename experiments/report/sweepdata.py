@@ -57,7 +57,8 @@ class SweepData(SweepTable):
     None if sweep.json does not say. files: names of the tables in the directory. stability: lr·λ_max of the
     preconditioned Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, what a bisection
     over the rows of training data found. epsilon: mean train error up to which training data count as fitted.
-    together: axes of a paired design that move with another one, and are no axes of their own.
+    together: axes of a paired design that move with another one, and are no axes of their own. planned_seeds: of every
+    point of the plan.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SweepData(SweepTable):
         searched: Sequence[Mapping[str, Any]] = (),
         epsilon: float = INTERPOLATION,
         together: Sequence[Together] = (),
+        planned_seeds: int | None = None,
     ) -> None:
         super().__init__(table, axes)
         self.fixed = fixed or {}
@@ -85,6 +87,7 @@ class SweepData(SweepTable):
         self.searched = tuple(searched)
         self.epsilon = epsilon
         self.together = tuple(together)
+        self.planned_seeds = planned_seeds
 
     @property
     def done(self) -> int:
@@ -190,6 +193,7 @@ def read_sweep(folder: Path) -> SweepData | None:
         stability=stability_threshold(beta1(folder / "recipe.resolved.yaml")),
         searched=searched,
         together=together,
+        planned_seeds=plan["seeds"] if isinstance(plan.get("seeds"), int) else None,
         epsilon=declared_epsilon(plan) or epsilon or INTERPOLATION,
     )
     derive(data)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,8 @@ import pytest
 from experiments.report.load import read_run
 from experiments.report.sections_sweep import sweep_sections, sweep_tiles
 from experiments.report.sweepanalysis import Analysis
+from experiments.report.sweepdata import SweepData
+from experiments.report.sweepderived import derive
 from experiments.report.sweeptable import SweepTable
 from experiments.stats import t_interval
 from tests import report_runs
@@ -128,6 +131,16 @@ def test_axes_without_a_plan_are_the_columns_that_are_no_figures(tmp_path):
         for row in rows({1: 0.5, 2: 0.4})
     ]
     assert cells(tmp_path / "s", table, None).axes == ("adapter.rank", "train.steps")
+
+
+def test_the_steps_that_a_failed_cell_did_not_reach_are_left_out_without_a_warning():
+    columns = {"cell": ["a", "a", "b"], "step": [0, 4, 4], "status": [None, None, "failed"]}
+    trace = SweepTable(pa.table({**columns, "grad.a": [5.0, 2.0, None], "grad.b": [0.0, 0.0, None]}), ("step",))
+    data = SweepData(pa.table({"cell": ["a", "b"], "status": ["done", "failed"]}), (), trace=trace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        derive(data)
+    np.testing.assert_array_equal(data.column("grad.norm"), [2.0, math.nan])
 
 
 def test_figures_of_a_trace_and_their_largest_per_cell(tmp_path):
