@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.sweep.directory import read_marker
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,17 +19,17 @@ AGAIN = "run the sweep again, it keeps its cells"
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """sweep.json, or nothing if it is not there."""
+    """sweep.json, or nothing if it is not there. Raises UserError as `flatshift sweep` does, and without a grid."""
     if not path.is_file():
         return {}
+    plan = read_marker(path.parent)
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
         list(plan["grid"])
         if "keys" in plan:
             plan["keys"] = frozenset(plan["keys"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise UserError(f"{path}: has no `grid`; {AGAIN}") from error
-    return dict(plan)
+    return plan
 
 
 def declared_axes(plan: dict[str, Any]) -> list[str] | None:

@@ -163,6 +163,25 @@ def test_an_axis_that_cannot_show_a_peak_is_named(tmp_path):
     assert "fewer steps (lr = 0.1)" in said and "no peak there (lr = 0.2)" in said and "no point fitted" in said
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not valid JSON .* delete it and run the sweep again"),
+        ("[1]", "not valid JSON .* delete it and run the sweep again"),
+        ("{}", "has no `grid`; run the sweep again"),
+        ('{"format": 99, "grid": {}}', "has format 99, and this flatshift .* knows up to 2"),
+        ('{"format": "two", "grid": {}}', "has format two"),
+    ],
+)
+def test_a_plan_that_cannot_be_read_is_told_what_helps(tmp_path, text, said):
+    from finetune.errors import UserError
+
+    cells(tmp_path / "s", rows({1: 0.5, 2: 0.4}), None)
+    (tmp_path / "s" / "sweep.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        _ = read_run(tmp_path / "s").sweep
+
+
 @pytest.mark.parametrize("name", ["cells.parquet", "curves.parquet", "sweep.json", "emc.json"])
 def test_a_broken_table_is_named(tmp_path, name):
     from finetune.errors import UserError
