@@ -148,9 +148,8 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     diverged = tuple(sorted(set(range(len(table))) - set(rows)))
     kept = table[np.ix_(rows, points)]
     seeds, count = kept.shape
-    moved = kept - kept[:, :1]
-    scale = float(np.abs(moved).max()) or 1.0  # so that squares of tiny or huge units stay finite
-    pairs = pairs_of(moved / scale)
+    moved, scale = scaled(kept)
+    pairs = pairs_of(moved)
     flat = null(seeds, count, draws, seed)
     spread = math.sqrt(float(pairs.variance.sum()) / (2 * count * (count - 1)))
     if spread * scale <= 8 * np.finfo(float).eps * float(np.abs(kept).max()):
@@ -194,6 +193,13 @@ def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int) -
     if not test.sd:
         raise UserError("the seeds do not differ, so no test can be made")
     return test
+
+
+def scaled(kept: np.ndarray) -> tuple[np.ndarray, float]:
+    """(curves [S, J] less their first points, in units of the largest; that unit): squares of any units stay finite."""
+    moved = kept - kept[:, :1]
+    scale = float(np.abs(moved).max()) or 1.0
+    return moved / scale, scale
 
 
 def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
