@@ -104,7 +104,8 @@ def curve_chart(
                 kept = [(place.at[x], y) for x, y in zip(xs, ys, strict=True) if x in place.at]
                 dots(ax, [x for x, _ in kept], [y for _, y in kept], token=line.token, size=2.6, alpha=0.5, gid="runs")
             last = points[-1][1].value
-            figure = f"{last:.2f}" if bounds(line.column.partition(".")[2]) else formats.number(last, 2)
+            _, most = bounds(line.column.partition(".")[2]) or (0.0, math.inf)
+            figure = f"{last:.2f}" if math.isfinite(most) else formats.number(last, 2)
             ends.append((points[-1][0], last, f"{line.name} {figure}", line.token))
         place.draw(ax, width - 152)
         low, high = limits if limits is not None else span(curves.values(), zero="error" in unit)

@@ -125,6 +125,12 @@ def test_what_is_no_axis_of_capacity_has_no_threshold(tmp_path, axis, levels):
     assert [t.label for t in sweep_tiles(data, analysis)] == ["lowest test error", "cells finished"]
 
 
+def test_no_interval_of_a_loss_reaches_below_zero(tmp_path):
+    table = [{**row, "test.loss": 0.001 * 9 ** row["seed"]} for row in rows({1: 0.01, 2: 0.0}, spread=0.02)]
+    data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2]})
+    assert [data.at(f"test.{name}", {"adapter.rank": 1}).low for name in ("loss", "error")] == [0.0, 0.0]
+
+
 def test_axes_without_a_plan_are_the_columns_that_are_no_figures(tmp_path):
     table = [
         {**row, "train.steps": 10 * row["adapter.rank"], "train.loss": 1.0 * row["seed"], "grad.a": 1.0 * row["seed"]}
