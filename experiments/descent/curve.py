@@ -89,7 +89,7 @@ class Curve:
         gone = ~np.isfinite(self.test)
         if not gone.any():
             return None
-        points = np.flatnonzero(gone.any(0))
+        points = np.flatnonzero(gone.any(0)).tolist()
         named = [f"{self.values[j]:g}" for j in points]
         if len(named) > 1 and points[-1] - points[0] == len(points) - 1:  # all between the first and the last
             said = f"{named[0]} to {named[-1]}"
