@@ -305,7 +305,7 @@ def _line(each: Judged) -> str:
         f"{mean[-1]:.3f}{last}",
         "–" if peak is None else f"{peak.p_value:.2g}",
         "–" if peak is None else formats.number(peak.detectable.height, 2),
-        crossing_words(each),
+        crossing_words(each.verdict.crossing),
         each.verdict.kind,
     ]
     return "| " + " | ".join(cells) + " |"

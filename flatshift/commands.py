@@ -293,6 +293,10 @@ def _sharpness(flags: EvalFlags, overrides: list[Any]) -> int:
 
 def _report(argv: list[str]) -> int:
     flags: ReportFlags = _parse(ReportFlags, "report", argv)
+    if not flags.runs:
+        raise UserError("report needs a DIRECTORY: a run, selection, sweep or study, or a folder of several")
+    if flags.out is not None and flags.out.is_dir():
+        raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
     from experiments.report import build_report
 
     print(build_report(flags.runs, out=flags.out or flags.runs[0] / "report.html"))

@@ -84,7 +84,7 @@ class SweepFlags:
 
     recipe: Positional[str]
     """Recipe file or shipped recipe."""
-    grid: tuple[str, ...] = ()
+    grid: tuple[str, ...] | None = None
     """key=v1,v2,… for each axis (random: also key=lo..hi and key=lo..hi:log); by default the recipe's own
     `sweep.grid`."""
     seeds: int | None = None

@@ -19,7 +19,7 @@ _TABLES = ("test", "train_error", "train_loss", "gradient_norm", "sharpness")
 class Curve:
     """Measurements [S, J]: row s is one seed at all J points; NaN or infinity where a run diverged or was not measured.
 
-    Raises UserError when a table does not fit the axis, or the axis does not ascend.
+    Raises UserError when a table does not fit the axis or has other seeds than `test`, or the axis does not ascend.
     """
 
     axis: str
@@ -47,9 +47,14 @@ class Curve:
     """`test` is the training loss itself: a peak of it is unstable training and never double descent."""
     lost: Literal["diverged", "failed"] = "diverged"
     """What became of runs without values, for sentences."""
+    planned: int | None = None
+    """Seeds of the plan where cells of it still wait, for sentences; None: all have ended."""
 
     def __post_init__(self) -> None:
-        x = np.asarray(self.values, dtype=np.float64)
+        try:
+            x = np.asarray(self.values, dtype=np.float64)
+        except (ValueError, TypeError):
+            raise UserError(f"curve over {self.axis}: the positions must be numbers, got {self.values!r}") from None
         if x.ndim != 1 or not np.isfinite(x).all() or (np.diff(x) <= 0).any():
             raise UserError(f"curve over {self.axis}: the positions must be numbers that ascend")
         for name in _TABLES:
@@ -60,6 +65,11 @@ class Curve:
             if table.ndim != 2 or table.shape[1] != len(x):
                 raise UserError(
                     f"curve over {self.axis}: {name} must be a table [seeds, {len(x)}], got shape {list(table.shape)}"
+                )
+            if len(table) != len(self.test):
+                raise UserError(
+                    f"curve over {self.axis}: {name} has {len(table)} seeds and test {len(self.test)}; row by row they "
+                    "must be the same seeds"
                 )
             object.__setattr__(self, name, table)
 
@@ -75,13 +85,17 @@ class Curve:
         return f"{self.axis} {self.values[point]:g}"
 
     def lost_sentence(self) -> str | None:
-        """`2 of 5 seeds diverged at step 64 to 256.`; None if every run has values."""
+        """`2 of 5 seeds diverged at step 64 to 256.`, or `at rank 1 and 128`; None if every run has values."""
         gone = ~np.isfinite(self.test)
         if not gone.any():
             return None
-        points = np.flatnonzero(gone.any(0))
-        to = f" to {self.values[points[-1]]:g}" if len(points) > 1 else ""
-        return f"{int(gone.any(1).sum())} of {len(gone)} seeds {self.lost} at {self.at(points[0])}{to}."
+        points = np.flatnonzero(gone.any(0)).tolist()
+        named = [f"{self.values[j]:g}" for j in points]
+        if len(named) > 1 and points[-1] - points[0] == len(points) - 1:  # all between the first and the last
+            said = f"{named[0]} to {named[-1]}"
+        else:
+            said = " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
+        return f"{int(gone.any(1).sum())} of {len(gone)} seeds {self.lost} at {self.axis} {said}."
 
     def amount(self, value: float) -> str:
         """A figure of `test` with its unit, for sentences."""

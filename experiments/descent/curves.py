@@ -7,7 +7,7 @@ print(judged.verdict.kind, *judged.evidence)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.descent.beside import Beside, compare_curves
@@ -65,12 +65,15 @@ def is_judged(axis: str) -> bool:
     return axis in _CAPACITY
 
 
-def curve_of(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float) -> Curve:
+def curve_of(
+    table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float, planned: int | None = None
+) -> Curve:
     """The curve of the column `test` along a numeric axis, other axes held at `where`.
 
     Seeds count that have a cell at every value, finished or failed (a failed one is NaN: the seed diverged there);
     values that were not measured are left out, and of a trace those of step 0, before any update. Longer curves are
-    thinned by `thin`, which does not look at them. Too few seeds for a verdict still make a curve.
+    thinned by `thin`, which does not look at them. Too few seeds for a verdict still make a curve. planned: seeds
+    of the plan where cells of it still wait.
 
     Raises UserError, saying what is missing, where there are too few values for the peak test, or no seed has all.
     """
@@ -89,8 +92,13 @@ def curve_of(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: st
     keep = [keep[i] for i in (thin(numbers) if numbers[0] >= 0 else range(len(numbers)))]
     whole = np.flatnonzero(found.present[:, keep].all(axis=1))
     if not len(whole):
-        raise UserError(f"no seed has a cell at every value; the peak test needs {FEWEST_SEEDS}")
-    return _held(table, axis, where, [found.seeds[s] for s in whole], [found.values[j] for j in keep], test, epsilon)
+        raise (
+            UserError(f"no seed has a cell at every value; the peak test needs {FEWEST_SEEDS}")
+            if planned is None
+            else UserError("no seed has a cell at every value yet; go on with the same command")
+        )
+    seeds, values = [found.seeds[s] for s in whole], [found.values[j] for j in keep]
+    return replace(_held(table, axis, where, seeds, values, test, epsilon), planned=planned)
 
 
 def _held(
@@ -155,7 +163,15 @@ def compared(
     return curves[0], compare_curves(*curves)
 
 
-def judge(table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float = 0.1) -> Judged:
+def judge(
+    table: SweepTable,
+    axis: str,
+    where: Mapping[str, Any],
+    *,
+    test: str,
+    epsilon: float = 0.1,
+    planned: int | None = None,
+) -> Judged:
     """The verdict of one curve. Raises UserError as `curve_of` and the peak test do."""
-    curve = curve_of(table, axis, where, test=test, epsilon=epsilon)
+    curve = curve_of(table, axis, where, test=test, epsilon=epsilon, planned=planned)
     return Judged(axis, dict(where), curve, judge_curve(curve))

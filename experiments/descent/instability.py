@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from experiments.descent.curve import Curve
-from experiments.descent.peak import PeakTest, peak_test
+from experiments.descent.peak import PeakTest, differing_test
 from experiments.descent.shape import shape_of
 from experiments.stats import t_interval
 from finetune.errors import UserError
@@ -26,7 +26,7 @@ class Instability:
     """What the training side of a curve shows."""
 
     peak: PeakTest | None
-    """Of the training loss; None if it was not measured, or with too few seeds or points."""
+    """Of the training loss; None if it was not measured, with too few seeds or points, or seeds that do not differ."""
     spike: bool = False
     """A training peak with a gradient spike, or sharpness above its threshold."""
     lasting: bool = False
@@ -53,7 +53,7 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
     if curve.train_loss is None:
         return Instability(None, evidence=["Training loss was not measured, so instability cannot be ruled out."])
     try:
-        peak = peak_test(curve.train_loss, level=level, draws=draws, seed=seed)
+        peak = differing_test(curve.train_loss, level=level, draws=draws, seed=seed)
     except UserError as error:
         return Instability(None, evidence=[f"Training loss cannot be judged: {error}."])
     lasting, rise = _rise(curve, peak, level)

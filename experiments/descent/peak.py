@@ -34,6 +34,26 @@ _POWER_DRAWS = 2000
 """Flat curves behind a detectable height: its error is then below 1 %."""
 
 
+class TooFewSeeds(UserError):
+    """Too few seeds with finite values at all points."""
+
+    def __init__(self, got: int, of: int) -> None:
+        self.got, self.of = got, of
+        super().__init__(
+            f"the peak test needs at least {FEWEST_SEEDS} seeds with finite values at all points, got {got} of {of}: "
+            f"sweep with --seeds {of + FEWEST_SEEDS - got}"
+        )
+
+    def told(self, planned: int | None) -> str:
+        """The sentence where the plan has `planned` seeds and cells of it still wait: these may be enough."""
+        if planned is None or self.got + planned - self.of < FEWEST_SEEDS:
+            return str(self)
+        return (
+            f"{self.got} of {planned} seeds are finished so far at all points, and the peak test needs {FEWEST_SEEDS}; "
+            "go on with the same command"
+        )
+
+
 @dataclass(frozen=True)
 class Height:
     """How far a peak stands above the higher of its two flanks, in the units of the curve."""
@@ -54,7 +74,7 @@ class Detectable:
     """
 
     height: float
-    """In the units of the curve."""
+    """In the units of the curve; inf where the seeds do not differ at all."""
     sd: float
     """In standard deviations of one run about its seed's curve, pooled over points."""
     point: int
@@ -128,9 +148,8 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     diverged = tuple(sorted(set(range(len(table))) - set(rows)))
     kept = table[np.ix_(rows, points)]
     seeds, count = kept.shape
-    moved = kept - kept[:, :1]
-    scale = float(np.abs(moved).max()) or 1.0  # so that squares of tiny or huge units stay finite
-    pairs = pairs_of(moved / scale)
+    moved, scale = scaled(kept)
+    pairs = pairs_of(moved)
     flat = null(seeds, count, draws, seed)
     spread = math.sqrt(float(pairs.variance.sum()) / (2 * count * (count - 1)))
     if spread * scale <= 8 * np.finfo(float).eps * float(np.abs(kept).max()):
@@ -149,6 +168,7 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws))
     worst = int(np.argmax(found_at))
     even = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
+    unit = spread * scale if spread else math.inf  # seeds that do not differ find nothing, however high
     return PeakTest(
         statistic=statistic,
         critical=threshold,
@@ -158,15 +178,28 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
         location=() if triple is None else tuple(points[j] for j in _location(t, triple, critical(both, level))),
         height=Height(height.estimate * scale, height.low * scale, height.high * scale),
         ceiling=ceiling * scale,
-        detectable=Detectable(
-            float(found_at[worst]) * spread * scale, float(found_at[worst]), points[worst + 1], even * spread * scale
-        ),
+        detectable=Detectable(float(found_at[worst]) * unit, float(found_at[worst]), points[worst + 1], even * unit),
         sd=spread * scale,
         seeds=seeds,
         points=tuple(points),
         diverged=diverged,
         level=level,
     )
+
+
+def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int) -> PeakTest:
+    """`peak_test` for a verdict, which seeds that do not differ cannot give. Raises UserError for these too."""
+    test = peak_test(curves, level=level, draws=draws, seed=seed)
+    if not test.sd:
+        raise UserError("the seeds do not differ, so no test can be made")
+    return test
+
+
+def scaled(kept: np.ndarray) -> tuple[np.ndarray, float]:
+    """(curves [S, J] less their first points, in units of the largest; that unit): squares of any units stay finite."""
+    moved = kept - kept[:, :1]
+    scale = float(np.abs(moved).max()) or 1.0
+    return moved / scale, scale
 
 
 def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
@@ -185,10 +218,7 @@ def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
             f"the peak test needs at least {FEWEST_POINTS} points with values, got {len(points)} of {curves.shape[1]}"
         )
     if len(rows) < FEWEST_SEEDS:
-        raise UserError(
-            f"the peak test needs at least {FEWEST_SEEDS} seeds with finite values at all points, got {len(rows)} of "
-            f"{len(curves)}: sweep with --seeds {len(curves) + FEWEST_SEEDS - len(rows)}"
-        )
+        raise TooFewSeeds(len(rows), len(curves))
     return rows, points
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.descent.curve import Curve
 from experiments.descent.pairs import Pairs, pairs_of
-from experiments.descent.peak import PeakTest, finite_part
+from experiments.descent.peak import PeakTest, finite_part, scaled
 from experiments.stats import t_quantile
 
 
@@ -48,12 +48,12 @@ class Shape:
     whichever pair is shown, a curve without any rise (fall) shows one with probability at most the test's level.
     """
 
-    def __init__(self, curve: Curve, pairs: Pairs, mean: dict[int, float], test: PeakTest):
+    def __init__(self, curve: Curve, pairs: Pairs, scale: float, mean: dict[int, float], test: PeakTest):
         self.curve, self.test = curve, test
         self.points = test.points
         self.mean = mean
         """Mean over seeds by column."""
-        self._pairs, self._t = pairs, pairs.t
+        self._pairs, self._scale, self._t = pairs, scale, pairs.t
 
     def fall_before(self, column: int) -> Step | None:
         """The clearest significant fall that ends left of `column`."""
@@ -88,7 +88,7 @@ class Shape:
         rise = float(means[top] - means[low])
         falls = means[top] - means[top:]
         factor = t_quantile(1 - level, self.test.seeds - 1)
-        limits = falls + factor * np.sqrt(self._pairs.variance[top, top:] / self.test.seeds)
+        limits = falls + factor * self._scale * np.sqrt(self._pairs.variance[top, top:] / self.test.seeds)
         if falls.max() > rise / 2 or limits.max() >= rise:
             return None
         found = self._step(low, last, self._t[low, last]).sentence("rises")
@@ -122,4 +122,5 @@ def shape_of(curve: Curve, test: PeakTest) -> Shape:
     rows, points = finite_part(curve.test)
     kept = curve.test[np.ix_(rows, points)]
     mean = dict(zip(points, kept.mean(0).tolist(), strict=True))
-    return Shape(curve, pairs_of(kept - kept[:, :1]), mean, test)
+    moved, scale = scaled(kept)
+    return Shape(curve, pairs_of(moved), scale, mean, test)

@@ -16,7 +16,7 @@ from experiments.descent.curve import Curve
 from experiments.descent.emc import Crossing, crossing
 from experiments.descent.holdout import FEWEST_SEEDS, Holdout, holdout_test
 from experiments.descent.instability import Instability, find_instability
-from experiments.descent.peak import PeakTest, check_points, peak_test, seeds_needed
+from experiments.descent.peak import PeakTest, TooFewSeeds, check_points, differing_test, seeds_needed
 from experiments.descent.shape import Shape, shape_of
 from finetune.errors import UserError
 
@@ -33,9 +33,9 @@ class Verdict:
     evidence: tuple[str, ...]
     """Sentences with the figures that led to `kind`, what was missing, and what would decide."""
     peak: PeakTest | None = None
-    """Of the test error; None with too few seeds or points."""
+    """Of the test error; None with too few seeds or points, or seeds that do not differ."""
     train_peak: PeakTest | None = None
-    """Of the training loss; None if not measured, or with too few seeds or points."""
+    """Of the training loss; None if not measured, with too few seeds or points, or seeds that do not differ."""
     threshold: float | None = None
     """Where the mean training error crosses ε on the axis; None: not on it, or not measured."""
     crossing: Crossing | None = None
@@ -69,16 +69,19 @@ def judge_curve(
 
     Raises:
         UserError: more than 10 points (`Curve.thinned` chooses them), or level, delta or ε out of bounds. Too few seeds
-            or points are no error: the verdict is undecided and says so.
+            or points, and seeds that do not differ, are no error: the verdict is undecided and says so.
     """
     check_points(len(curve.values))
+    if not 0 < level < 0.5:
+        raise UserError(f"judge_curve: level must lie between 0 and 0.5, got {level}")
     if delta is not None and not delta > 0:
         raise UserError(f"judge_curve: delta must be positive, got {delta}")
     try:
-        peak = peak_test(curve.test, level=level, draws=draws, seed=seed)
+        peak = differing_test(curve.test, level=level, draws=draws, seed=seed)
     except UserError as error:
         threshold = _threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
-        said = [_capital(str(error)) + ".", curve.lost_sentence(), _cannot_show(curve, threshold)]
+        why = error.told(curve.planned) if isinstance(error, TooFewSeeds) else str(error)
+        said = [_capital(why) + ".", curve.lost_sentence(), _cannot_show(curve, threshold)]
         value = None if threshold is None else threshold.value
         return Verdict("undecided", tuple(filter(None, said)), threshold=value, crossing=threshold)
     bump = find_instability(curve, level=level, draws=draws, seed=seed)

@@ -62,7 +62,7 @@ def chapter(run: Run) -> Chapter:
         weight = max(weight, 1)
         analysis = Analysis(run.sweep)
         parts += [findings.sweep_finding(run.sweep, analysis), findings.sweep_details(analysis)]
-        tiles += sections_sweep.sweep_tiles(run.sweep)
+        tiles += sections_sweep.sweep_tiles(run.sweep, analysis)
         sections += sections_sweep.sweep_sections(run.sweep, analysis)
     sections += _circumstances(run)
     parts = [p for p in parts if p]

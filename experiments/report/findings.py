@@ -148,7 +148,7 @@ def sweep_finding(data: SweepData, analysis: Analysis) -> str:
         return f"{data.done:,} of {len(data):,} cells are finished; there is no curve to draw yet."
     where, best = lowest
     mean = with_interval(best.value, best.low, best.high)
-    sentence = f"Mean {formats.figure_name(test)} is lowest at {formats.setting(where)}: {mean}"
+    sentence = f"Mean {formats.figure_name(test)} is lowest at {formats.setting(data.whole(where))}: {mean}"
     judged = [d for d in analysis.directions if d.judged]
     if judged:
         return f"{sentence}; along {formats.axis_name(judged[0].axis)}: {_kinds(judged[0])}."

@@ -177,8 +177,12 @@ _RECORDED_SHARES = frozenset({"exact_error", "error_clean", "error_noisy", "memo
 
 
 def bounds(metric: str) -> tuple[float, float] | None:
-    """What a metric can be at all; None where only its sign is known."""
-    return (-1.0, 1.0) if metric in _SIGNED else (0.0, 1.0) if metric in SHARES or metric in _RECORDED_SHARES else None
+    """What a metric can be at all; None where nothing is known of it."""
+    if metric in _SIGNED:
+        return -1.0, 1.0
+    if metric in SHARES or metric in _RECORDED_SHARES:
+        return 0.0, 1.0
+    return (0.0, math.inf) if metric in LOWER_IS_BETTER else None
 
 
 def metric_name(metric: str) -> str:

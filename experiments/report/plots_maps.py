@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.report import formats
 from experiments.report.figure import Canvas, Chart, colour
-from experiments.report.sweepdata import INTERPOLATION
 from experiments.report.sweeptable import SweepTable, Where
 
 if TYPE_CHECKING:
@@ -20,7 +19,15 @@ _LEVELS = 12
 
 
 def heat_maps(
-    table: SweepTable, x: str, y: str, where: Where, columns: Sequence[str], *, name: str, wide: bool = False
+    table: SweepTable,
+    x: str,
+    y: str,
+    where: Where,
+    columns: Sequence[str],
+    *,
+    name: str,
+    epsilon: float,
+    wide: bool = False,
 ) -> list[Chart]:
     """Mean of each figure over the values of two axes, one map each, all on one scale of colour.
 
@@ -38,7 +45,19 @@ def heat_maps(
     low, high = float(finite.min()), float(finite.max())
     fitted = table.grid("train.error", x, y, where)[:, first:] if table.has("train.error") else None
     return [
-        _map(grid, xs, ys, (x, y), (low, high), fitted, where, column, f"{name}-{column.replace('.', '-')}", wide)
+        _map(
+            grid,
+            xs,
+            ys,
+            (x, y),
+            (low, high),
+            fitted,
+            epsilon,
+            where,
+            column,
+            f"{name}-{column.replace('.', '-')}",
+            wide,
+        )
         for column, grid in grids.items()
     ]
 
@@ -50,6 +69,7 @@ def _map(
     axes: tuple[str, str],
     limits: tuple[float, float],
     fitted: np.ndarray | None,
+    epsilon: float,
     where: Where,
     column: str,
     name: str,
@@ -72,7 +92,7 @@ def _map(
         written = len(xs) <= (18 if wide else 9) and len(ys) <= 12
         if written:
             _write(ax, grid, lowest="train" not in column)
-        drawn = fitted is not None and _contour(ax, fitted)
+        drawn = fitted is not None and _contour(ax, fitted, epsilon)
         ax.set_xlim(0, len(xs))
         ax.set_ylim(0, len(ys))
         room = (width - left - right) / max(len(xs), 1)
@@ -84,7 +104,7 @@ def _map(
         caption = f"Mean {formats.figure_name(column)} over seeds; stronger colour is higher"
         caption += "; the frame marks the lowest mean." if written and "train" not in column else "."
         if drawn:
-            caption += f" Line: train error = {INTERPOLATION:g}, between the means of neighbouring cells."
+            caption += f" Line: train error = {epsilon:g}, between the means of neighbouring cells."
         if np.isnan(grid).any():
             caption += " Empty: no finished cell."
         title = f"{formats.figure_name(column).capitalize()} over {formats.axis_name(axes[0])} and "
@@ -145,12 +165,12 @@ def _write(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
             ax.add_patch(frame)
 
 
-def _contour(ax: Axes, fitted: np.ndarray) -> bool:
+def _contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
     """The line train error = ε through the cells' centres, carried on to the border; whether there is one."""
     import numpy as np
 
     finite = fitted[np.isfinite(fitted)]
-    if min(fitted.shape) < 2 or not len(finite) or not finite.min() <= INTERPOLATION < finite.max():
+    if min(fitted.shape) < 2 or not len(finite) or not finite.min() <= epsilon < finite.max():
         return False
     # The cells' means stand at their centres; the outer half cells repeat them.
     padded = np.pad(fitted, 1, mode="edge")
@@ -158,7 +178,7 @@ def _contour(ax: Axes, fitted: np.ndarray) -> bool:
     at_x = np.concatenate([[0.0], np.arange(wide) + 0.5, [wide]])
     at_y = np.concatenate([[0.0], np.arange(high) + 0.5, [high]])
     drawn = ax.contour(
-        at_x, at_y, np.ma.masked_invalid(padded), levels=[INTERPOLATION], colors=[colour("ink")], linewidths=2.0
+        at_x, at_y, np.ma.masked_invalid(padded), levels=[epsilon], colors=[colour("ink")], linewidths=2.0
     )
     drawn.set_gid("epsilon")
     return True

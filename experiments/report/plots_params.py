@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.report import formats
 from experiments.report.figure import Canvas, Chart, colour, label_ends
 from experiments.report.plots_sweep import Series, curve_chart, span, train_and_test, unit_of
-from experiments.report.sweepanalysis import panels
+from experiments.report.sweepanalysis import Analysis, panels
 from experiments.report.sweepdata import SweepData
 from experiments.stats import Interval
 
@@ -47,7 +47,7 @@ CAPACITIES = (
 _PANELS = 4
 
 
-def capacity_charts(data: SweepData, axis: str) -> list[Chart]:
+def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> list[Chart]:
     """Per setting: the figures over each recorded measure of capacity, and the measures over `axis`."""
     measured = [c for c in CAPACITIES if data.has(c.column)]
     kind = data.error_columns()[0].partition(".")[2]
@@ -59,7 +59,7 @@ def capacity_charts(data: SweepData, axis: str) -> list[Chart]:
         # The other measures mostly tell the same; one setting is enough to see it.
         for capacity in measured if number == 0 else measured[:1]:
             made = [_folded(data, axis, where, capacity, lines, kind, number)]
-            made += [_bought(data, axis, where, capacity, number)] if capacity is measured[0] else []
+            made += [_bought(analysis, axis, where, capacity, number)] if capacity is measured[0] else []
             charts += [chart for chart in made if chart is not None]
     return charts
 
@@ -109,10 +109,10 @@ def _folded(
         )
 
 
-def _bought(data: SweepData, axis: str, where: dict[str, Any], capacity: Capacity, number: int) -> Chart | None:
+def _bought(analysis: Analysis, axis: str, where: dict[str, Any], capacity: Capacity, number: int) -> Chart | None:
     """Capacity over `axis`: what a larger rank buys."""
     return curve_chart(
-        data,
+        analysis.data,
         axis,
         where,
         [Series(capacity.column, "purple", "mean")],
@@ -120,6 +120,8 @@ def _bought(data: SweepData, axis: str, where: dict[str, Any], capacity: Capacit
         title=f"{capacity.name.capitalize()} along {formats.axis_name(axis)}"
         + (f", {formats.setting(where)}" if where else ""),
         unit=capacity.name,
+        crossing=analysis.crossing(axis, where),
+        epsilon=analysis.data.epsilon,
     )
 
 

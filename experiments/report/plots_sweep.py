@@ -12,7 +12,7 @@ from experiments.report.figure import Canvas, Chart, colour, dots, label_ends
 from experiments.report.formats import bounds
 from experiments.report.plots_run import WIDE
 from experiments.report.scales import Scale, scale
-from experiments.report.sweepdata import INTERPOLATION, SweepData, threshold
+from experiments.report.sweepdata import INTERPOLATION, SweepData
 from experiments.report.sweeptable import SweepTable, Where
 from experiments.stats import Interval
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from experiments.descent.curves import Judged
+    from experiments.descent.emc import Crossing
 
 _SINGLE_RUNS = 400
 """Single runs are drawn as dots up to so many a chart; more would hide the lines."""
@@ -57,11 +58,14 @@ def curve_chart(
     unit: str,
     limits: tuple[float, float] | None = None,
     judged: Judged | None = None,
+    crossing: Crossing | None = None,
+    epsilon: float = INTERPOLATION,
     wide: bool = False,
 ) -> Chart | None:
     """Means over seeds along `axis` with t-intervals and single runs; None if nothing was measured.
 
-    judged: its location set is shaded, and its verdict goes over the chart. limits: of the y axis.
+    judged: its location set is shaded, and its verdict goes over the chart. crossing: a dashed line where the mean
+    train error crosses epsilon. limits: of the y axis.
     """
     curves = {line: table.curve(line.column, axis, where) for line in lines}
     curves = {line: curve for line, curve in curves.items() if curve}
@@ -75,12 +79,12 @@ def curve_chart(
     width = WIDE if wide else 540
     with Canvas(width, 360 if wide else 300) as canvas:
         ax = canvas.axes(y=unit, x=place.title, right=104)
-        first = threshold(table, axis, where)
+        threshold = crossing.value if crossing is not None else None
         said = []
         if judged is not None:
             said += _shade(ax, judged, place)
-        if first in place.at:
-            _mark(ax, place, first)
+        if threshold is not None:
+            _mark(ax, place, threshold, epsilon)
         ends = []
         for line, curve in curves.items():
             points = [(place.at[v], p) for v, p in curve if v in place.at]
@@ -100,14 +104,15 @@ def curve_chart(
                 kept = [(place.at[x], y) for x, y in zip(xs, ys, strict=True) if x in place.at]
                 dots(ax, [x for x, _ in kept], [y for _, y in kept], token=line.token, size=2.6, alpha=0.5, gid="runs")
             last = points[-1][1].value
-            figure = f"{last:.2f}" if bounds(line.column.partition(".")[2]) else formats.number(last, 2)
+            _, most = bounds(line.column.partition(".")[2]) or (0.0, math.inf)
+            figure = f"{last:.2f}" if math.isfinite(most) else formats.number(last, 2)
             ends.append((points[-1][0], last, f"{line.name} {figure}", line.token))
         place.draw(ax, width - 152)
         low, high = limits if limits is not None else span(curves.values(), zero="error" in unit)
         ax.set_ylim(low, high)
         label_ends(ax, ends, height=canvas.height - 74)
         counts = [p.n for curve in curves.values() for _, p in curve]
-        caption = _caption(axis, min(counts), max(counts), first)
+        caption = _caption(axis, min(counts), max(counts), threshold, epsilon)
         kind, evidence = (judged.verdict.kind, judged.evidence) if judged is not None else ("", ())
         return canvas.chart(name, title=title, caption=" ".join([caption, *said]), verdict=kind, evidence=evidence)
 
@@ -154,13 +159,13 @@ def band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: 
         ax.fill_between([x for x, _ in bounded], lows, highs, color=colour(token), alpha=alpha, linewidth=0)
 
 
-def _mark(ax: Axes, place: Scale, value: Any) -> None:
+def _mark(ax: Axes, place: Scale, value: float, epsilon: float) -> None:
     """The interpolation threshold as an upright line with its name."""
-    x = place.at[value]
-    left = x == min(place.at.values())  # beside the axis there is no room for words
+    x, (first, last) = place.place(value), (min(place.at.values()), max(place.at.values()))
+    left = x < first + 0.3 * (last - first)  # beside the axis there is no room for words
     ax.axvline(x, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
     ax.annotate(
-        f"train error ≤ {INTERPOLATION:g}",
+        f"train error = {epsilon:g}",
         (x, 1.0),
         xycoords=("data", "axes fraction"),
         xytext=(5 if left else -5, -2),
@@ -187,13 +192,12 @@ def _shade(ax: Axes, judged: Judged, place: Scale) -> list[str]:
     return ["Shaded: where the peak test puts the peak."]
 
 
-def _caption(axis: str, fewest: int, most: int, first: Any) -> str:
+def _caption(axis: str, fewest: int, most: int, threshold: float | None, epsilon: float) -> str:
     if most < 2:
         caption = "One seed: no interval can be given."
     else:
         runs = f"{most}" if fewest == most else f"{fewest} to {most}"
         caption = f"Lines: means over {runs} seeds; bands: 95 % t-intervals, pointwise; small dots: single runs."
-    if first is not None:
-        at = f"{axis} = {formats.axis_value(first)}"
-        caption += f" Dashed: {at}, the fitted side of where the mean train error crosses {INTERPOLATION:g}."
+    if threshold is not None:
+        caption += f" Dashed: {axis} = {formats.number(threshold)}, where the mean train error crosses {epsilon:g}."
     return caption

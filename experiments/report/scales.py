@@ -31,6 +31,10 @@ class Scale:
         """The axis' name with its unit and kind."""
         return formats.axis_name(self.axis) + (" (log scale)" if self.log else "")
 
+    def place(self, value: float) -> float:
+        """x position of a number that need not be one of the values."""
+        return math.log2(value) if self.log else value
+
     def ticks(self, width: float) -> list[Any]:
         """Values to write below `width` px: all that fit, else powers of a base, else every k-th."""
         if self.log:

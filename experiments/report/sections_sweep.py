@@ -10,20 +10,30 @@ from experiments.report import findings, formats, plots_dynamics, plots_maps, pl
 from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
 from experiments.report.figure import Chart
 from experiments.report.plots_facets import Line, Panel, facets
-from experiments.report.sections_verdicts import beside_table, emc_table, searched_table, verdict_notes, verdict_table
-from experiments.report.sweepanalysis import Analysis, Direction, main_axis, panels
-from experiments.report.sweepdata import INTERPOLATION, STEP, Failure, SweepData
+from experiments.report.sections_verdicts import (
+    beside_table,
+    crossing_words,
+    emc_table,
+    searched_table,
+    verdict_notes,
+    verdict_table,
+)
+from experiments.report.sweepanalysis import Analysis, Direction, main_axis
+from experiments.report.sweepaxes import Together
+from experiments.report.sweepdata import STEP, Failure, SweepData
 
 _ROWS = 200
 """Settings that a table of the page lists; points.csv has every cell."""
 _MAPS = 4
 """Settings and pairs of axes for which maps are drawn."""
 _FAILURES = 50
+_PAIRS = 6
+"""Values of a paired axis that are named at the top; the table of all settings has all."""
 _LOST = 8
 """Settings whose diverged seeds are counted at the top."""
 
 
-def sweep_tiles(data: SweepData) -> list[Tile]:
+def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
     """Lowest held-out figure, threshold and how far the sweep is."""
     axis = main_axis(data)
     test = data.error_columns()[0]
@@ -31,17 +41,17 @@ def sweep_tiles(data: SweepData) -> list[Tile]:
     lowest = data.best(test)
     if axis is not None and lowest is not None:
         where, best = lowest
-        at = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in where.items())
+        at = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.whole(where).items())
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
         tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
-        if data.has("train.error") and len(data.axes) == 1:
-            first = data.threshold(axis, {})
-            shown = formats.axis_value(first) if first is not None else "not reached"
-            tiles.append(
-                Tile("interpolation threshold", shown, "", f"{axis} at which train error crosses {INTERPOLATION:g}")
-            )
-    note = f"{data.seeds} seeds each" + (f", {len(data.failed)} failed" if data.failed else "")
+        crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
+        if crossing is not None:
+            note = f"{axis} at which train error crosses {data.epsilon:g}"
+            tiles.append(Tile("interpolation threshold", crossing_words(crossing), "", note))
+    fewest, most = data.seeds_each()
+    note = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' * (most != 1)} each"
+    note += f", {len(data.failed)} failed" if data.failed else ""
     total = data.planned if data.planned is not None else len(data)
     tiles.append(Tile("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
     return tiles
@@ -55,7 +65,7 @@ def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
     sections += _maps(data)
     axis = main_axis(data)
     if axis is not None and data.design != "random":
-        folds = plots_params.capacity_charts(data, axis)
+        folds = plots_params.capacity_charts(data, axis, analysis)
         if folds:
             lead = (
                 "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
@@ -82,7 +92,8 @@ def _overview(data: SweepData, analysis: Analysis) -> Section:
     if data.fixed:
         fixed = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.fixed.items())
         notes.append(f"The same in every cell: {fixed}.")
-    notes += _threshold_notes(data)
+    notes += [_together(one) for one in data.together]
+    notes += _threshold_notes(analysis)
     notes += verdict_notes(analysis)
     notes += _lost_notes(data)
     notes += [f"Cell {f.cell} failed: {f.reason}" for f in data.failed[:3]]
@@ -108,6 +119,13 @@ def _progress(data: SweepData) -> list[str]:
     return [said + ". `flatshift sweep` with the same arguments goes on."]
 
 
+def _together(one: Together) -> str:
+    """That an axis of a paired design moves with the one that is drawn along."""
+    pairs = [f"{formats.axis_value(v)}: {formats.axis_value(other)}" for v, other in one.at.items()]
+    shown = ", ".join(pairs[:_PAIRS]) + (", …" if len(pairs) > _PAIRS else "")
+    return f"Paired: {one.axis} moves with {one.first} ({shown}); what is seen may come from either."
+
+
 def _lost_notes(data: SweepData) -> list[str]:
     """How many seeds of a setting diverged, or failed for another reason: curves over the steps lose these seeds."""
     lost: dict[tuple[Any, ...], list[Failure]] = {}
@@ -124,26 +142,26 @@ def _lost_notes(data: SweepData) -> list[str]:
     return said
 
 
-def _threshold_notes(data: SweepData) -> list[str]:
+def _threshold_notes(analysis: Analysis) -> list[str]:
     """Whether an axis can show an interpolation peak at all: it must begin above the threshold and end below."""
-    axis = main_axis(data)
-    if axis is None or data.design == "random" or not data.has("train.error"):
+    data, axis = analysis.data, main_axis(analysis.data)
+    direction = next((d for d in analysis.directions if d.axis == axis), None)
+    if direction is None:
         return []
     sides: dict[str, list[str]] = {"none": [], "all": []}
-    settings, _ = panels(data, axis, "train.error")
-    for where in settings:
-        fitted = [p.value <= INTERPOLATION for _, p in data.curve("train.error", axis, where)]
-        if fitted and (all(fitted) or not any(fitted)):
-            sides["all" if fitted[0] else "none"].append(formats.setting(where))
+    for where in direction.settings:
+        crossing = direction.crossing_at(where)
+        if crossing is not None and crossing.fitted != "some":
+            sides[crossing.fitted].append(formats.setting(where))
     said = []
     for side, names in sides.items():
         if not names:
             continue
-        at = "" if len(names) == len(settings) else f" ({'; '.join(names)})"
+        at = "" if len(names) == len(direction.settings) else f" ({'; '.join(names)})"
         said.append(
-            f"Train error stays above {INTERPOLATION:g}: nothing interpolates, so this axis shows no peak there{at}."
+            f"Train error stays above {data.epsilon:g}: nothing interpolates, so this axis shows no peak there{at}."
             if side == "none"
-            else f"Train error is at most {INTERPOLATION:g} from the smallest {axis} on: every value interpolates, so "
+            else f"Train error is at most {data.epsilon:g} from the smallest {axis} on: every value interpolates, so "
             f"this axis cannot show an interpolation peak; take more rows, more label noise or fewer steps{at}."
         )
     return said
@@ -174,6 +192,8 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
                 unit=plots_sweep.unit_of(kind),
                 limits=limits,
                 judged=direction.judged_at(where) if kind == kinds[0] else None,
+                crossing=direction.crossing_at(where),
+                epsilon=data.epsilon,
                 wide=len(direction.settings) == 1 and len(kinds) == 1,
             )
             charts += [chart] if chart is not None else []
@@ -189,6 +209,11 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
         notes.append(
             f"{len(direction.settings)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "
             "the tables have all."
+        )
+    if table.numeric(axis) and None in table.levels(axis):
+        notes.append(
+            f"{axis.rpartition('.')[2]} = {formats.axis_value(None)} is not on the axis: it is in the tables, and "
+            "in no curve or verdict."
         )
     notes += [f"Not judged: {reason}." for reason in direction.refused[:3]]
     if notes:
@@ -247,7 +272,13 @@ def _maps(data: SweepData) -> list[Section]:
         rest = [a for a in data.axes if a != axis]
         for number, where in enumerate(data.trace.settings(rest)[:_MAPS]):
             charts += plots_maps.heat_maps(
-                data.trace, STEP, axis, where, (test, train), name=f"sweep-map-steps-{number}"
+                data.trace,
+                STEP,
+                axis,
+                where,
+                (test, train),
+                name=f"sweep-map-steps-{number}",
+                epsilon=data.epsilon,
             )
     pairs = [(x, y) for i, x in enumerate(data.axes) for y in data.axes[i + 1 :]]
     pairs = [(x, y) for x, y in pairs if len(data.axes) == 2 or (data.numeric(x) and data.numeric(y))]
@@ -257,10 +288,12 @@ def _maps(data: SweepData) -> list[Section]:
         rest = [a for a in data.axes if a not in (x, y)]
         for number, where in enumerate(data.settings(rest)[: 1 if len(pairs) > 1 else _MAPS]):
             names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
-            charts += plots_maps.heat_maps(data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}")
+            charts += plots_maps.heat_maps(
+                data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}", epsilon=data.epsilon
+            )
     if not charts:
         return []
-    lead = f"The line is the interpolation threshold, a mean train error of {INTERPOLATION:g}."
+    lead = f"The line is the interpolation threshold, a mean train error of {data.epsilon:g}."
     return [Section("Maps", [Figures(charts)], lead)]
 
 
@@ -285,6 +318,8 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
                 title=f"Clean and noisy labels along {formats.axis_name(direction.axis)}"
                 + (f", {formats.setting(where)}" if where else ""),
                 unit="share of the clean or of the noisy rows",
+                crossing=direction.crossing_at(where),
+                epsilon=data.epsilon,
             )
             charts += [chart] if chart is not None else []
     if not charts:
@@ -309,12 +344,13 @@ def _tables(data: SweepData) -> list[Section]:
             points = [means[c].get(tuple(where.values())) for c in shown]
             cells = [findings.with_interval(p.value, p.low, p.high) if p else "–" for p in points]
             runs = str(max((p.n for p in points if p), default=0))
-            rows.append([*map(formats.axis_value, where.values()), *cells, runs])
-        names = [*data.axes, *(formats.figure_name(c) for c in shown), "runs"]
+            rows.append([*map(formats.axis_value, data.whole(where).values()), *cells, runs])
+        keys = [*data.axes, *(one.axis for one in data.together)]
+        names = [*keys, *(formats.figure_name(c) for c in shown), "runs"]
         caption = "Mean over seeds with its 95 % t-interval."
         if len(settings) > _ROWS:
             caption += f" The first {_ROWS} of {len(settings):,} settings; cells.parquet has all cells."
-        numeric = frozenset(range(len(data.axes), len(names)))
+        numeric = frozenset(range(len(keys), len(names)))
         sections.append(Section("All settings", [Table(names, rows, caption, numeric)], folded=len(rows) > 24))
     if data.failed:
         lines = [[f.cell, formats.setting(f.setting), str(f.seed), f.reason] for f in data.failed[:_FAILURES]]

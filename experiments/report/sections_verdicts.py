@@ -7,12 +7,12 @@ import math
 from experiments.descent.beside import Beside
 from experiments.descent.curve import Curve
 from experiments.descent.curves import Judged, compared
-from experiments.descent.emc import emc_from_curve
+from experiments.descent.emc import Crossing, emc_from_curve
 from experiments.descent.peak import PeakTest
 from experiments.report import formats
 from experiments.report.blocks import Table
 from experiments.report.sweepanalysis import Analysis, Direction
-from experiments.report.sweepdata import INTERPOLATION, SweepData
+from experiments.report.sweepdata import SweepData
 from experiments.stats import Interval
 from finetune.errors import UserError
 
@@ -32,8 +32,8 @@ def verdict_table(analysis: Analysis) -> Table | None:
         "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
         "evenly spread on a log axis. Height: above the higher flank, with its 95 % interval, in the units of the "
         "curve; no peak was found where none is given. Found with 80 % power: at the inner point where runs scatter "
-        f"most. Threshold: where the mean train error crosses {INTERPOLATION:g}, between points. Training loss p: of a "
-        "peak of the training loss, which is no double descent.",
+        f"most. Threshold: where the mean train error crosses {analysis.data.epsilon:g}, between points. Training loss "
+        "p: of a peak of the training loss, which is no double descent.",
         frozenset({3, 5, 6, 7, 8}),
     )  # fmt: skip
 
@@ -42,12 +42,11 @@ def _row(judged: Judged) -> list[str]:
     peak, train = judged.verdict.peak, judged.verdict.train_peak
     row = [judged.axis.rpartition(".")[2], formats.setting(judged.where) or "–", judged.verdict.kind]
     row += _peak(peak, judged) if peak is not None else ["–"] * 4
-    return [*row, crossing_words(judged), "–" if train is None else _p(train)]
+    return [*row, crossing_words(judged.verdict.crossing), "–" if train is None else _p(train)]
 
 
-def crossing_words(judged: Judged) -> str:
+def crossing_words(found: Crossing | None) -> str:
     """Where the mean train error crosses the threshold, or on which side of it every point lies."""
-    found = judged.verdict.crossing
     if found is None:
         return "–"
     if found.value is None:
@@ -89,7 +88,7 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
             try:
                 curve, found = compared(
                     direction.table, direction.axis, where, {**where, axis: base}, test=direction.test,
-                    epsilon=INTERPOLATION,
+                    epsilon=direction.data.epsilon,
                 )  # fmt: skip
             except UserError as error:  # one of the two lacks seeds or values
                 said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: cannot be said, {error}.")
@@ -104,7 +103,8 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
         f"{direction.test.replace('.', ' ').replace('_', ' ')} minus the other's, on the same seeds, with 95 % "
         "intervals. Peak: where the mean of both curves has its highest one, if the peak test finds one in it; its "
         "height is taken above the mean of its flanks, so that neither curve chose the place. Threshold: where the "
-        f"train error crosses {INTERPOLATION:g}, as a ratio of positions. No p is corrected for the number of rows.",
+        f"train error crosses {direction.data.epsilon:g}, as a ratio of positions. No p is corrected for the "
+        "number of rows.",
         frozenset({2, 3, 5, 6, 7}),
     )
     return table, said
@@ -151,7 +151,7 @@ def emc_table(direction: Direction) -> Table | None:
     for where in direction.settings:
         found = direction.table.matrix("train.error", direction.axis, where)
         try:
-            emc = emc_from_curve(found.values, found.y, INTERPOLATION)
+            emc = emc_from_curve(found.values, found.y, direction.data.epsilon)
         except UserError:  # too few sizes, or no seed that finished at all of them
             continue
         said = _complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
@@ -162,7 +162,7 @@ def emc_table(direction: Direction) -> Table | None:
         ["setting", "effective model complexity (training examples)", "seeds"],
         rows,
         "Effective model complexity: the most training examples that are still fitted to a mean train error of "
-        f"{INTERPOLATION:g}, with its 95 % interval over seeds, from the sample-wise curve.",
+        f"{direction.data.epsilon:g}, with its 95 % interval over seeds, from the sample-wise curve.",
         frozenset({2}),
     )
 
@@ -179,8 +179,8 @@ def searched_table(data: SweepData) -> Table | None:
     return Table(
         ["setting", "effective model complexity (training examples)", "sizes tried"],
         rows,
-        "Effective model complexity by bisection: the most training examples that are still fitted, with its 95 % "
-        "interval over seeds; from emc.json.",
+        "Effective model complexity by bisection: the most training examples that are still fitted to a mean train "
+        f"error of {data.epsilon:g}, with its 95 % interval over seeds; from emc.json.",
     )
 
 

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from experiments.descent.curves import Judged, is_judged, judge
-from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData
+from experiments.descent.emc import Crossing, crossing
+from experiments.report.sweepdata import STEP, SweepData
 from experiments.report.sweeptable import SweepTable
 from finetune.errors import UserError
 
@@ -69,10 +70,11 @@ class Direction:
     def _found(self) -> list[Judged | str]:
         if not is_judged(self.axis):
             return []
-        found: list[Judged | str] = []
+        data, found = self.data, list[Judged | str]()
+        planned = data.planned_seeds if data.unfinished else None
         for where in self.settings:
             try:
-                found.append(judge(self.table, self.axis, where, test=self.test, epsilon=INTERPOLATION))
+                found.append(judge(self.table, self.axis, where, test=self.test, epsilon=data.epsilon, planned=planned))
             except UserError as error:
                 found.append(str(error))
         return found
@@ -90,6 +92,23 @@ class Direction:
     def judged_at(self, where: dict[str, Any]) -> Judged | None:
         """The verdict of one setting's curve."""
         return next((j for j in self.judged if j.where == where), None)
+
+    def crossing_at(self, where: dict[str, Any]) -> Crossing | None:
+        """Where the mean train error of one setting crosses ε: what its verdict says, so that a page says it once.
+
+        None where the axis is none of capacity, or too little was measured.
+        """
+        judged = self.judged_at(where)
+        if judged is not None:
+            return judged.verdict.crossing
+        if not (is_judged(self.axis) and self.table.numeric(self.axis)):
+            return None
+        found = self.table.matrix("train.error", self.axis, where)
+        after = [j for j, v in enumerate(found.values) if not (self.axis == STEP and v == 0)]
+        try:
+            return crossing([found.values[j] for j in after], found.y[:, after], self.data.epsilon)
+        except UserError:  # fewer than two values, or no seed that has all
+            return None
 
 
 class Analysis:
@@ -113,6 +132,11 @@ class Analysis:
             if settings:
                 found.append(Direction(self.data, table, axis, settings, total))
         return found
+
+    def crossing(self, axis: str, where: dict[str, Any]) -> Crossing | None:
+        """`Direction.crossing_at` along an axis; None along one that is not drawn."""
+        found = next((d for d in self.directions if d.axis == axis), None)
+        return found.crossing_at(where) if found is not None else None
 
     @property
     def judged(self) -> list[Judged]:

@@ -11,10 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.report.sweepaxes import SPLITS, Together, axes_of_table, leading
 from experiments.report.sweepplan import (
     AGAIN,
     beta1,
     declared_axes,
+    declared_epsilon,
     is_planned,
     only_planned,
     planned_cells,
@@ -28,42 +30,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 INTERPOLATION = 0.1
-"""ε of the effective model complexity: training data counts as fitted at a mean train error of at most this."""
+"""ε of the effective model complexity where no bisection names its own: training data counts as fitted at a mean train
+error of at most this."""
 
 STEP = "step"
 """The axis of a trace: optimizer updates done."""
-
-_SPLITS = ("train", "dev", "test")
-_METRICS = frozenset(
-    {
-        "loss",
-        "error",
-        "accuracy",
-        "perplexity",
-        "bits_per_byte",
-        "f1_macro",
-        "matthews",
-        "exact_match",
-        "chrf",
-        "f1_micro",
-        "average_precision",
-        "pearson",
-        "spearman",
-        "rmse",
-        "mae",
-        "pseudo_perplexity",
-        "majority_floor",
-        "f1_floor",
-        "mean_floor",
-        "exact_error",
-        "error_clean",
-        "error_noisy",
-        "memorised",
-        "recovered",
-    }
-)
-_RECORDED = ("grad.", "update.", "sharpness.")
-_OWN = frozenset({"cell", "seed", "status"})
 
 
 @dataclass(frozen=True)
@@ -85,7 +56,9 @@ class SweepData(SweepTable):
     they recorded nothing. design: `grid`, `paired` (all axes move together) or `random`. planned: cells of the plan,
     None if sweep.json does not say. files: names of the tables in the directory. stability: lr·λ_max of the
     preconditioned Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, what a bisection
-    over the rows of training data found.
+    over the rows of training data found. epsilon: mean train error up to which training data count as fitted.
+    together: axes of a paired design that move with another one, and are no axes of their own. planned_seeds: of every
+    point of the plan.
     """
 
     def __init__(
@@ -100,6 +73,9 @@ class SweepData(SweepTable):
         files: Sequence[str] = (),
         stability: float = 38.0,
         searched: Sequence[Mapping[str, Any]] = (),
+        epsilon: float = INTERPOLATION,
+        together: Sequence[Together] = (),
+        planned_seeds: int | None = None,
     ) -> None:
         super().__init__(table, axes)
         self.fixed = fixed or {}
@@ -109,6 +85,9 @@ class SweepData(SweepTable):
         self.files = tuple(files)
         self.stability = stability
         self.searched = tuple(searched)
+        self.epsilon = epsilon
+        self.together = tuple(together)
+        self.planned_seeds = planned_seeds
 
     @property
     def done(self) -> int:
@@ -152,6 +131,10 @@ class SweepData(SweepTable):
         counted = Counter(" ".join(str(part) for part in made if part is not None) for made in found)
         return sorted(((made, n) for made, n in counted.items() if made), key=lambda item: (-item[1], item[0]))
 
+    def whole(self, where: Where) -> dict[str, Any]:
+        """A setting with the values of the axes that move with its own."""
+        return {**where, **{one.axis: one.at[where[one.first]] for one in self.together}}
+
     def error_columns(self) -> tuple[str, str]:
         """(test column, train column): error where the task has one, else loss."""
         name = "error" if self.has("test.error") or self.has("train.error") else "loss"
@@ -160,25 +143,6 @@ class SweepData(SweepTable):
     def judged(self, name: str) -> str:
         """The held-out split that has the metric `name`: test, else dev."""
         return "test" if self.has(f"test.{name}") or not self.has(f"dev.{name}") else "dev"
-
-    def threshold(self, axis: str, where: Where) -> Any | None:
-        """Where the mean train error along `axis` crosses `INTERPOLATION`; None if it stays above or is not measured.
-
-        The first value that interpolates or, where the curve begins interpolating and ends above (more rows, more
-        noise), the last one that still does.
-        """
-        return threshold(self, axis, where)
-
-
-def threshold(table: SweepTable, axis: str, where: Where) -> Any | None:
-    """`SweepData.threshold`, for a trace as well."""
-    points = table.curve("train.error", axis, where) if table.has("train.error") else []
-    fitted = [p.value <= INTERPOLATION for _, p in points]
-    if not any(fitted):
-        return None
-    if fitted[0] and not fitted[-1]:
-        return points[fitted.index(False) - 1][0]
-    return points[fitted.index(True)][0]
 
 
 def read_sweep(folder: Path) -> SweepData | None:
@@ -194,6 +158,7 @@ def read_sweep(folder: Path) -> SweepData | None:
     if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
         return None
     plan = read_plan(folder / "sweep.json")
+    searched, epsilon = read_searched(folder / "emc.json")
     planned = planned_cells(plan)
     names = [n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file()]
     cells = _parquet(folder / "cells.parquet")
@@ -208,9 +173,10 @@ def read_sweep(folder: Path) -> SweepData | None:
         late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
     rows = [row for row in map(_flat_result, late) if is_planned(row, plan)]
     cells = _with_errors(_joined(cells, rows))
-    axes, fixed = _axes(cells, declared_axes(plan))
+    axes, fixed = axes_of_table(cells, declared_axes(plan))
+    together: list[Together] = []
     if plan.get("design") == "paired":
-        axes = _leading(cells, axes)
+        axes, together = leading(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
     late += [folder / "cells" / key for key in _untraced(cells, curves)]
     curves = _joined(curves, _late_traces(late, cells, axes, _steps_of(curves)))
@@ -225,7 +191,10 @@ def read_sweep(folder: Path) -> SweepData | None:
         planned=planned,
         files=names,
         stability=stability_threshold(beta1(folder / "recipe.resolved.yaml")),
-        searched=read_searched(folder / "emc.json"),
+        searched=searched,
+        together=together,
+        planned_seeds=plan["seeds"] if isinstance(plan.get("seeds"), int) else None,
+        epsilon=declared_epsilon(plan) or epsilon or INTERPOLATION,
     )
     derive(data)
     return data
@@ -287,7 +256,7 @@ def _with_errors(table: pa.Table) -> pa.Table:
 
     from experiments.report.sweeptable import _floats
 
-    for split in _SPLITS:
+    for split in SPLITS:
         name = f"{split}.error"
         if f"{split}.accuracy" not in table.column_names:
             continue
@@ -298,21 +267,6 @@ def _with_errors(table: pa.Table) -> pa.Table:
     return table
 
 
-def _axes(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
-    """(columns that vary, {column: value} of those that do not)."""
-    from experiments.report.sweeptable import _encode
-
-    if declared is None:
-        declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_figure(c)]
-    levels = {c: _encode(table, c)[0] for c in declared} if table.num_rows else {}
-    return [c for c, v in levels.items() if len(v) > 1], {c: v[0] for c, v in levels.items() if len(v) == 1}
-
-
-def _is_figure(column: str) -> bool:
-    head, _, tail = column.partition(".")
-    return column.startswith(_RECORDED) or (head in _SPLITS and tail.split(".")[0] in _METRICS)
-
-
 def _one_stage(table: pa.Table) -> pa.Table:
     """The rows of the last stage: steps count from 0 in each, and only the last one trains on the task's labels."""
     import pyarrow.compute as pc
@@ -321,17 +275,6 @@ def _one_stage(table: pa.Table) -> pa.Table:
         return table
     stages = list(dict.fromkeys(table.column("stage").to_pylist()))
     return table.filter(pc.equal(table.column("stage"), stages[-1])) if len(stages) > 1 else table
-
-
-def _leading(table: pa.Table, axes: list[str]) -> list[str]:
-    """The axes of a paired design without those that merely move with the first one: the rank, else a numeric one."""
-    found = SweepTable(table, axes)
-    first = min(axes, key=lambda a: (not a.endswith("rank"), not found.numeric(a), axes.index(a)), default=None)
-    if first is None:
-        return axes
-    count = len(found.levels(first))
-    together = [a for a in axes if a != first and len(found.settings([first, a])) == count]
-    return [a for a in axes if a not in together]
 
 
 def _flat_result(file: Path) -> dict[str, Any]:

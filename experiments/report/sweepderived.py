@@ -29,7 +29,7 @@ def derive(data: SweepData) -> None:
         place = _cells(data)
         steps = trace.column(STEP)
         last = np.full(len(data), -1.0)
-        known = place >= 0
+        known = (place >= 0) & np.isfinite(steps)  # the steps that a failed cell did not reach have no figures
         np.maximum.at(last, place[known], steps[known])
         late = known & (steps >= last[place] / 2)
         data.add(GRADIENT, np.where(data.finished, _largest(norm, place, late, len(data)), np.nan))

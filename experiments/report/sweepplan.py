@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.sweep.directory import read_marker
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,17 +19,17 @@ AGAIN = "run the sweep again, it keeps its cells"
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """sweep.json, or nothing if it is not there."""
+    """sweep.json, or nothing if it is not there. Raises UserError as `flatshift sweep` does, and without a grid."""
     if not path.is_file():
         return {}
+    plan = read_marker(path.parent)
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
         list(plan["grid"])
         if "keys" in plan:
             plan["keys"] = frozenset(plan["keys"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise UserError(f"{path}: has no `grid`; {AGAIN}") from error
-    return dict(plan)
+    return plan
 
 
 def declared_axes(plan: dict[str, Any]) -> list[str] | None:
@@ -38,6 +39,16 @@ def declared_axes(plan: dict[str, Any]) -> list[str] | None:
     search = plan.get("bisection")
     searched = [str(search["key"])] if isinstance(search, dict) and "key" in search else []
     return list(dict.fromkeys([*plan["grid"], *searched]))
+
+
+def declared_epsilon(plan: dict[str, Any]) -> float | None:
+    """Mean train error up to which a bisection counts rows as fitted; None where nothing is searched."""
+    search = plan.get("bisection")
+    return _epsilon(search.get("epsilon")) if isinstance(search, dict) else None
+
+
+def _epsilon(found: Any) -> float | None:
+    return float(found) if isinstance(found, int | float) and 0 < found < 1 else None
 
 
 def planned_cells(plan: dict[str, Any]) -> int | None:
@@ -127,18 +138,19 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def read_searched(path: Path) -> list[dict[str, Any]]:
-    """The points of emc.json: `point`, `emc`, `low`, `high`, `side`, `tried`; none if nothing was searched."""
+def read_searched(path: Path) -> tuple[list[dict[str, Any]], float | None]:
+    """(points, ε) of emc.json, a point with `point`, `emc`, `low`, `high`, `side`, `tried`; none without the file."""
     if not path.is_file():
-        return []
+        return [], None
     try:
-        points = json.loads(path.read_text(encoding="utf-8"))["points"]
+        document = json.loads(path.read_text(encoding="utf-8"))
+        points = document["points"]
         found = [{key: p[key] for key in ("point", "emc", "low", "high", "side", "tried")} for p in points]
         if any(not isinstance(t["rows"], int) for p in found for t in p["tried"]) or not all(p["tried"] for p in found):
             raise ValueError("no rows")
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not what a bisection writes; {AGAIN}") from error
-    return found
+    return found, _epsilon(document.get("epsilon"))
 
 
 def beta1(recipe: Path) -> float:

@@ -202,6 +202,16 @@ class SweepTable:
             codes = np.unique(np.column_stack(columns), axis=0)
         return [{a: self._levels[a][c] for a, c in zip(names, row, strict=True)} for row in codes.tolist()]
 
+    def seeds_each(self) -> tuple[int, int]:
+        """(fewest, most) seeds that a setting has a row of, finished or failed; (0, 0) without rows."""
+        import numpy as np
+
+        if not len(self):
+            return 0, 0
+        codes = np.unique(np.column_stack([self._codes[a] for a in (*self.axes, "seed")]), axis=0)
+        counts = np.unique(codes[:, :-1], axis=0, return_counts=True)[1]
+        return int(counts.min()), int(counts.max())
+
     def means(self, column: str) -> list[tuple[dict[str, Any], Interval]]:
         """(setting, interval) of every setting that has the figure, in one pass over the rows."""
         import numpy as np

@@ -22,6 +22,8 @@ Design = Literal["grid", "paired", "random"]
 
 _NUMBER = r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"^({_NUMBER})\.\.({_NUMBER})(:log)?$")
+_LIKE_A_RANGE = re.compile(rf"^{_NUMBER}\s*\.\.")
+"""Begins as a range does: a path such as `../rows.jsonl` does not."""
 _DIGITS = 6
 """Significant digits of a drawn number: what a person reads is what was run."""
 
@@ -75,8 +77,11 @@ def parse_grid(grid: Sequence[str]) -> Axes:
 
 def as_values(key: str, given: Sequence[Any]) -> Values:
     """The values of one axis as written: a list, or the range that its only text stands for."""
-    if len(given) == 1 and isinstance(given[0], str) and (found := parse_range(given[0], f"--grid {key}")) is not None:
-        return found
+    if len(given) == 1 and isinstance(given[0], str):
+        if (found := parse_range(given[0], f"--grid {key}")) is not None:
+            return found
+        if _LIKE_A_RANGE.match(given[0].strip()):
+            raise UserError(f"--grid {key}={given[0]}: not a range; write it as {key}=lo..hi or {key}=lo..hi:log")
     values = list(given)
     if not values or "" in values:
         raise UserError(f"--grid {key}: a value is missing; write key=v1,v2,…")

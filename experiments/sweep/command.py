@@ -2,8 +2,9 @@
 
 flatshift sweep double-descent --grid adapter.rank=1,4,16 --seeds 3 --out sweeps/rank
 
-Every cell is planned before any runs, so a wrong key or value costs nothing. The directory keeps all cells that were
-ever finished in it; the tables hold those of the last plan.
+Every cell is planned before any runs, so a wrong key or value costs nothing; what only the rows or the backbone can
+tell (a limit above the rows, a layer that is not there) fails its cells. The directory keeps all cells that were ever
+finished in it; the tables hold those of the last plan.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def sweep(
     overrides: Sequence[Branch],
     out: Path,
     *,
-    grid: Sequence[str] = (),
+    grid: Sequence[str] | None = None,
     seeds: int | None = None,
     design: Design | None = None,
     points: int | None = None,
@@ -126,7 +127,7 @@ class _Asked:
 def _asked(
     recipe: str,
     overrides: Sequence[Branch],
-    grid: Sequence[str],
+    grid: Sequence[str] | None,
     seeds: int | None,
     design: Design | None,
     points: int | None,
@@ -136,7 +137,9 @@ def _asked(
 ) -> _Asked:
     base = Base.of(recipe, overrides)
     block = base.recipe.sweep or Sweep()
-    if grid:
+    if grid is not None:
+        if not grid:
+            raise UserError("--grid: give key=v1,v2,…, or leave the flag out for the recipe's own `sweep.grid`")
         axes = parse_grid(grid)
     else:
         axes = {key: as_values(key, values) for key, values in block.grid.items()}

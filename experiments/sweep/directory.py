@@ -37,19 +37,16 @@ def check_directory(out: Path) -> None:
     if not out.exists():
         return
     if not (out / MARKER).is_file():
+        if (out / "cells").is_dir() and (out / _WORKERS).exists():  # its marker was broken and is deleted
+            return
         if any(path.name not in (_LOCK, _WORKERS) for path in out.iterdir()):
             raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
         return
-    found = read_marker(out).get("format", 1)
-    if found not in range(1, FORMAT + 1):
-        raise UserError(
-            f"{out / MARKER} has format {found}, and this flatshift ({flatshift_version()}) knows up to {FORMAT}; "
-            "go on with the version that wrote it, or name another --out"
-        )
+    read_marker(out)
 
 
 def read_marker(out: Path) -> dict[str, Any]:
-    """sweep.json as it is. Raises UserError if it cannot be read."""
+    """sweep.json as it is. Raises UserError if it cannot be read, or has another format than this code knows."""
     path = out / MARKER
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -57,8 +54,14 @@ def read_marker(out: Path) -> dict[str, Any]:
             raise ValueError("not an object")
     except ValueError as error:
         raise UserError(
-            f"{path}: not valid JSON ({error}); delete it to go on with the cells, or name another --out"
+            f"{path}: not valid JSON ({error}); delete it and run the sweep again, which keeps its cells"
         ) from None
+    written = found.get("format", 1)
+    if written not in range(1, FORMAT + 1):
+        raise UserError(
+            f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows up to {FORMAT}; go on with "
+            "the version that wrote it, or name another directory"
+        )
     return found
 
 

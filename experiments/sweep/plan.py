@@ -118,8 +118,10 @@ class Base:
 
 def _check_point(recipe: Recipe, written: str) -> None:
     from experiments.pipeline import check_recipe
+    from experiments.sources import parts_of
 
     try:
+        parts_of(recipe.data)  # refuses a recipe without training files
         check_recipe(recipe)
         refuse_tracked(recipe)
     except ValueError as error:

@@ -83,6 +83,8 @@ def test_help_is_quick() -> None:
         (["recipes", "show", "wamup"], "'warmup'"),
         (["eval", "nowhere"], "not a run directory"),
         (["report", "nowhere"], "nowhere"),
+        (["report"], "needs a DIRECTORY"),
+        (["report", "nowhere", "--out", "."], "name an HTML file"),
         (["train", "--resume", "nowhere"], "not a run directory"),
     ],
 )

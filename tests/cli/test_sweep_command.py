@@ -155,6 +155,9 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
     assert cheap(*grid) == 0, "the format before this one is taken over"
     assert "format 1" in capsys.readouterr().err
     assert json.loads((out / "sweep.json").read_text(encoding="utf-8"))["format"] == 2
+    (out / "sweep.json").unlink()
+    assert cheap(*grid) == 0, "cells are kept without the marker, which was broken and is deleted"
+    assert max(started(out).values()) == 1
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,9 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
         (["--grid", "adapter.rnk=1"], "'rank'"),
         (["--grid", "adapter.rank=1,x"], "whole number"),
         (["--sweep", "null"], "give --grid"),
+        (["--grid"], "recipe's own `sweep.grid`"),
+        (["--grid", "optimizer.lr=1..2..3", "--design", "random", "--points", "2"], "optimizer.lr=lo..hi"),
+        (["--data.train.files", "[]", "--grid", "adapter.rank=1"], "adapter.rank=1: data.train.files is empty"),
         (["--seeds", "0"], "--seeds"),
         (["--jobs", "0"], "--jobs"),
         (["--stack", "none"], "--stack"),

@@ -229,6 +229,7 @@ def test_seeds_that_do_not_differ_show_nothing():
     for y in (np.ones((5, 4)), np.tile([3.0, 1, 5, 2], (5, 1))):
         test = peak_test(y)
         assert not test.rejected and test.p_value > 0.9 and test.ceiling == math.inf
+        assert test.detectable.height == test.detectable.even == math.inf
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,38 @@ def test_every_verdict_says_that_its_axis_cannot_show_a_peak_and_what_the_test_f
         assert "where runs scatter most, in 80 % of cases" in text(verdict) and "no peak by the same" in text(verdict)
 
 
+def test_seeds_that_do_not_differ_decide_nothing():
+    falling, dips = np.linspace(0.5, 0.1, 9), np.array([0.5, 0.3, 0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45])
+    for mean in (0.2 + 0.01 * bump(9, 6), falling, dips, np.full(9, 0.5)):
+        verdict = judge_curve(Curve(axis="rank", values=RANKS, test=np.tile(mean, (6, 1))))
+        assert verdict.kind == "undecided" and verdict.peak is None
+        assert text(verdict) == "The seeds do not differ, so no test can be made."
+    curve = interpolating()
+    verdict = judge_curve(replace(curve, train_loss=np.tile(curve.train_loss[0], (5, 1))))
+    assert verdict.kind == "undecided" and "Training loss cannot be judged: the seeds do not differ" in text(verdict)
+
+
+@pytest.mark.parametrize("unit", [1e-200, 1e200])
+def test_no_unit_is_too_small_or_too_large(unit):
+    fall = np.array([20, 12, 8, 5, 3, 2, 1.5, 1.2, 1.0])
+    dip = np.array([9, 4, 0, 3, 6, 9, 9.5, 10, 10.1])
+    for mean in (fall, dip):
+        test = mean + 0.3 * np.random.default_rng(3).standard_normal((8, 9))
+        one, other = (judge_curve(Curve(axis="rank", values=RANKS, test=scale * test)) for scale in (1.0, unit))
+        assert one.kind == other.kind == ("monotone" if mean is fall else "overfitting")
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [([(0, 0), (1, 7)], "1 and 128"), ([(0, 0), (1, 3), (1, 7)], "1, 8 and 128"), ([(0, 6), (1, 7)], "64 to 128")],
+)
+def test_the_points_where_seeds_are_lost_are_named(gone, said):
+    test = interpolating(seeds=8).test.copy()
+    for place in gone:
+        test[place] = np.nan
+    assert Curve(axis="rank", values=RANKS, test=test).lost_sentence() == f"2 of 8 seeds diverged at rank {said}."
+
+
 def test_points_that_most_seeds_do_not_reach_are_named():
     curve = interpolating(seeds=6)
     test = curve.test.copy()
@@ -247,8 +279,15 @@ def test_bad_curves_are_refused():
         Curve(axis="rank", values=[1, 2], test=np.zeros((3, 2)), train_loss=np.zeros((3, 3)))
     with pytest.raises(UserError, match="ascend"):
         Curve(axis="rank", values=[2, 1], test=np.zeros((3, 2)))
+    with pytest.raises(UserError, match="positions must be numbers"):
+        Curve(axis="rank", values=list("abc"), test=np.zeros((3, 3)))
+    with pytest.raises(UserError, match="train_error has 4 seeds and test 6"):
+        Curve(axis="rank", values=[1, 2], test=np.zeros((6, 2)), train_error=np.zeros((4, 2)))
     with pytest.raises(UserError, match="delta"):
         judge_curve(interpolating(), delta=-1.0)
+    for curve in (interpolating(), interpolating(seeds=2)):
+        with pytest.raises(UserError, match=r"judge_curve: level must lie .* got 0\.7"):
+            judge_curve(curve, level=0.7)
 
 
 def test_thinning_keeps_columns_together():

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from experiments.report.findings import sweep_finding
 from experiments.report.load import read_run
 from experiments.report.sections_sweep import sweep_sections, sweep_tiles
 from experiments.report.sweepanalysis import Analysis
@@ -26,7 +27,7 @@ def test_results_stand_in_for_tables_that_are_not_there_yet(tmp_path):
     assert (data.planned, data.unfinished) == (3, 1)
     said = words(sweep_sections(data, Analysis(data)))
     assert "1 of 3 cells have no result yet" in said and "they take 3.0" in said
-    assert sweep_tiles(data)[-1].value == "2 / 3"
+    assert sweep_tiles(data, Analysis(data))[-1].value == "2 / 3"
 
 
 def test_cells_that_finished_after_the_table_are_added(tmp_path):
@@ -84,10 +85,52 @@ def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):
     grid = {"adapter.alpha": ["2", "4", "8"], "adapter.rank": ["1", "2", "4"]}
     data = cells(tmp_path / "p", table, grid, design="paired", seeds=4)
     assert data.axes == ("adapter.rank",) and data.planned == 12
+    analysis = Analysis(data)
+    sections = sweep_sections(data, analysis)
+    assert "adapter.alpha moves with adapter.rank (1: 2, 2: 4, 4: 8); what is seen may come from" in words(sections)
+    (settings,) = [b for s in sections if s.title == "All settings" for b in s.blocks]
+    assert settings.columns[:3] == ["adapter.rank", "adapter.alpha", "test error"] and settings.rows[1][:2] == [
+        "2",
+        "4",
+    ]
+    assert "rank = 4, alpha = 8" in sweep_finding(data, analysis)
+    assert "adapter.alpha = 8" in sweep_tiles(data, analysis)[0].note
     free = cells(tmp_path / "r", table, grid, design="random", seeds=4)
     sections = sweep_sections(free, Analysis(free))
     charts = [c for s in sections for b in s.blocks if b.kind == "figures" for c in b.charts]
     assert len(charts) == 2 and all("Every dot is a cell" in c.caption for c in charts)
+
+
+@pytest.mark.parametrize(
+    ("waits", "said", "tile"),
+    [
+        (lambda rank, seed: seed > 2, "3 of 5 seeds are finished so far at all points", "3 seeds each"),
+        (lambda rank, seed: rank == 4 and seed > 1, "2 of 5 seeds are finished so far at all points", "2 to 5 seeds"),
+        (lambda rank, seed: rank == seed, "3 of 5 seeds are finished so far", "4 to 5 seeds"),
+        (lambda rank, seed: (rank == 4) == (seed > 2), "no seed has a cell at every value yet", "2 to 3 seeds"),
+    ],
+)
+def test_an_unfinished_sweep_with_enough_seeds_is_told_to_go_on(tmp_path, waits, said, tile):
+    table = [row for row in rows({2: 0.5, 4: 0.4, 8: 0.3}, seeds=5) if not waits(row["adapter.rank"], row["seed"])]
+    data = cells(tmp_path / "s", table, {"adapter.rank": ["2", "4", "8"]}, seeds=5)
+    analysis = Analysis(data)
+    found = words(sweep_sections(data, analysis))
+    assert said in found and "go on with the same command" in found and "--seeds" not in found
+    assert sweep_tiles(data, analysis)[-1].note == tile
+
+
+def test_an_unfinished_sweep_with_too_few_seeds_is_told_how_many_it_takes(tmp_path):
+    data = cells(tmp_path / "s", rows({2: 0.5, 4: 0.4, 8: 0.3})[:-1], {"adapter.rank": ["2", "4", "8"]}, seeds=4)
+    found = words(sweep_sections(data, Analysis(data)))
+    assert "got 3 of 3: sweep with --seeds 5" in found and "go on with the same" not in found
+
+
+def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):
+    table = rows({None: 0.2, 50: 0.5, 100: 0.4}, axis="data.train.limit")
+    data = cells(tmp_path / "s", table, {"data.train.limit": ["null", "50", "100"]})
+    assert "limit = none is not on the axis" in words(sweep_sections(data, Analysis(data)))
+    whole = cells(tmp_path / "w", table[4:], {"data.train.limit": ["50", "100"]})
+    assert "not on the axis" not in words(sweep_sections(whole, Analysis(whole)))
 
 
 def _cells(out, grid, ends, *, overrides=()):

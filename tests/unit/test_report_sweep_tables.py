@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pyarrow as pa
@@ -9,10 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.report.load import read_run
+from experiments.report.sections_sweep import sweep_sections, sweep_tiles
+from experiments.report.sweepanalysis import Analysis
+from experiments.report.sweepdata import SweepData
+from experiments.report.sweepderived import derive
 from experiments.report.sweeptable import SweepTable
 from experiments.stats import t_interval
 from tests import report_runs
-from tests.sweep_tables import cells, rows
+from tests.sweep_tables import cells, rows, words
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def scattered():
     for rank, kind, seed in itertools.product((4, 16, 1, None), ("plain", "ggpo"), range(3)):
         if rng.random() < 0.1:
             continue
-        value = [float(rng.normal()), None, math.inf, math.nan][rng.choice(4, p=[0.85, 0.05, 0.05, 0.05])]
+        value = [float(abs(rng.normal())), None, math.inf, math.nan][rng.choice(4, p=[0.85, 0.05, 0.05, 0.05])]
         status = "failed" if rng.random() < 0.1 else "done"
         found.append({"adapter.rank": rank, "kind": kind, "seed": seed, "status": status, "test.loss": value})
     return [found[i] for i in rng.permutation(len(found))]
@@ -41,10 +46,10 @@ def test_a_table_gives_what_loops_give(scattered):
         for rank in (1, 4, 16):
             values = [r["test.loss"] for r in good if r["adapter.rank"] == rank and r["kind"] == kind]
             assert table.at("test.loss", {"adapter.rank": rank, "kind": kind}) == (
-                t_interval(values) if values else None
+                t_interval(values, bounds=(0, math.inf)) if values else None
             )
             if values:
-                expected[rank] = t_interval(values)
+                expected[rank] = t_interval(values, bounds=(0, math.inf))
         assert dict(table.curve("test.loss", "adapter.rank", {"kind": kind})) == expected
         found = table.matrix("test.loss", "adapter.rank", {"kind": kind})
         for (s, seed), (j, rank) in itertools.product(enumerate(found.seeds), enumerate(found.values)):
@@ -57,7 +62,7 @@ def test_a_table_gives_what_loops_give(scattered):
         values = [r["test.loss"] for r in good if r["adapter.rank"] == rank and r["kind"] == kind]
         np.testing.assert_allclose(grid[j, i], np.mean(values) if values else math.nan)
     assert dict((tuple(w.values()), p) for w, p in table.means("test.loss")) == {
-        key: t_interval([r["test.loss"] for r in good if (r["adapter.rank"], r["kind"]) == key])
+        key: t_interval([r["test.loss"] for r in good if (r["adapter.rank"], r["kind"]) == key], bounds=(0, math.inf))
         for key in {(r["adapter.rank"], r["kind"]) for r in good}
     }
 
@@ -71,7 +76,7 @@ def test_sweep_means_threshold_and_failures(tmp_path):
     data = cells(tmp_path / "s", [*table, failed], {"adapter.rank": [1, 4, 16], "train.steps": [60]})
     assert data.axes == ("adapter.rank",) and data.fixed == {"train.steps": 60}
     assert data.at("test.error", {"adapter.rank": 4}).n == 4 and data.done == 12
-    assert data.threshold("adapter.rank", {}) == 4
+    assert Analysis(data).crossing("adapter.rank", {}).value == pytest.approx(4)
     assert [(f.cell, f.reason, f.seed) for f in data.failed] == [("x", "no", 9)]
     assert data.error_columns() == ("test.error", "train.error")
     where, best = data.best("test.error")
@@ -81,15 +86,49 @@ def test_sweep_means_threshold_and_failures(tmp_path):
 @pytest.mark.parametrize(
     ("train", "found"),
     [
-        ({1: 0.0, 2: 0.05, 4: 0.3, 8: 0.5}, 2),  # rows of data: the last that are still fitted
-        ({1: 0.5, 2: 0.3, 4: 0.09, 8: 0.0}, 4),  # ranks: the first that fits
-        ({1: 0.5, 2: 0.3, 4: 0.2, 8: 0.11}, None),
-        ({1: 0.0, 2: 0.0, 4: 0.0, 8: 0.0}, 1),
+        ({1: 0.0, 2: 0.05, 4: 0.25, 8: 0.5}, "2.38"),  # rows of data: a quarter of the way from 2 to 4 on a log axis
+        ({1: 0.5, 2: 0.3, 4: 0.1, 8: 0.0}, "4.00"),  # ranks
+        ({1: 0.05, 2: 0.2, 4: 0.3, 8: 0.05}, "6.17"),  # the fit that falls: 0.183 up to 4, then 0.05
+        ({1: 0.5, 2: 0.3, 4: 0.2, 8: 0.11}, "no point fitted"),
+        ({1: 0.03, 2: 0.03, 4: 0.03, 8: 0.03}, "all points fitted"),
+        ({1: 0.5, 2: 0.0}, "3 values are judged"),
     ],
 )
-def test_the_threshold_is_where_the_train_error_crosses(tmp_path, train, found):
-    table = rows(train, axis="data.train.limit", split="train")
-    assert cells(tmp_path / "s", table, {"data.train.limit": []}).threshold("data.train.limit", {}) == found
+def test_the_threshold_is_the_crossing_of_the_verdict_wherever_it_is_shown(tmp_path, train, found):
+    table = [{**row, "test.error": 0.5} for row in rows(train, axis="data.train.limit", split="train", spread=0.0)]
+    data = cells(tmp_path / "s", table, {"data.train.limit": []})
+    analysis = Analysis(data)
+    said = words(sweep_sections(data, analysis))
+    (tile,) = [t for t in sweep_tiles(data, analysis) if t.label == "interpolation threshold"]
+    dashed = f"Dashed: data.train.limit = {tile.value}, where the mean train error crosses 0.1"
+    if found == "3 values are judged":  # the crossing of two is drawn all the same
+        assert dashed in said and not analysis.judged
+        return
+    assert tile.value == found and f" | {found} | " in said
+    assert (dashed in said) == found[0].isdigit() and ("Dashed" in said) == found[0].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("axis", "levels"),
+    [
+        ("regularizer", ("plain", "ggpo", "rwp")),
+        ("adapter.alpha", ("rank", None, "8")),
+        ("data.label_noise", (0, 1, 2)),
+    ],
+)
+def test_what_is_no_axis_of_capacity_has_no_threshold(tmp_path, axis, levels):
+    table = [{**row, "train.error": 0.05} for row in rows(dict.fromkeys(levels, 0.3), axis=axis)]
+    data = cells(tmp_path / "s", table, {axis: []})
+    analysis = Analysis(data)
+    said = words(sweep_sections(data, analysis))
+    assert "interpol" not in said and "Dashed" not in said
+    assert [t.label for t in sweep_tiles(data, analysis)] == ["lowest test error", "cells finished"]
+
+
+def test_no_interval_of_a_loss_reaches_below_zero(tmp_path):
+    table = [{**row, "test.loss": 0.001 * 9 ** row["seed"]} for row in rows({1: 0.01, 2: 0.0}, spread=0.02)]
+    data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2]})
+    assert [data.at(f"test.{name}", {"adapter.rank": 1}).low for name in ("loss", "error")] == [0.0, 0.0]
 
 
 def test_axes_without_a_plan_are_the_columns_that_are_no_figures(tmp_path):
@@ -98,6 +137,16 @@ def test_axes_without_a_plan_are_the_columns_that_are_no_figures(tmp_path):
         for row in rows({1: 0.5, 2: 0.4})
     ]
     assert cells(tmp_path / "s", table, None).axes == ("adapter.rank", "train.steps")
+
+
+def test_the_steps_that_a_failed_cell_did_not_reach_are_left_out_without_a_warning():
+    columns = {"cell": ["a", "a", "b"], "step": [0, 4, 4], "status": [None, None, "failed"]}
+    trace = SweepTable(pa.table({**columns, "grad.a": [5.0, 2.0, None], "grad.b": [0.0, 0.0, None]}), ("step",))
+    data = SweepData(pa.table({"cell": ["a", "b"], "status": ["done", "failed"]}), (), trace=trace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        derive(data)
+    np.testing.assert_array_equal(data.column("grad.norm"), [2.0, math.nan])
 
 
 def test_figures_of_a_trace_and_their_largest_per_cell(tmp_path):

@@ -82,6 +82,24 @@ def test_effective_model_complexity_from_a_curve_and_from_a_search(tmp_path):
     assert curve.rows[1][:2] == ["rank = 64", "at least 800"]
 
 
+def test_a_search_with_its_own_epsilon_is_shown_with_that_one(tmp_path):
+    table = rows({8: 0.3, 12: 0.6}, axis="data.train.limit", split="train", seeds=2)
+    point = {"point": {}, "emc": None, "low": None, "high": None, "side": "beyond"}
+    tried = [{"rows": n, "train_error": [0.1], "cells": ["x"]} for n in (8, 12)]
+    emc = json.dumps({"format": 1, "key": "data.train.limit", "epsilon": 0.9, "points": [{**point, "tried": tried}]})
+    search = {"key": "data.train.limit", "low": 8, "high": 12, "epsilon": 0.9}
+    for name, plan in (("of the plan", {"bisection": search}), ("of emc.json", {})):
+        cells(tmp_path / name, table, {"data.train.limit": ["8", "12"]}, **plan)
+        (tmp_path / name / "emc.json").write_text(emc)
+        data = read_run(tmp_path / name).sweep
+        said = words(sections := sweep_sections(data, Analysis(data)))
+        tables = [b for s in sections for b in s.blocks if b.kind == "table" and "complexity" in b.columns[1]]
+        assert [t.rows[0][1] for t in tables] == ["at least 12", "at least 12"]
+        assert all("error of 0.9" in t.caption for t in tables)
+        assert "at most 0.9 from the smallest" in said and "nothing interpolates" not in said
+        assert "crosses 0.1" not in said and "error of 0.1" not in said
+
+
 def test_a_regularizer_is_set_beside_the_plain_arm_on_the_same_seeds(tmp_path):
     """A peak of 0.2 at rank 8 that ggpo has lost; seed s moves both arms by nearly the same amount."""
     plain = {1: 0.3, 4: 0.3, 8: 0.5, 16: 0.2}
@@ -143,6 +161,25 @@ def test_an_axis_that_cannot_show_a_peak_is_named(tmp_path):
     data = cells(tmp_path / "b", both, {"adapter.rank": [1, 2, 4], "optimizer.lr": [0.1, 0.2]})
     said = words(sweep_sections(data, Analysis(data)))
     assert "fewer steps (lr = 0.1)" in said and "no peak there (lr = 0.2)" in said and "no point fitted" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not valid JSON .* delete it and run the sweep again"),
+        ("[1]", "not valid JSON .* delete it and run the sweep again"),
+        ("{}", "has no `grid`; run the sweep again"),
+        ('{"format": 99, "grid": {}}', "has format 99, and this flatshift .* knows up to 2"),
+        ('{"format": "two", "grid": {}}', "has format two"),
+    ],
+)
+def test_a_plan_that_cannot_be_read_is_told_what_helps(tmp_path, text, said):
+    from finetune.errors import UserError
+
+    cells(tmp_path / "s", rows({1: 0.5, 2: 0.4}), None)
+    (tmp_path / "s" / "sweep.json").write_text(text)
+    with pytest.raises(UserError, match=said):
+        _ = read_run(tmp_path / "s").sweep
 
 
 @pytest.mark.parametrize("name", ["cells.parquet", "curves.parquet", "sweep.json", "emc.json"])
