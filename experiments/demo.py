@@ -50,7 +50,7 @@ def demo(out: Path) -> int:
     """
     marker = out / "demo.json"
     if not marker.is_file():
-        refuse_nonempty(out)
+        refuse_nonempty(out, hint=None)
         write_json(marker, {"what": "flatshift demo"})
     started = time.monotonic()
     jobs = min(2, os.cpu_count() or 1)

@@ -44,7 +44,7 @@ def export(
     """
     recipe = resume_recipe(path).recipe
     require_finished(path, recipe)
-    refuse_nonempty(out)
+    refuse_nonempty(out, hint=None)
     own = _own(path, recipe, alone=not add)
     added = [_weighted(text, recipe) for text in add]
     if base_model is not None:

@@ -73,7 +73,7 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
             f"{path}: its adapter makes up for what quantisation lost (adapter.init: loftq), so it fits the quantised "
             "weights only; use it there, or train without loftq to merge"
         )
-    refuse_nonempty(out)
+    refuse_nonempty(out, hint=None)
     _refuse_quantised(recipe)
     SavedAdapter.find(str(path), where=str(path))  # refuses one that fits changed frozen weights
     labels = known_labels(path, recipe)

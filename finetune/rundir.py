@@ -140,15 +140,18 @@ class RunDirectory:
         _append(self.path / LOG, "".join(f"{now} {line}\n" for line in message.splitlines() or [""]))
 
 
-def refuse_nonempty(path: str | Path) -> None:
-    """Raise UserError unless `path` is absent or an empty directory."""
+def refuse_nonempty(
+    path: str | Path, *, hint: str | None = "or continue a run with `flatshift train --resume`"
+) -> None:
+    """Raise UserError unless `path` is absent or an empty directory.
+
+    hint: what else can be done where it is not empty; None: nothing.
+    """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
     if path.is_dir() and any(path.iterdir()):
-        raise UserError(
-            f"--out: {path} is not empty; name another directory, or continue a run with `flatshift train --resume`"
-        )
+        raise UserError(f"--out: {path} is not empty; name another directory{'' if hint is None else f', {hint}'}")
 
 
 def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
