@@ -31,7 +31,7 @@ _COMMANDS = {
 }
 _USERS_PATH = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
 }
 """What the operating system says of a path that somebody named; anything else is our bug."""
