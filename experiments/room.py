@@ -39,8 +39,7 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
     if limit is not None and longest + _taken(recipe) > limit:
         yield (
             f"the longest sample has {longest:,} tokens, and this backbone was made for {limit:,} positions "
-            "(max_position_embeddings): what lies beyond is new to it, and `flatshift generate` refuses such prompts; "
-            "lower train.max_length to stay within"
+            "(max_position_embeddings), so what lies beyond is new to it; lower train.max_length to stay within"
         )
 
 

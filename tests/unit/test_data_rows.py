@@ -128,7 +128,6 @@ def test_required_label_must_be_a_name_or_a_number(tmp_path):
     for value, reason in (
         (None, "is null"),
         ("", "is empty"),
-       
         ([1], "is a list"),
         (float("nan"), "is nan"),
     ):

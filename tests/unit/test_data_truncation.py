@@ -124,5 +124,5 @@ def test_long_samples_are_dropped_and_counted_or_refused(task):
 
 @pytest.mark.parametrize("overlong", [None, "refuse"])
 def test_a_share_of_dropped_samples_is_of_dropping(overlong):
-    with pytest.raises(ValueError, match=r"^max_dropped is of the samples that `overlong: drop` leaves out"):
+    with pytest.raises(ValueError, match=r"^max_dropped is of what `overlong: drop` leaves out"):
         Train(overlong=overlong, max_dropped=0.2)
