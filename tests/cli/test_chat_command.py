@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.recipe import from_override, load_recipe
+from experiments.recipe import from_override, load_recipe, resume_recipe
 from finetune import assets
+from finetune.errors import UserError
 from flatshift.cli import run
 from tests.data_models import write_jsonl
 
@@ -96,6 +97,22 @@ def test_a_run_reads_its_own_copy_of_the_template(
         template.write_text(before, encoding="utf-8")
     assert (tmp_path / "hub" / "chat_template.jinja").read_text(encoding="utf-8") == before
     assert str(finished.parent) not in (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_run_of_an_earlier_version_refuses_an_edited_template(finished: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("recipe.resolved.yaml", "manifest.json"):
+        shutil.copy(finished / name, old / name)
+    template = finished.parent / "mine.jinja"
+    assert resume_recipe(old).recipe.task.template == str(template)
+    before = template.read_text(encoding="utf-8")
+    try:
+        template.write_text("edited", encoding="utf-8")
+        with pytest.raises(UserError, match=r"^task\.template: .*mine\.jinja changed since the run began"):
+            resume_recipe(old)
+    finally:
+        template.write_text(before, encoding="utf-8")
 
 
 def test_a_relative_template_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
