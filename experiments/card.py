@@ -211,8 +211,11 @@ def _settings(recipe: Recipe) -> str:
     for name in ("start", "under"):
         if adapter[name] is not None:
             adapter[name] = own_name(Path(adapter[name]))
+    task = dataclasses.asdict(recipe.task)
+    if task.get("template") is not None:
+        task["template"] = Path(task["template"]).name
     parts = {
-        "task": dataclasses.asdict(recipe.task),
+        "task": task,
         "adapter": adapter,
         "optimizer": dataclasses.asdict(recipe.optimizer),
         "train": train,

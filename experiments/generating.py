@@ -22,6 +22,7 @@ from finetune.config import Chat, Mesh
 from finetune.data import Row, read_rows, require_rows, required_columns
 from finetune.data.chat import ask, question
 from finetune.data.prompts import Writer, end_token, writer_of
+from finetune.data.rows import has_half_pair
 from finetune.errors import UserError
 from finetune.numerics import cpu_threads
 
@@ -47,7 +48,8 @@ def generate_from_run(
     out: JSONL file to write, whole or not at all.
     Returns a record for each prompt, texts first, then rows in order: `{id, prompt, text, tokens, ended}`; `text` is
     what was written, exactly, `tokens` their number, `ended` whether the model closed its answer itself.
-    Raises UserError if `path` is no finished run, its task writes no text, `out` exists, or a prompt does not fit.
+    Raises UserError if `path` is no finished run, its task writes no text, `out` exists, or a prompt is not text in
+    Unicode or does not fit.
     """
     from finetune.backbone import decoder_start, load_tokenizer
     from finetune.generation import Decoding, continue_prompts
@@ -70,6 +72,9 @@ def generate_from_run(
         raise UserError(f"generate: {error}") from None
     if batch_size < 1:
         raise UserError(f"--batch-size: {batch_size} is too small; give at least 1")
+    for number, text in enumerate(prompts, start=1):
+        if has_half_pair(text):  # what no UTF-8 holds: Python's stand-in for a byte that it could not read
+            raise UserError(f"--prompt {number} is not valid UTF-8; write it in that encoding")
     console = Console(quiet=quiet)
     tokenizer = load_tokenizer(recipe.backbone)
     if writer is None:

@@ -10,10 +10,11 @@ from typing import Any
 
 from experiments.config import Recipe
 from experiments.preparing import Prepared
+from experiments.sources import judged_train
 from finetune.adapting.initial import Calibration
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Task
-from finetune.data import Example, limit_rows
+from finetune.data import Example
 from finetune.evaluate import evaluate
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
@@ -104,7 +105,7 @@ def judge_splits(
     recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     """Every split of a run that has examples, `{split: {metric: {value, low, high, n}}}`: what eval.json holds."""
-    splits = {"train": judged_train(recipe, prepared), "dev": prepared.dev, "test": prepared.test}
+    splits = {"train": judged_train(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
     result = {}
     for split, examples in splits.items():
         if examples:
@@ -113,15 +114,6 @@ def judge_splits(
             )
             say(f"{split}: {', '.join(shown(result[split]))}")
     return result
-
-
-def judged_train(recipe: Recipe, prepared: Prepared) -> Sequence[Example]:
-    """The training examples that are judged: `eval.train_limit` of them drawn by seed, since a file may be sorted by
-    class; a larger limit contains a smaller one."""
-    limit = recipe.eval.train_limit
-    if limit >= len(prepared.train):
-        return prepared.train
-    return limit_rows(prepared.train, limit, seed=derive(recipe.train.seed, "judge", "train")) if limit else []
 
 
 def shown(metrics: dict[str, Any]) -> list[str]:

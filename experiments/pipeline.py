@@ -46,6 +46,7 @@ from experiments.preparing import (
     warm_up_task,
 )
 from experiments.recipe import Resolved, resume_recipe
+from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
 from experiments.shift import text_perplexity
@@ -100,7 +101,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         if adapters := check_beginning(recipe):
             manifest["adapters"] = adapters
         if world.is_main:
-            RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest)
+            RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest, texts=template_copy(recipe))
         world.wait()
         run = RunDirectory(out, writes=world.is_main)
         console = Console(quiet=quiet or not world.is_main, log=run.log)
@@ -141,7 +142,7 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
         if is_finished(run.path, resolved.recipe):
             console.say(f"{path} is finished: nothing to do")
             return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
-        _check_inputs(run.path, resolved.recipe.task)
+        _check_inputs(run.path)
         check_backbone(run.path, resolved.recipe)
         if world.is_main:
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
@@ -165,15 +166,13 @@ def recipe_inputs(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def _check_inputs(path: Path, task: Task) -> None:
+def _check_inputs(path: Path) -> None:
     """A resumed run must read what it read before."""
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     for before in manifest["inputs"]:
         (now,) = describe([before["path"]])
         if now["sha256"] != before["sha256"]:
             raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
-    if isinstance(task, Chat) and manifest["chat_template"] != template_record(task):
-        raise UserError(f"task.template: {task.template} changed since the run began; restore it or start a new run")
     check_unchanged(path, manifest.get("adapters", {}))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.config import Recipe
+from experiments.room import beyond_positions, check_answers
 from experiments.sources import SPLITS, Part, Split, check_classes, check_ends, choose, mixture_of, parts_of
 from experiments.tokens import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
 from finetune.config import Chat, Classify, Columns, Completion, LanguageModel, MaskedLM, Regress, Task
@@ -284,6 +285,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
 
 def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[str, Any]) -> Prepared:
     check_ends(recipe, splits.values())
+    check_answers(recipe, splits)
     return Prepared(
         splits["train"],
         splits["dev"],
@@ -295,7 +297,7 @@ def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[
         true_labels=about["true_labels"],
         dropped=about["dropped"],
         mixture=mixture_of(recipe.data, about["sizes"]),
-        notes=tuple(about["notes"]),
+        notes=(*about["notes"], *beyond_positions(recipe, splits.values())),
         units=None if about["units"] is None else Units(**about["units"]),
     )
 
@@ -388,7 +390,10 @@ def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: 
         paths=[str(path) for path in expand(files)],
         what="warm-up",
     )
-    return Prepared(made.splits["train"], [], [], None, made.truncated, made.skipped, [], dropped=made.dropped)
+    notes = tuple(beyond_positions(recipe, made.splits.values()))
+    return Prepared(
+        made.splits["train"], [], [], None, made.truncated, made.skipped, [], dropped=made.dropped, notes=notes
+    )
 
 
 def class_names(rows: list[Row], task: Task) -> tuple[str, ...] | None:

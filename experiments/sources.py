@@ -275,6 +275,15 @@ def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
     )
 
 
+def judged_train(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
+    """The training examples that are judged: `eval.train_limit` of them drawn by seed, since a file may be sorted by
+    class; a larger limit contains a smaller one."""
+    limit = recipe.eval.train_limit
+    if limit >= len(train):
+        return train
+    return limit_rows(train, limit, seed=derive(recipe.train.seed, "judge", "train")) if limit else []
+
+
 def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     """Refuse rows of a split that a head over an encoder-decoder does not take in one batch: those that differ in their
     number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""

@@ -328,12 +328,15 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
         data.pop(split)
     seeded = recipe.data.label_noise or any(own["limit"] is not None for _, _, own in counts)
     train = {name: getattr(recipe.train, name) for name in ("max_length", "truncation", "overlong", "max_dropped")}
+    task = dataclasses.asdict(recipe.task)
+    task.pop("template", None)  # its text counts, not where it lies
+    template = template_record(recipe.task) if isinstance(recipe.task, Chat) else None
     what = {
         "inputs": names,
         "parts": counts,
         "data": data,
-        "task": dataclasses.asdict(recipe.task),
-        "template": template_record(recipe.task) if isinstance(recipe.task, Chat) else None,
+        "task": task,
+        "template": template and template["sha256"],
         "head": _head(recipe),
         "features": None if recipe.adapter.projector is None else dataclasses.asdict(recipe.adapter.projector),
         "train": train,

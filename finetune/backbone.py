@@ -400,10 +400,15 @@ def is_encoder(name: str | Path) -> bool:
 
     Raises UserError as `resolve_backbone`.
     """
+    return _reads_both_ways(read_config(name))
+
+
+def read_config(name: str | Path) -> Any:
+    """The configuration of the backbone `name`, transformers' own. Raises UserError as `resolve_backbone`."""
     from transformers import AutoConfig
 
     with quiet_transformers():
-        return _reads_both_ways(AutoConfig.from_pretrained(resolve_backbone(name), trust_remote_code=False))
+        return AutoConfig.from_pretrained(resolve_backbone(name), trust_remote_code=False)
 
 
 def _reads_both_ways(config: Any) -> bool:

@@ -102,6 +102,8 @@ class Adapter:
         if self.init != "default" and (self.start is not None or self.under is not None):
             other = "start" if self.start is not None else "under"
             raise ValueError(f"init must be default with {other}, which says what the adapter begins with")
+        if self.start is not None and self.under is not None:
+            raise ValueError("start does not go with under: each says what the adapter begins with; leave one out")
         if self.dora and (self.under is not None):
             raise ValueError("under does not go with dora, whose update is no sum")
 
@@ -247,11 +249,11 @@ class Train:
 
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
-        check_bounds(
-            self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None), threads=(1, None)
-        )
+        check_bounds(self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None))
         check_bounds(self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), peak_tflops=(1e-6, None))
-        check_bounds(self, backbone_dropout=(0, 0.99), max_dropped=(0, 1))
+        check_bounds(self, backbone_dropout=(0, 0.99), max_dropped=(0, 1), threads=(1, None))
+        if self.max_dropped is not None and self.overlong != "drop":
+            raise ValueError("max_dropped is of what `overlong: drop` leaves out; set that, or leave max_dropped out")
         if self.spikes is not None and self.save_every == 0:
             raise ValueError("spikes need checkpoints to go back to; set train.save_every above 0")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .backbone import load_tokenizer, quiet_transformers, resolve_backbone
+from .backbone import load_tokenizer, read_config, resolve_backbone
 
 _TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Files of which a directory with a tokenizer has one."""
@@ -48,8 +48,5 @@ def judged_token(name: str | Path) -> int | None:
 
     Raises UserError as `resolve_backbone`.
     """
-    from transformers import AutoConfig
-
-    with quiet_transformers():
-        config = AutoConfig.from_pretrained(resolve_backbone(name), trust_remote_code=False)
+    config = read_config(name)
     return config.eos_token_id if config.is_encoder_decoder else None

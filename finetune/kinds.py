@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from .backbone import auto_class, check_causal, no_class, quiet_transformers, resolve_backbone
+from .backbone import auto_class, check_causal, no_class, read_config
 from .config import MaskedLM, Task
 
 
@@ -18,7 +17,7 @@ def check_task(name: str | Path, task: Task) -> None:
         UserError: transformers has no class of this task for it, or it is an encoder where a decoder is needed or the
             other way round; and as `resolve_backbone`.
     """
-    config = _config(name)
+    config = read_config(name)
     where = f"backbone {str(name)!r}"
     auto, _ = auto_class(task, num_labels=2, label_names=None)
     if type(config) not in auto._model_mapping:  # what `from_pretrained` asks first
@@ -29,11 +28,4 @@ def check_task(name: str | Path, task: Task) -> None:
 
 def has_both_sides(name: str | Path) -> bool:
     """Whether the backbone is an encoder-decoder (T5, BART). Raises UserError as `resolve_backbone`."""
-    return bool(_config(name).is_encoder_decoder)
-
-
-def _config(name: str | Path) -> Any:
-    from transformers import AutoConfig
-
-    with quiet_transformers():
-        return AutoConfig.from_pretrained(resolve_backbone(name), trust_remote_code=False)
+    return bool(read_config(name).is_encoder_decoder)

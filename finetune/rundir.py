@@ -16,7 +16,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -68,9 +68,15 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, path: str | Path, *, recipe_yaml: str | None = None, manifest: dict[str, Any] | None = None
+        cls,
+        path: str | Path,
+        *,
+        recipe_yaml: str | None = None,
+        manifest: dict[str, Any] | None = None,
+        texts: Mapping[str, str] | None = None,
     ) -> RunDirectory:
-        """A new run directory with command.txt, environment.json and, if given, recipe and manifest.
+        """A new run directory with command.txt, environment.json and, if given, recipe, manifest and other `texts` by
+        file name.
 
         It appears whole or not at all: a run that is killed here can simply be started again.
         Raises UserError for a non-empty `path`.
@@ -81,6 +87,8 @@ class RunDirectory:
             write_provenance(temporary, recipe_yaml=recipe_yaml)
             if manifest is not None:
                 write_json(temporary / MANIFEST, manifest)
+            for name, text in (texts or {}).items():
+                write_text(temporary / name, text)
         return cls(path)
 
     @classmethod

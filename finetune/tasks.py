@@ -71,6 +71,11 @@ class Classify:
     """Between the classes of a label that is a text (multi); blanks around it do not count. Null: a comma."""
 
     def __post_init__(self) -> None:
+        for place, name in enumerate(self.labels or ()):
+            if not name:
+                raise ValueError("labels has an empty name; a class needs one")
+            if name in (self.labels or ())[:place]:
+                raise ValueError(f"labels has {name!r} twice; name each class once")
         if self.separator is not None and not (self.multi and self.separator.strip()):
             raise ValueError("separator is for `multi: true`, and is no blank")
 

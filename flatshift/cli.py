@@ -29,6 +29,12 @@ _COMMANDS = {
     "recipes": "list, show or copy the shipped recipes",
     "doctor": "environment, versions, devices, shadowed names",
 }
+_USERS_PATH = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
+}
+"""What the operating system says of a path that somebody named; anything else is our bug."""
 _EPILOGUE = """
 `flatshift COMMAND --help` explains one. Start with `flatshift demo`, or `flatshift recipes list`.
 """
@@ -99,7 +105,7 @@ def run(argv: Sequence[str]) -> int:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             place = f" while writing {error.filename}" if error.filename else ""
             return _end(f"interrupted: the disk is full{place}; free some space and resume, finished parts are kept", 3)
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and error.filename:
+        if error.errno in _USERS_PATH and error.filename:
             return _end(f"error: {error.filename}: {error.strerror}", 2)
         return _unexpected(error)
     except Exception as error:

@@ -26,7 +26,7 @@ def generate(argv: list[str]) -> int:
     flags: GenerateFlags = _parse(GenerateFlags, "generate", argv)
     prompts = flags.prompt
     if not prompts and not flags.data and not sys.stdin.isatty():
-        prompts = tuple(line.rstrip("\n") for line in sys.stdin if line.strip())
+        prompts = _lines_of_input()
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "num_beams")
     given = {name: getattr(flags, name) for name in names}
     from experiments.generating import generate_from_run, render
@@ -46,6 +46,19 @@ def generate(argv: list[str]) -> int:
     else:
         print(render(records) if flags.out is None else f"{flags.out}: {len(records):,} answers")
     return 0
+
+
+def _lines_of_input() -> tuple[str, ...]:
+    """The lines of standard input that are not blank."""
+    from finetune.data.rows import has_half_pair
+
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that the line can be named
+    lines = [(number, line.rstrip("\n")) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
+    for number, line in lines:
+        if has_half_pair(line):
+            raise UserError(f"standard input:{number}: not valid UTF-8; write it in that encoding")
+    return tuple(line for _, line in lines)
 
 
 def merge(argv: list[str]) -> int:

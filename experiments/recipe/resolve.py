@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from experiments.config import Recipe
 from experiments.recipe.build import Origins, build, nearest
+from experiments.recipe.template import names_file, with_own_template
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse, parse_file
-from finetune.config import Files, Source, TrainFiles
+from finetune.config import Chat, Files, Source, TrainFiles
 from finetune.errors import UserError
 from selection.config import Features
 
@@ -153,13 +154,17 @@ def _anchored(recipe: Recipe) -> Recipe:
         start=recipe.adapter.start and _absolute(recipe.adapter.start),
         under=recipe.adapter.under and _absolute(recipe.adapter.under),
     )
-    return dataclasses.replace(recipe, data=data, select=select, backbone=backbone, adapter=adapter)
+    task = recipe.task
+    if isinstance(task, Chat) and names_file(recipe):
+        task = dataclasses.replace(task, template=_absolute(task.template or ""))
+    return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
 
 def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
-    """The recipe of an existing run directory; only mesh, device and `train.steps` may be overridden.
+    """The recipe of an existing run directory, with its own copy of the chat template; only mesh, device and
+    `train.steps` may be overridden.
 
-    Raises UserError if `run` is no run directory or an override changes anything else.
+    Raises UserError if `run` is no run directory, its template changed, or an override changes anything else.
     """
     path = run / "recipe.resolved.yaml"
     if not path.is_file():
@@ -175,7 +180,7 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
             raise UserError(
                 f"--{key}: a resumed run may change only mesh, train.device and train.steps; start a new run for {key}"
             )
-    return Resolved(after, run.name, {})
+    return Resolved(with_own_template(run, after), run.name, {})
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:

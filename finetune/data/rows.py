@@ -24,6 +24,7 @@ from .formats import HUB, SUPPORTED, Record, count, records, split_suffix
 from .seen import Seen, Unnamed, looks_unnamed
 
 _SAMPLE = "sample:"
+_HALF_PAIR = "has half of a surrogate pair, which is not text"
 _DEFAULT = Columns()
 
 
@@ -92,11 +93,13 @@ def canonical_label(value: Any) -> str:
     """A class as a string: `1`, `1.0` and `"1"` are `"1"`; `True` is `"True"`; text stays as it is.
 
     Raises:
-        ValueError: null, empty, not finite, or a list or object.
+        ValueError: null, empty, not finite, no text in Unicode, or a list or object.
     """
     if isinstance(value, str):
         if not value:
             raise ValueError("is empty")
+        if has_half_pair(value):
+            raise ValueError(_HALF_PAIR)
         return value
     if isinstance(value, (bool, int)):
         return str(value)
@@ -276,13 +279,20 @@ def _given_id(value: Any, own: str) -> str | None:
     raise ValueError(f"column {own!r} is a {type(value).__name__}, not a name or a number")
 
 
+def has_half_pair(value: str) -> bool:
+    """Whether no file in UTF-8 can hold this string, which no tokenizer takes either."""
+    if value.isascii():
+        return False
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def _refuse_half_pair(value: str, own: str) -> None:
-    """Raise ValueError for a string that no file in UTF-8 can hold."""
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError(f"column {own!r} has half of a surrogate pair, which is not text") from None
+    if has_half_pair(value):
+        raise ValueError(f"column {own!r} {_HALF_PAIR}")
 
 
 def _refuse_twice(given: str, where: str, paths: Sequence[Path], reader: _Reader) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..data.encoding import IGNORE, Example
@@ -41,7 +41,7 @@ def generate_answers(
 
     start = examples[0].decoder_ids[0] if examples[0].decoder_ids is not None else None
     prompts = [prompt_of(example) for example in examples]
-    _check_room(model, examples, prompts, max_new_tokens)
+    check_room(model, examples, max_new_tokens)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     stops = {example.stop for example in examples if example.stop is not None} - {tokenizer.eos_token_id}
     ends = [token for token in (tokenizer.eos_token_id, *sorted(stops)) if token is not None]
@@ -86,14 +86,19 @@ def prompt_of(example: Example) -> list[int]:
     return example.input_ids[: next(i for i, label in enumerate(example.labels) if label != IGNORE)]
 
 
-def _check_room(model: Any, examples: Sequence[Example], prompts: list[list[int]], max_new_tokens: int) -> None:
+def check_room(model: Any, examples: Iterable[Example], max_new_tokens: int) -> None:
+    """Refuse a prompt that leaves no room for its answer; of `model` only what counts positions is read.
+
+    Raises:
+        UserError: prompt and answer do not fit the backbone's positions.
+    """
     if max_new_tokens < 1:
         raise UserError(f"task.max_new_tokens: {max_new_tokens} leaves no answer; give at least 1")
-    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-    apart = examples[longest].decoder_ids is not None
-    room = lacking_room(model, prompts[longest], max_new_tokens, apart=apart)
+    longest = max(examples, key=lambda example: len(prompt_of(example)))
+    prompt = prompt_of(longest)
+    room = lacking_room(model, prompt, max_new_tokens, apart=longest.decoder_ids is not None)
     if room is not None:
         raise UserError(
-            f"{examples[longest].where}: a prompt of {len(prompts[longest])} tokens and task.max_new_tokens "
+            f"{longest.where}: a prompt of {len(prompt)} tokens and task.max_new_tokens "
             f"{max_new_tokens} do not fit {room}; lower train.max_length or max_new_tokens"
         )

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.recipe import from_override, load_recipe, resume_recipe
 from finetune import assets
+from finetune.errors import UserError
 from flatshift.cli import run
 from tests.data_models import write_jsonl
 
@@ -69,13 +71,55 @@ def test_the_template_travels_and_is_watched(finished: Path, tmp_path: Path, cap
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     shutil.rmtree(copy / "stages" / "fine-tune")
+    capsys.readouterr()
+    (copy / "template.jinja").write_text("edited", encoding="utf-8")
+    for command in (["train", "--resume", str(copy)], ["generate", str(copy), "--prompt", "Hi"]):
+        assert run(command) == 2
+        assert "task.template" in (said := capsys.readouterr().err) and "changed since the run began" in said
+
+
+@pytest.mark.parametrize("edited", ["Q: {{ messages[0].content }}", None])
+def test_a_run_reads_its_own_copy_of_the_template(
+    finished: Path, edited: str | None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = finished.parent / "mine.jinja"
     before = template.read_text(encoding="utf-8")
-    template.write_text(before + " ", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     try:
-        assert run(["train", "--resume", str(copy)]) == 2
+        if edited is None:
+            template.unlink()
+        else:
+            template.write_text(edited, encoding="utf-8")
+        assert run(["generate", str(finished), "--prompt", "Hi", "--max-new-tokens", "2", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["prompt"] == "<bos>Q: Hi\nAssistant:"
+        assert run(["export", str(finished), "--out", "hub"]) == 0
     finally:
         template.write_text(before, encoding="utf-8")
-    assert "task.template" in (said := capsys.readouterr().err) and "changed since the run began" in said
+    assert (tmp_path / "hub" / "chat_template.jinja").read_text(encoding="utf-8") == before
+    assert str(finished.parent) not in (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_run_of_an_earlier_version_refuses_an_edited_template(finished: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("recipe.resolved.yaml", "manifest.json"):
+        shutil.copy(finished / name, old / name)
+    template = finished.parent / "mine.jinja"
+    assert resume_recipe(old).recipe.task.template == str(template)
+    before = template.read_text(encoding="utf-8")
+    try:
+        template.write_text("edited", encoding="utf-8")
+        with pytest.raises(UserError, match=r"^task\.template: .*mine\.jinja changed since the run began"):
+            resume_recipe(old)
+    finally:
+        template.write_text(before, encoding="utf-8")
+
+
+def test_a_relative_template_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = [from_override("task.kind", "chat"), from_override("task.template", "mine.jinja")]
+    assert load_recipe(None, task).recipe.task.template == str(tmp_path / "mine.jinja")
+    assert load_recipe("chat").recipe.task.template == "plain"
 
 
 def test_it_answers_as_it_was_judged(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -107,7 +151,7 @@ def test_it_merges_and_its_card_asks_it_as_it_was_trained(finished: Path, tmp_pa
     ("settings", "says"),
     [
         ({"task.template": "null"}, "the backbone's tokenizer has no chat template; name a file of Jinja text"),
-        ({"task.template": "nowhere.jinja"}, "task.template: no file 'nowhere.jinja'"),
+        ({"task.template": "nowhere.jinja"}, "nowhere.jinja'; name a file of Jinja text, or 'plain'"),
         ({"data.label_noise": 0.2}, "data.label_noise: a conversation has no label to make wrong"),
         ({"train.max_length": 48}, "keep no supervised token at train.max_length 48, more than task.max_unsupervised"),
         ({"task.turns": "first"}, "task.turns"),

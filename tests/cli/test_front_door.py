@@ -113,6 +113,40 @@ def test_a_bug_of_ours_shows_its_traceback(monkeypatch, capsys) -> None:
     assert "RuntimeError: ours" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["EPERM", "ENAMETOOLONG", "ELOOP", "EINVAL", "EEXIST"])
+def test_a_path_that_the_system_refuses_is_a_mistake_in_the_input(name: str, monkeypatch, capsys) -> None:
+    import errno
+    import os
+
+    from flatshift import cli, commands
+
+    code = getattr(errno, name)
+
+    def refused(_argv: list[str]) -> int:
+        raise OSError(code, os.strerror(code), "runs/x")
+
+    monkeypatch.setitem(commands._RUN, "train", refused)
+    assert cli.run(["train"]) == 2
+    assert capsys.readouterr().err == f"flatshift: error: runs/x: {os.strerror(code)}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "x" * 300],
+        ["train", "classify", "--out", "x" * 300],
+        ["train", "classify", "--out", "run", "--backbone", "x" * 300],
+        ["train", "classify", "--out", "run", "--data.train.files", "x" * 300],
+    ],
+)
+def test_a_name_that_is_too_long_is_a_mistake_in_the_input(arguments: list[str], monkeypatch, tmp_path, capsys) -> None:
+    from flatshift import cli
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(arguments) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
 def test_full_disk_is_an_interruption(monkeypatch, capsys) -> None:
     import errno
 

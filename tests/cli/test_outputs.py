@@ -152,6 +152,22 @@ def test_generate_refuses_in_a_sentence(written: Path, capsys, monkeypatch, word
     assert message in error and "Traceback" not in error
 
 
+def test_generate_names_the_prompt_that_is_no_text(written: Path, capsys, monkeypatch) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b"fine\n\na \xff b\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", given)
+    assert run(["generate", str(written)]) == 2
+    assert "standard input:3: not valid UTF-8" in capsys.readouterr().err
+    assert run(["generate", str(written), "--prompt", "fine", "--prompt", "a \udcff b"]) == 2
+    assert "--prompt 2 is not valid UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["merge", "export"])
+def test_a_folder_that_is_not_empty_is_refused_without_talk_of_resuming(written: Path, command: str, capsys) -> None:
+    assert run([command, str(written), "--out", str(written)]) == 2
+    error = capsys.readouterr().err
+    assert "is not empty; name another directory" in error and "--resume" not in error
+
+
 def test_a_classifier_writes_nothing(classes: Path, tmp_path: Path, capsys) -> None:
     assert run(["generate", str(classes), "--prompt", "x"]) == 2
     assert "flatshift eval" in capsys.readouterr().err

@@ -250,6 +250,7 @@ def test_what_goes_with_what(adapter, mesh, train, message):
         ({"init_rows": 8}, "init_rows goes with init"),
         ({"init": "pissa", "start": "x"}, "init must be default with start"),
         ({"under": "x", "dora": True}, "does not go with dora"),
+        ({"under": "x", "start": "y"}, "start does not go with under"),
         ({"ranks": {"q_proj": 0}}, r"ranks\.q_proj must be ≥ 1"),
     ],
 )

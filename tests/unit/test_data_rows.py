@@ -125,7 +125,12 @@ def test_bad_rows_are_refused_by_line_or_skipped(tmp_path, line, reason):
 
 
 def test_required_label_must_be_a_name_or_a_number(tmp_path):
-    for value, reason in ((None, "is null"), ("", "is empty"), ([1], "is a list"), (float("nan"), "is nan")):
+    for value, reason in (
+        (None, "is null"),
+        ("", "is empty"),
+        ([1], "is a list"),
+        (float("nan"), "is nan"),
+    ):
         path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": value}])
         assert f"column 'label' {reason}" in refused(path, required=("text", "label"))
         assert "label" not in next(read_rows([str(path)])).values
@@ -140,6 +145,8 @@ def test_canonical_labels():
         "True",
         "a b",
     ]
+    with pytest.raises(ValueError, match="has half of a surrogate pair"):
+        canonical_label("a\ud800")
 
 
 def test_a_column_named_by_the_user_that_no_row_has_is_refused_after_the_last(tmp_path):

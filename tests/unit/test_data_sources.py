@@ -9,11 +9,10 @@ from collections import Counter
 import pytest
 
 from experiments import preparing, tokens
-from experiments.judging import judged_train
 from experiments.pipeline import check_recipe, recipe_inputs
 from experiments.preparing import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
-from experiments.sources import supply, supply_lines
+from experiments.sources import judged_train, supply, supply_lines
 from finetune.backbone import load_tokenizer
 from finetune.data import Batches, Examples, describe, encode, read_rows
 from finetune.errors import UserError
@@ -199,7 +198,7 @@ def test_train_rows_are_judged_whatever_the_files_order(folder):
 
     def judged(limit: int, seed: int = 0) -> list[str]:
         recipe = recipe_of(folder, text, **{"eval.train_limit": limit, "train.seed": seed})
-        return [example.id for example in judged_train(recipe, prepared)]
+        return [example.id for example in judged_train(recipe, prepared.train)]
 
     label = {example.id: example.labels for example in prepared.train}
     some = judged(60)
@@ -357,3 +356,33 @@ def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, mo
         UserError, match=r"train \(a\): 1 of 12 samples are longer than .* train\.max_dropped \(0\.05\)"
     ):
         prepare(recipe_of(folder, plain, **drop, **{"train.max_dropped": 0.05}))
+
+
+ANSWERED = """
+task: {kind: completion, prompt: "{text}", completion: " {label}", pack: false, score: generate, max_new_tokens: 8}
+data: {train: {files: [DIR/code.jsonl]}, test: {files: [DIR/long.jsonl]}, cache: null}
+eval: {train_limit: 0}
+"""
+
+
+@pytest.mark.parametrize("split", ["train", "dev", "test"])
+def test_a_judged_prompt_without_room_for_its_answer_is_refused_before_training(folder, split):
+    write_jsonl(folder / "long.jsonl", [{"text": "alpha beta " * 600, "label": "a"}])
+    files = {f"data.{name}.files": str(folder / "dev.jsonl") for name in ("train", "dev", "test")}
+    files |= {f"data.{split}.files": str(folder / "long.jsonl")}
+    with pytest.raises(UserError, match=r"long\.jsonl:1: a prompt of .* do not fit the backbone's 1024 positions"):
+        prepare(recipe_of(folder, ANSWERED, **files, **{"eval.train_limit": 1, "train.max_length": 1024}))
+    if split == "train":
+        prepare(recipe_of(folder, ANSWERED, **files, **{"train.max_length": 1024}))  # not judged
+
+
+def test_samples_beyond_the_positions_of_a_rotary_backbone_are_said(folder):
+    write_jsonl(folder / "long.jsonl", [{"text": "alpha beta " * 600, "label": "a"}])
+    files = {"data.train.files": str(folder / "long.jsonl"), "data.test.files": "[]", "task": "language-model"}
+
+    def notes(length):
+        return list(prepare(recipe_of(folder, ANSWERED, **files, **{"train.max_length": length})).notes)
+
+    (said,) = notes(1025)
+    assert said.startswith("the longest sample has 1,025 tokens, and this backbone was made for 1,024 positions")
+    assert notes(1024) == []

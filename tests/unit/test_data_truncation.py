@@ -72,7 +72,7 @@ def test_more_losses_than_a_task_allows_are_refused():
             found.add(Encoded([Example([1], [1], "0", "rows.jsonl:1")] * (5 - counts.get("dropped", 0)), 0, **counts))
         return found
 
-    short, ten = Train(max_length=24), Train(max_length=24, max_dropped=0.2)
+    short, ten = Train(max_length=24), Train(max_length=24, overlong="drop", max_dropped=0.2)
     for task in (Completion(), Seq2Seq()):
         with pytest.raises(
             UserError, match=r"^train \(a\): 2 of 10 samples have an answer .* = 24 tokens, more than task"
@@ -120,3 +120,9 @@ def test_long_samples_are_dropped_and_counted_or_refused(task):
     with pytest.raises(UserError, match=r"rows\.jsonl:3: this sample is longer than train\.max_length = 16 tokens"):
         encode(rows, overlong="refuse", **settings)
     assert len(encode(rows[:2], overlong="refuse", **settings).examples) == 2
+
+
+@pytest.mark.parametrize("overlong", [None, "refuse"])
+def test_a_share_of_dropped_samples_is_of_dropping(overlong):
+    with pytest.raises(ValueError, match=r"^max_dropped is of what `overlong: drop` leaves out"):
+        Train(overlong=overlong, max_dropped=0.2)

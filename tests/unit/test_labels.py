@@ -114,6 +114,20 @@ def test_answers_are_right_only_as_whole_sets():
     assert answered_right(logits, torch.tensor([0, 0, 1]), Classify()).tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("label", [["a", "\ud800"], "a,\ud800"])
+def test_a_class_of_several_that_is_no_text(label):
+    with pytest.raises(ValueError, match="has half of a surrogate pair"):
+        label_reader(MULTI)(label)
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"), [(("yes", "no", "yes"), "labels has 'yes' twice"), (("yes", ""), "labels has an empty name")]
+)
+def test_classes_have_a_name_each_of_their_own(labels, says):
+    with pytest.raises(ValueError, match=says):
+        Classify(labels=labels)
+
+
 def test_the_separator_is_for_several_classes():
     for bad in ({"separator": ";"}, {"multi": True, "separator": " "}, {"multi": True, "separator": ""}):
         with pytest.raises(ValueError, match="separator"):

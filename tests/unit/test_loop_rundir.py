@@ -20,6 +20,8 @@ def test_create_writes_provenance_and_refuses_what_is_not_empty(tmp_path):
     assert (run.path / "command.txt").read_text().strip()
     with pytest.raises(UserError, match=r"not empty.*--resume"):
         RunDirectory.create(run.path)
+    with pytest.raises(UserError, match=r"not empty; name another directory$"):
+        refuse_nonempty(run.path)
     (tmp_path / "empty").mkdir()
     refuse_nonempty(tmp_path / "empty")
     (tmp_path / "file").write_text("")

@@ -26,6 +26,7 @@ APART = {
     "finetune.headtokens": "a refusal, of rows as they come from the cache too",
     "finetune.evaluate.mode": "a model's forward pass, which finds leaks of packing",
     "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
+    "experiments.room": "a refusal and a note, of rows as they come from the cache too",
     "finetune.recording": "which rows a run looks at",
 }
 """What the digested source imports, and why another version of it makes no other rows."""
