@@ -454,6 +454,7 @@ class _Loop:
             state.stopped_early,
             state.skipped,
             len(state.rewinds),
+            state.best_accuracy,
         )
         rates = self.meter.whole()
         folder = self.run.stage(self.stage)

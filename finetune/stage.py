@@ -44,6 +44,8 @@ class StageResult:
     """Updates left out because their loss or gradient was not a finite number (`train.skip_nonfinite`)."""
     rewinds: int = 0
     """Loss spikes that it went back for (`train.spikes`)."""
+    best_accuracy: float | None = None
+    """Dev accuracy after `best_step`; None where there are no classes."""
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,11 @@ def training_tiles(run: Run) -> list[Tile]:
         if done.get("steps") and stage != "warm-up":
             note = "stopped early" if done.get("stopped_early") else ""
             if done.get("best_dev_loss") is not None:
-                best = (
-                    f"best on dev after {done.get('best_step')} (loss {formats.number(float(done['best_dev_loss']))})"
+                figures = [("accuracy", done.get("best_accuracy")), ("loss", done["best_dev_loss"])]
+                best = ", ".join(
+                    f"{name} {formats.number(float(value))}" for name, value in figures if value is not None
                 )
-                note = best + (f", {note}" if note else "")
+                note = f"best on dev after {done.get('best_step')} ({best})" + (f", {note}" if note else "")
             tiles.append(Tile(f"{stage} updates", formats.number(int(done["steps"])), "", note))
     return tiles
 
