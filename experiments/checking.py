@@ -17,7 +17,7 @@ from experiments.reading import PoolRecords, Records
 from finetune.errors import Interrupted
 from finetune.seeds import derive
 from selection import Pool, build_selector
-from selection.config import Domains, GotD, GotDContrast, Inner, Method, needs
+from selection.config import Domains, GotD, GotDContrast, Inner, Method, needs, ranking
 from selection.errors import ConvergenceWarning, SelectionError
 from selection.methods.base import Selector
 
@@ -98,7 +98,7 @@ def _checked(
     started = time.monotonic()
     x, y, _ = features
     potentials = getattr(selector, "potentials_", getattr(getattr(selector, "inside", None), "potentials_", None))
-    inner = spec.method.inside if isinstance(spec.method, Domains) else spec.method
+    inner = ranking(spec.method)
     cost = getattr(inner, "cost", "sqeuclidean")
     seed = derive(seed, "checks")
     with warnings.catch_warnings():

@@ -21,8 +21,8 @@ from finetune.atomic import replacing
 from finetune.config import Chat, Mesh
 from finetune.data import Row, read_rows, require_rows, required_columns
 from finetune.data.chat import ask, question
+from finetune.data.formats import has_half_pair
 from finetune.data.prompts import Writer, end_token, writer_of
-from finetune.data.rows import has_half_pair
 from finetune.errors import UserError
 from finetune.numerics import cpu_threads
 

@@ -50,7 +50,7 @@ def generate(argv: list[str]) -> int:
 
 def _lines_of_input() -> tuple[str, ...]:
     """The lines of standard input that are not blank."""
-    from finetune.data.rows import has_half_pair
+    from finetune.data.formats import has_half_pair
 
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that the line can be named

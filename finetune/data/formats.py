@@ -224,20 +224,21 @@ def _csv(path: Path, delimiter: str) -> Iterator[Record]:
         problem = None
         if len(fields) != len(header):
             problem = f"{len(fields)} fields where the header has {len(header)}"
-        elif any(not _encodable(value) for value in fields):
+        elif any(has_half_pair(value) for value in fields):
             problem = "not valid UTF-8"
         yield Record(ordinal, place, {} if problem else dict(zip(header, fields, strict=True)), problem)
         ordinal += 1
 
 
-def _encodable(text: str) -> bool:
+def has_half_pair(text: str) -> bool:
+    """Whether no file in UTF-8 can hold this string, which no tokenizer takes either."""
     if text.isascii():
-        return True
+        return False
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _parquet(path: Path) -> Iterator[Record]:

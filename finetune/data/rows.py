@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ..config import Columns
 from ..errors import UserError
-from .formats import HUB, SUPPORTED, Record, count, records, split_suffix
+from .formats import HUB, SUPPORTED, Record, count, has_half_pair, records, split_suffix
 from .seen import Seen, Unnamed, looks_unnamed
 
 _SAMPLE = "sample:"
@@ -277,17 +277,6 @@ def _given_id(value: Any, own: str) -> str | None:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     raise ValueError(f"column {own!r} is a {type(value).__name__}, not a name or a number")
-
-
-def has_half_pair(value: str) -> bool:
-    """Whether no file in UTF-8 can hold this string, which no tokenizer takes either."""
-    if value.isascii():
-        return False
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _refuse_half_pair(value: str, own: str) -> None:
