@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -54,20 +55,64 @@ def check_choice(
     Says warnings. A choice that was made never fails with its check: what goes wrong in it is said, too.
     features: of pool, target and negative examples. domains: of pool and target. order (N,): row numbers by rank.
     """
+    with _standing(console):
+        from selection.checks import check_selection, target_coverage
+
+        started = time.monotonic()
+        x, y, _ = features
+        potentials = getattr(selector, "potentials_", getattr(getattr(selector, "inside", None), "potentials_", None))
+        inner = ranking(spec.method)
+        cost = getattr(inner, "cost", "sqeuclidean")
+        seed = derive(seed, "checks")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
+            found = check_selection(
+                x,
+                y,
+                order,
+                budget=spec.budget,
+                refit=_refit(spec, pool, features, domains, seed),
+                weights=weights,
+                epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None,
+                cost=cost,
+                in_rounds=isinstance(inner, GotD) and inner.rounds > 1,
+                seed=seed,
+                progress=progress,
+            )
+        if found is None:
+            console.say("note: all features coincide; the selection was not checked")
+            return None
+        rows, g = found.targets, found.g
+        # In rounds the selector's own potentials are those of a part of the target.
+        if potentials is not None and len(potentials.g) == len(y):
+            rows, g = np.arange(len(y)), potentials.g
+        coverage = target_coverage(x, y[rows], g, cost=cost, seed=seed, progress=progress)
+        about = _coverage(coverage, rows, pool, target)
+        told = found.warnings()
+        for sentence in told:
+            console.say(f"warning: {sentence}")
+        if about["unserved"]:
+            worst = about["worst"][0]
+            console.say(
+                f"note: {about['unserved']:,} of {about['looked_at']:,} targets have no pool record as near as targets "
+                f"are to one another, the worst is {worst['id']!r}; report.html names more"
+            )
+        about["of"] = len(rows)
+        return {
+            **found.summary(),
+            "of_targets": len(y),
+            "warnings": told,
+            "coverage": about,
+            "seconds": round(time.monotonic() - started, 3),
+        }
+    return None
+
+
+@contextmanager
+def _standing(console: Console) -> Iterator[None]:
+    """Say what goes wrong in a check instead of failing with it: the choice stands."""
     try:
-        return _checked(
-            spec,
-            selector,
-            pool,
-            target,
-            features,
-            domains,
-            weights,
-            order,
-            seed=seed,
-            console=console,
-            progress=progress,
-        )
+        yield
     except SelectionError as error:  # the method may ask for more than a part of the data has
         console.say(f"note: the selection was not checked on parts of the data: {error}")
     except (Interrupted, OSError):  # as a full disk does: what is there goes on later
@@ -76,72 +121,6 @@ def check_choice(
         console.say(f"warning: the selection was not checked, by a fault of the check: {type(error).__name__}: {error}")
         if console.log is not None:
             console.log(traceback.format_exc().rstrip())
-    return None
-
-
-def _checked(
-    spec: Select,
-    selector: Selector,
-    pool: PoolRecords,
-    target: Records,
-    features: tuple[Any, np.ndarray, np.ndarray | None],
-    domains: tuple[Sequence[str | None] | None, Sequence[str | None] | None],
-    weights: np.ndarray | None,
-    order: np.ndarray,
-    *,
-    seed: int,
-    console: Console,
-    progress: Callable[[str, int, int], None],
-) -> dict[str, Any] | None:
-    from selection.checks import check_selection, target_coverage
-
-    started = time.monotonic()
-    x, y, _ = features
-    potentials = getattr(selector, "potentials_", getattr(getattr(selector, "inside", None), "potentials_", None))
-    inner = ranking(spec.method)
-    cost = getattr(inner, "cost", "sqeuclidean")
-    seed = derive(seed, "checks")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # a tolerance missed on a part is in `marginal_error`
-        found = check_selection(
-            x,
-            y,
-            order,
-            budget=spec.budget,
-            refit=_refit(spec, pool, features, domains, seed),
-            weights=weights,
-            epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None,
-            cost=cost,
-            in_rounds=isinstance(inner, GotD) and inner.rounds > 1,
-            seed=seed,
-            progress=progress,
-        )
-    if found is None:
-        console.say("note: all features coincide; the selection was not checked")
-        return None
-    rows, g = found.targets, found.g
-    # In rounds the selector's own potentials are those of a part of the target.
-    if potentials is not None and len(potentials.g) == len(y):
-        rows, g = np.arange(len(y)), potentials.g
-    coverage = target_coverage(x, y[rows], g, cost=cost, seed=seed, progress=progress)
-    about = _coverage(coverage, rows, pool, target)
-    told = found.warnings()
-    for sentence in told:
-        console.say(f"warning: {sentence}")
-    if about["unserved"]:
-        worst = about["worst"][0]
-        console.say(
-            f"note: {about['unserved']:,} of {about['looked_at']:,} targets have no pool record as near as targets are "
-            f"to one another, the worst is {worst['id']!r}; report.html names more"
-        )
-    about["of"] = len(rows)
-    return {
-        **found.summary(),
-        "of_targets": len(y),
-        "warnings": told,
-        "coverage": about,
-        "seconds": round(time.monotonic() - started, 3),
-    }
 
 
 def _refit(
