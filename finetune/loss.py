@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ByExample, Classify, MaskedLM, Regress, Seq2Seq, Task
+from .numerics import attention
 
 IGNORED = -100
 # Elements of one slice of logits: small enough for the caches of a CPU, large enough to fill a GPU.
@@ -104,13 +105,15 @@ def smoothing(task: Task) -> float:
 def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
     """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`."""
     if head is None:
-        return loss_sum(model(**batch.inputs).logits, batch.labels, task=task)
+        with attention(batch.inputs):
+            logits = model(**batch.inputs).logits
+        return loss_sum(logits, batch.labels, task=task)
 
     def cost(hidden: Tensor) -> Tensor:
         # FSDP2 hooks what a unit returns and warns of views
         return _head_loss(hidden, head.linear, batch.labels, task).view(1, 1, 1).clone()
 
-    with head.computing(cost):
+    with head.computing(cost), attention(batch.inputs):
         return model(**batch.inputs).logits.sum()
 
 

@@ -19,7 +19,7 @@ from .adapter import trainable
 from .adapting.projector import blank_features
 from .config import Optimizer, OptimizerKind, Train
 from .lowbit import state_bytes
-from .numerics import autocast, without_input_casts
+from .numerics import attention, autocast, without_input_casts
 from .quantised import scales
 
 _PROBE = (16, 32)  # tokens
@@ -79,7 +79,12 @@ def _saved_bytes(model: Any, tokens: int, train: Train) -> int:
     devices = [device] if device.type == "cuda" else []
     model.train()
     try:
-        with torch.random.fork_rng(devices=devices), autocast(train, device), without_input_casts(model, train):
+        with (
+            torch.random.fork_rng(devices=devices),
+            autocast(train, device),
+            without_input_casts(model, train),
+            attention(inputs),
+        ):
             return saved_bytes(model, lambda: model(**inputs).logits)
     finally:
         model.train(training)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import Train
+
+SHORT = 64
+"""Tokens of a row up to which a CPU attends by batched products in bf16."""
 
 
 @contextlib.contextmanager
@@ -47,6 +51,19 @@ def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextMa
     if train.precision == "bf16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return contextlib.nullcontext()
+
+
+def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """The kernel of `scaled_dot_product_attention` for a training pass over `inputs`, model keyword arguments (B, T).
+
+    torch's flash attention for CPUs calls five small matrix products for every row and head in its backward pass. In
+    bf16 such a call costs more than the product itself where T is small: up to `SHORT` tokens batched products in
+    float32 take a sixth to two thirds of the time (`benchmarks.short_rows`). Elsewhere torch chooses.
+    """
+    rows = [value for value in inputs.values() if value.ndim > 1]
+    if not rows or rows[0].device.type != "cpu" or not torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    return sdpa_kernel(SDPBackend.MATH) if max(value.shape[1] for value in rows) <= SHORT else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

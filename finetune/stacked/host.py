@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..config import ByExample, Task
 from ..data.encoding import IGNORE
 from ..loss import Head, aligned, example_losses, linear_cross_entropies
-from ..numerics import uses_dropout
+from ..numerics import attention, uses_dropout
 from ..parallel.engine import Engine
 from ..parallel.layout import canonical
 from .frozen import Distinct, blocks_below, once_a_row
@@ -273,7 +273,8 @@ class Host:
         distinct = Distinct.of(inputs) if self._shared and len(seats) > 1 else None
         self._pass = now = self._runs(seats, micros, adds=adds, width=inputs["input_ids"].shape[1], distinct=distinct)
         try:
-            return self._sums(inputs, labels, owner, len(seats), head), now
+            with attention(inputs):
+                return self._sums(inputs, labels, owner, len(seats), head), now
         finally:
             self._pass = None
 
