@@ -1,9 +1,9 @@
 """What a stage will hold in memory on one device, by cause, said before step 1.
 
 Weights, gradients and optimizer state are counted; activations are measured: a short row goes forward in training
-mode while autograd's saved tensors are summed, at two lengths, and the line through them is read off at the row
-length and batch size of the run. Not in it: the allocator's slack, the libraries, and short-lived temporaries except
-the slice of logits.
+mode while autograd's saved tensors are summed, at the run's own length if that is short, else at two lengths, and the
+line through them is read off at the row length and batch size of the run. Not in it: the allocator's slack, the
+libraries, and short-lived temporaries except the slice of logits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from .adapter import trainable
 from .adapting.projector import blank_features
 from .config import Optimizer, OptimizerKind, Train
 from .lowbit import state_bytes
-from .numerics import attention, autocast, without_input_casts
+from .numerics import SHORT, attention, autocast, without_input_casts
 from .quantised import scales
 
-_PROBE = (16, 32)  # tokens
+_PROBE = (SHORT + 8, SHORT + 24)
+"""Tokens: on a CPU shorter rows are attended to in another way."""
 _NAMES = {"adamw": "AdamW"}
 
 
@@ -52,15 +53,13 @@ def memory_plan(model: nn.Module, *, train: Train, kind: OptimizerKind = "adamw"
     adapter = sum(p.nbytes for p in trainable(model).values())
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *scales(model).values())}
-    short, long = (_saved_bytes(model, tokens, train) for tokens in _PROBE)
-    slope = max(long - short, 0) / (_PROBE[1] - _PROBE[0])
-    per_row = short + slope * (train.max_length - _PROBE[0])
+    per_row = at_length(lambda tokens: _saved_bytes(model, tokens, train), train.max_length)
     return MemoryPlan(
         backbone=sum(frozen.values()),
         adapter=adapter,
         gradients=adapter,
         optimizer=state_bytes([p.numel() for p in trainable(model).values()], kind),
-        activations=round(max(per_row, 0) * train.batch_size),
+        activations=round(per_row * train.batch_size),
     )
 
 
@@ -88,6 +87,14 @@ def _saved_bytes(model: Any, tokens: int, train: Train) -> int:
             return saved_bytes(model, lambda: model(**inputs).logits)
     finally:
         model.train(training)
+
+
+def at_length(saved: Callable[[int], int], tokens: int) -> float:
+    """`saved(tokens)`: taken there if rows are short, else drawn through two short lengths, since bytes grow evenly."""
+    if tokens <= _PROBE[1]:
+        return saved(tokens)
+    short, long = (saved(length) for length in _PROBE)
+    return short + max(long - short, 0) / (_PROBE[1] - _PROBE[0]) * (tokens - _PROBE[0])
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:

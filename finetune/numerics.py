@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import Train
 
-SHORT = 64
+SHORT = 32
 """Tokens of a row up to which a CPU attends by batched products in bf16."""
 
 
@@ -58,7 +58,7 @@ def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager
 
     torch's flash attention for CPUs calls five small matrix products for every row and head in its backward pass. In
     bf16 such a call costs more than the product itself where T is small: up to `SHORT` tokens batched products in
-    float32 take a sixth to two thirds of the time (`benchmarks.short_rows`). Elsewhere torch chooses.
+    float32 take a sixth to a third of the time, for more memory (`benchmarks.short_rows`). Elsewhere torch chooses.
     """
     rows = [value for value in inputs.values() if value.ndim > 1]
     if not rows or rows[0].device.type != "cpu" or not torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():

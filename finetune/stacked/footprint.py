@@ -15,7 +15,7 @@ import torch
 
 from ..config import Adapter, ByExample, Classify, Mesh, Regress, Train
 from ..data.batches import MicroBatch
-from ..memory import saved_bytes
+from ..memory import at_length, saved_bytes
 from ..numerics import autocast
 from .passes import TOKENS, split
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .host import Host
 
-_PROBE = (16, 32)  # tokens
+_PROBE = 16  # tokens
 _STATES = 4
 """Value, gradient, two moments."""
 
@@ -85,12 +85,11 @@ def _kept(host: Host, seats: Sequence[int], shapes: Sequence[tuple[int, int]], t
         with autocast(train, host.backbone.device):
             return saved_bytes(host.backbone, lambda: host.forward(seats, micros, plain=plain)[0])
 
-    short, long = (saved(tokens) for tokens in _PROBE)
-    return round(short + (long - short) / (_PROBE[1] - _PROBE[0]) * (width - _PROBE[0]))
+    return round(at_length(saved, width))
 
 
 def _has_plain_head(host: Host, train: Train) -> bool:
-    inputs = _micro(host, 1, _PROBE[0]).to(host.backbone.device).inputs
+    inputs = _micro(host, 1, _PROBE).to(host.backbone.device).inputs
     with autocast(train, host.backbone.device):
         return host.seats[0].engine.find_head(inputs, task=host.task) is not None
 
