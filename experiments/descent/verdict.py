@@ -1,7 +1,7 @@
 """What a curve shows: double descent, instability, overfitting, mixed, monotone or undecided, and why.
 
 Each kind must be earned by tests; what no test earns is `undecided`, with the sentence that says what would decide it.
-Every test has its own level; the verdict `double descent` needs four findings at once, so it is wrong less often.
+Every test has its own level; the verdict `double descent` needs five findings at once, so it is wrong less often.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from experiments.descent.holdout import FEWEST_SEEDS, Holdout, holdout_test
 from experiments.descent.instability import Instability, find_instability
 from experiments.descent.peak import PeakTest, TooFewSeeds, check_points, differing_test, seeds_needed
 from experiments.descent.shape import Shape, shape_of
+from experiments.stats import t_interval
 from finetune.errors import UserError
 
 Kind = Literal["double descent", "instability", "overfitting", "mixed", "monotone", "undecided"]
@@ -51,8 +52,9 @@ def judge_curve(
 ) -> Verdict:
     """Judge one curve.
 
-    - double descent: the test error has a peak, a significant fall to the left of it, no peak of the training loss, and
-      the interpolation threshold lies inside the peak's location set or between it and the next point.
+    - double descent: the test error has a peak, a significant fall to the left of it, no peak of the training loss, the
+      interpolation threshold lies inside the peak's location set or between it and the next point, and what was fitted
+      at the peak stays fitted while the test error falls.
     - instability: the training loss has a peak, where the gradient norm at least doubles or the sharpness exceeds its
       stability threshold; or, along the steps, it rises for good by at least a fifth of what it had fallen.
     - overfitting: the test error rises significantly from its lowest point to the end and does not come back.
@@ -166,8 +168,9 @@ class _Judged:
         )
         inside, where = self._threshold_sentence()
         evidence.append(where)
-        evidence.extend(self.bump.evidence)
-        classic = descent is not None and inside
+        unfitted = self._unfitted_sentence()
+        evidence.extend([*self.bump.evidence, *([unfitted] if unfitted else [])])
+        classic = descent is not None and inside and unfitted is None
         rise = self.shape.rise_after(self.peak.triple[2])
         if classic and self.bump.found:
             return "mixed", [*evidence, "The peak is where interpolation predicts it, but the training loss peaks too."]
@@ -262,6 +265,28 @@ class _Judged:
         return inside, (
             f"Mean training error crosses {curve.epsilon:g} at {curve.axis} {found.value:.3g}{span}, "
             f"{'inside' if inside else 'outside'} the peak's location with its neighbours ({low:g} to {high:g})."
+        )
+
+    def _unfitted_sentence(self) -> str | None:
+        """That the fall after the peak goes with training data that are not fitted any more; None if it does not.
+
+        Only where the training error fell towards the peak: along rows it rises, and what is fitted lies on the left.
+        """
+        curve, triple = self.curve, self.peak.triple
+        if curve.train_error is None or triple is None:
+            return None
+        _, j, l = triple
+        errors = np.delete(curve.train_error, list(self.peak.diverged), axis=0)[:, [self.peak.points[0], j, l]]
+        errors = errors[np.isfinite(errors).all(1)]
+        if len(errors) < 2:
+            return None
+        first, top, right = errors.mean(0)
+        rise = t_interval((errors[:, 2] - errors[:, 1]).tolist(), confidence=1 - 2 * self.level)
+        if not (first > top and right > curve.epsilon and rise.low is not None and rise.low > 0):
+            return None
+        return (
+            f"Training error rises again from {top:.3g} at {curve.at(j)} to {right:.3g} at {curve.at(l)} (by at least "
+            f"{rise.low:.2g}): data are fitted less there, so that fall is no second descent of what interpolates."
         )
 
     def _nothing_sentences(self) -> list[str]:

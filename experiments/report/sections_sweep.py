@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from experiments.report import findings, formats, plots_dynamics, plots_maps, plots_params, plots_sweep
 from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
 from experiments.report.figure import Chart
@@ -34,7 +36,7 @@ _LOST = 8
 
 
 def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
-    """Lowest held-out figure, threshold and how far the sweep is."""
+    """Lowest held-out figure, what no training reaches, threshold and how far the sweep is."""
     axis = main_axis(data)
     test = data.error_columns()[0]
     tiles = []
@@ -45,6 +47,7 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
         tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
+        tiles += _floor_tile(data, test)
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
             note = f"{axis} at which train error crosses {data.epsilon:g}"
@@ -55,6 +58,17 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
     total = data.planned if data.planned is not None else len(data)
     tiles.append(Tile("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
     return tiles
+
+
+def _floor_tile(data: SweepData, test: str) -> list[Tile]:
+    """The error of always saying the commonest class, where errors are of classes."""
+    split, _, metric = test.partition(".")
+    floor = f"{split}.{formats.FLOORS['accuracy']}"
+    if metric != "error" or not data.has(floor):
+        return []
+    shares = data.column(floor)
+    mean = statistics.fmean(shares[np.isfinite(shares)].tolist())
+    return [Tile("majority floor", formats.number(1 - mean), "", f"{split} error of always the commonest class")]
 
 
 def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:

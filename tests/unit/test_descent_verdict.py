@@ -43,7 +43,7 @@ def text(verdict) -> str:
 # --------------------------------------------------------------------------------------------- kinds
 
 
-def test_double_descent_needs_its_four_findings():
+def test_double_descent_needs_its_five_findings():
     curve = interpolating()
     verdict = judge_curve(curve)
     assert verdict.kind == "double descent"
@@ -58,6 +58,12 @@ def test_double_descent_needs_its_four_findings():
     plateau[:, :3] = plateau[:, 3:4] + 0.001 * np.random.default_rng(1).standard_normal((5, 3))
     no_descent = judge_curve(replace(curve, test=plateau))
     assert no_descent.kind == "undecided" and "No significant fall to the left" in text(no_descent)
+
+    worse = curve.train_error + np.where(np.arange(9) > 4, 0.15, 0.0)
+    unfitted = judge_curve(replace(curve, train_error=worse))
+    assert unfitted.kind == "undecided" and "Training error rises again from 0.05" in text(unfitted)
+    little = judge_curve(replace(curve, train_error=curve.train_error + np.where(np.arange(9) > 4, 0.06, 0.0)))
+    assert little.kind == "double descent" and "rises again" not in text(little)  # still fitted
 
     unknown = judge_curve(replace(curve, train_loss=None))
     assert unknown.kind == "undecided" and "Training loss was not measured" in text(unknown)

@@ -125,6 +125,16 @@ def test_what_is_no_axis_of_capacity_has_no_threshold(tmp_path, axis, levels):
     assert [t.label for t in sweep_tiles(data, analysis)] == ["lowest test error", "cells finished"]
 
 
+@pytest.mark.parametrize("shares", [(0.25, 0.35, None), ()])
+def test_errors_of_classes_are_shown_beside_the_commonest_class(tmp_path, shares):
+    table = rows({1: 0.3, 2: 0.2}, spread=0.02)
+    for row, share in zip(table, shares, strict=False):
+        row["test.majority_floor"] = share
+    data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2]})
+    found = [tile for tile in sweep_tiles(data, Analysis(data)) if tile.label == "majority floor"]
+    assert [tile.value for tile in found] == (["0.700"] if shares else [])
+
+
 def test_no_interval_of_a_loss_reaches_below_zero(tmp_path):
     table = [{**row, "test.loss": 0.001 * 9 ** row["seed"]} for row in rows({1: 0.01, 2: 0.0}, spread=0.02)]
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2]})
