@@ -35,7 +35,8 @@ from experiments.descent.curves import Judged, compared, judge
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.key import recipe_key
 from experiments.recipe.tree import Branch
-from experiments.report import formats
+from experiments.report import build_report, formats
+from experiments.report.sections_sweep import majority_error
 from experiments.report.sections_verdicts import crossing_words
 from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData, read_sweep
 from experiments.report.sweeptable import SweepTable
@@ -172,7 +173,8 @@ def rebuild(study: Study, file: Path, kept: Path, out: Path) -> None:
     grid = {key: [str(value) for value in values] for key, values in axes.items() if isinstance(values, list)}
     plan = {"recipe": study.recipe, "grid": grid, "design": block.design, "seeds": block.seeds, "cells": len(cells)}
     write_json(out / MARKER, {"format": FORMAT, **plan, "keys": [cell.key for cell in cells]})
-    (out / "recipe.resolved.yaml").write_text(load_recipe(study.recipe, _overrides(file)).to_yaml(), encoding="utf-8")
+    nowhere = load_recipe(study.recipe, _overrides(Path(file.name))).to_yaml().replace(f"{ROOT}/", "")
+    write_text(out / "recipe.resolved.yaml", nowhere)  # the page is published: it names no directory
     write_table(out, cells)
 
 
@@ -249,12 +251,15 @@ def guide(found: Found) -> list[str]:
     page = f"../benchmarks/results/descent_studies/{study.name}/report.html"
     tests = sum(each.verdict.peak is not None for each in found.judged)
     arms, cut = _arms(study)
+    floor = majority_error(data, study.test)
     lines = [
         study.heading,
         "",
         f"`flatshift sweep {study.recipe}`: {data.done} of {data.planned or len(data)} cells, {data.seeds} seeds, "
         f"{len(data.failed)} failed. {tests} peak tests at 5 %: about {0.05 * tests:.2g} would show one by chance. "
-        f"[Report]({page}). Arms: {', '.join(arms)}." + (f" Cut here: {', '.join(cut)}." if cut else ""),
+        f"[Report]({page}). Arms: {', '.join(arms)}."
+        + (f" Cut here: {', '.join(cut)}." if cut else "")
+        + ("" if floor is None else f" Always the commonest class: {formats.number(floor)}."),
         "",
         "| setting | lowest | last | p of a peak | height found with 80 % power | train error 0.1 at | verdict |",
         "|---|---|---|---|---|---|---|",
@@ -319,7 +324,7 @@ def _shown(interval: Interval | None, *, plus: bool = True) -> str:
 
 
 def run(study: Study, file: Path, out: Path, kept: Path, jobs: int) -> None:
-    """Run the cells of a study that have no result yet, and copy them and the report to `kept`."""
+    """Run the cells of a study that have no result yet, and copy them to `kept`."""
     names = planned(study, file)
     unpack(kept, out, names)
     (out / "cells").mkdir(parents=True, exist_ok=True)
@@ -327,7 +332,15 @@ def run(study: Study, file: Path, out: Path, kept: Path, jobs: int) -> None:
         write_json(out / MARKER, {"format": FORMAT})  # a sweep goes on in a directory of its own only
     with keeping(out, kept, names):
         sweep(study.recipe, _overrides(file), out, jobs=jobs)
-    shutil.copyfile(out / "report.html", kept / "report.html")
+
+
+def publish(study: Study, file: Path, kept: Path) -> Found:
+    """Judge the cells of `kept` and write its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / study.name
+        rebuild(study, file, kept, out)
+        build_report([out], out=kept / "report.html")
+        return read(study, out)
 
 
 def keep_published(bench: Benchmark, study: Study, results: Path, page: str) -> list[str]:
@@ -366,14 +379,10 @@ def main() -> None:
         out, kept, file = options.out / study.name, KEPT / study.name, getattr(options, study.data)
         if file is not None and study.name in options.studies:
             run(study, file, out, kept, options.jobs)
-            found = read(study, out)
-        elif file is not None and (kept / "cells").is_dir():
-            with tempfile.TemporaryDirectory() as folder:
-                rebuild(study, file, kept, Path(folder))
-                found = read(study, Path(folder))
-        else:
+        if file is None or not (kept / "cells").is_dir():
             lines += keep_published(bench, study, RESULTS / "descent_studies.json", page)
             continue
+        found = publish(study, file, kept)
         rows(bench, found)
         lines += guide(found)
     bench.finish()

@@ -47,7 +47,10 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
         tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
-        tiles += _floor_tile(data, test)
+        floor = majority_error(data, test)
+        if floor is not None:
+            note = f"{split} error of always the commonest class"
+            tiles.append(Tile("majority floor", formats.number(floor), "", note))
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
             note = f"{axis} at which train error crosses {data.epsilon:g}"
@@ -60,15 +63,14 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
     return tiles
 
 
-def _floor_tile(data: SweepData, test: str) -> list[Tile]:
-    """The error of always saying the commonest class, where errors are of classes."""
+def majority_error(data: SweepData, test: str) -> float | None:
+    """Mean error of always saying the commonest class, where `test` is an error of classes."""
     split, _, metric = test.partition(".")
     floor = f"{split}.{formats.FLOORS['accuracy']}"
     if metric != "error" or not data.has(floor):
-        return []
+        return None
     shares = data.column(floor)
-    mean = statistics.fmean(shares[np.isfinite(shares)].tolist())
-    return [Tile("majority floor", formats.number(1 - mean), "", f"{split} error of always the commonest class")]
+    return 1 - statistics.fmean(shares[np.isfinite(shares)].tolist())
 
 
 def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
