@@ -60,10 +60,10 @@ def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager
     bf16 such a call costs more than the product itself where T is small: up to `SHORT` tokens batched products in
     float32 take a sixth to a third of the time, for more memory (`benchmarks.short_rows`). Elsewhere torch chooses.
     """
-    rows = [value for value in inputs.values() if value.ndim > 1]
-    if not rows or rows[0].device.type != "cpu" or not torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled():
-        return contextlib.nullcontext()
-    return sdpa_kernel(SDPBackend.MATH) if max(value.shape[1] for value in rows) <= SHORT else contextlib.nullcontext()
+    widths = [value.shape[1] for value in inputs.values() if value.ndim > 1 and value.device.type == "cpu"]
+    if widths and max(widths) <= SHORT and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled():
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
