@@ -36,7 +36,6 @@ from experiments.recipe import from_override, load_recipe
 from experiments.recipe.key import recipe_key
 from experiments.recipe.tree import Branch
 from experiments.report import build_report, formats
-from experiments.report.sections_sweep import majority_error
 from experiments.report.sections_verdicts import crossing_words
 from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData, read_sweep
 from experiments.report.sweeptable import SweepTable
@@ -251,7 +250,7 @@ def guide(found: Found) -> list[str]:
     page = f"../benchmarks/results/descent_studies/{study.name}/report.html"
     tests = sum(each.verdict.peak is not None for each in found.judged)
     arms, cut = _arms(study)
-    floor = majority_error(data, study.test)
+    floor = data.majority_error(study.test)
     lines = [
         study.heading,
         "",

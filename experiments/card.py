@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from experiments.config import Recipe
+from experiments.report.formats import FLOORS
 from finetune import assets
 from finetune.config import Chat
 from finetune.data.chat import ask, question
@@ -40,8 +41,6 @@ _METRICS = {
 }
 """Our figures by their names on the hub."""
 _LOCAL_PATH = re.compile(r"(?<![\w.~:/-])(?:~|\.\.?)?/[^\s,'\"\]}]*")
-_FLOORS = {"accuracy": "majority_floor", "f1_micro": "f1_floor", "rmse": "mean_floor"}
-"""Metric: the figure beside it of a model that has learnt nothing but what is common."""
 
 
 def card(
@@ -188,9 +187,9 @@ def _figures(evaluation: dict[str, dict[str, Any]]) -> str:
     rows = []
     for split, metrics in evaluation.items():
         for name, m in metrics.items():
-            if name in _FLOORS.values():
+            if name in FLOORS.values():
                 continue
-            beside = metrics.get(_FLOORS.get(name, ""))
+            beside = metrics.get(FLOORS.get(name, ""))
             floor = "" if beside is None else _number(beside["value"])
             interval = f"{_number(m['low'])} to {_number(m['high'])}"
             rows.append([split, name, _number(m["value"]), interval, floor, f"{m['n']:,}"])

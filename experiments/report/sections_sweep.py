@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from experiments.report import findings, formats, plots_dynamics, plots_maps, plots_params, plots_sweep
 from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
 from experiments.report.figure import Chart
@@ -47,7 +45,7 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
         tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
-        floor = majority_error(data, test)
+        floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"
             tiles.append(Tile("majority floor", formats.number(floor), "", note))
@@ -61,16 +59,6 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
     total = data.planned if data.planned is not None else len(data)
     tiles.append(Tile("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
     return tiles
-
-
-def majority_error(data: SweepData, test: str) -> float | None:
-    """Mean error of always saying the commonest class, where `test` is an error of classes."""
-    split, _, metric = test.partition(".")
-    floor = f"{split}.{formats.FLOORS['accuracy']}"
-    if metric != "error" or not data.has(floor):
-        return None
-    shares = data.column(floor)
-    return 1 - statistics.fmean(shares[np.isfinite(shares)].tolist())
 
 
 def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:

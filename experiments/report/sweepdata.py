@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from experiments.report.formats import FLOORS
 from experiments.report.sweepaxes import SPLITS, Together, axes_of_table, leading
 from experiments.report.sweepplan import (
     AGAIN,
@@ -143,6 +147,15 @@ class SweepData(SweepTable):
     def judged(self, name: str) -> str:
         """The held-out split that has the metric `name`: test, else dev."""
         return "test" if self.has(f"test.{name}") or not self.has(f"dev.{name}") else "dev"
+
+    def majority_error(self, test: str) -> float | None:
+        """Mean error of always saying the commonest class; None unless the column `test` is an error of classes."""
+        split, _, metric = test.partition(".")
+        floor = f"{split}.{FLOORS['accuracy']}"
+        if metric != "error" or not self.has(floor):
+            return None
+        shares = self.column(floor)
+        return 1 - statistics.fmean(shares[np.isfinite(shares)].tolist())
 
 
 def read_sweep(folder: Path) -> SweepData | None:
