@@ -20,8 +20,7 @@ import numpy as np
 
 from experiments.descent.curve import Curve
 from experiments.descent.emc import crossing
-from experiments.descent.pairs import rises_and_falls
-from experiments.descent.peak import PeakTest, peak_test
+from experiments.descent.peak import PeakTest, highest_between, peak_test
 from experiments.stats import Interval, paired_p, t_interval
 from finetune.errors import UserError
 
@@ -52,6 +51,9 @@ class Beside:
     """How high ours still stands at the peak, above the higher of its two flanks."""
     was: Interval | None
     """The same of base."""
+    places: tuple[tuple[int, ...], tuple[int, ...]] | None
+    """Points that may hold the peak of base, and of ours: between the outermost flanks of both, so that of two humps
+    neither is out of sight, at half the level each. None unless both have a peak that is highest there."""
     threshold: Interval | None
     """Position where the training error crosses ε, ours ÷ base, seed by seed; None unless every seed crosses it on the
     axis in both curves."""
@@ -76,7 +78,7 @@ class Beside:
 
     def sentence(self, curve: Curve) -> str:
         """What ours does to the peak of base, by the intervals; `curve` is either of the two."""
-        return f"{self._height(curve)} {self._place(curve)}"
+        return " ".join([self._height(curve), *self._place(curve), self._where(curve)])
 
     def _height(self, curve: Curve) -> str:
         both, ours, base = self.tests
@@ -87,7 +89,8 @@ class Beside:
             alone = [name for name, test in (("the base", base), ("this one", ours)) if test.rejected]
             if alone:
                 return f"Cannot be said: {' and '.join(alone)} alone has a peak, the mean of both has none ({tests})."
-            return f"No peak in either: nothing to remove or to move ({tests})."
+            height = f"{both.detectable.height:.2g} at {curve.at(both.detectable.point)}"
+            return f"No peak is shown in either ({tests}; one of {height} would be in 80 % of cases)."
         assert self.peak is not None and self.left is not None
         at, change = curve.at(self.triple[1]), _interval(self.peak)
         if self.removed:
@@ -98,23 +101,37 @@ class Beside:
         rest = ", and is not shown to remove it" if verb == "lowers" else ""
         return f"It {verb} the peak at {at}{rest}: height {change}, left above its higher flank {_interval(self.left)}."
 
-    def _place(self, curve: Curve) -> str:
-        _, ours, base = self.tests
+    def _place(self, curve: Curve) -> list[str]:
         said = []
-        if ours is not None and base is not None and ours.rejected and base.rejected:
-            where = [", ".join(f"{curve.values[j]:g}" for j in test.location) for test in (base, ours)]
-            moves = not set(ours.location) & set(base.location)
+        _, ours, base = self.tests
+        if self.places is None and ours is not None and base is not None and ours.rejected and base.rejected:
             said.append(
-                f"It moves the peak from {curve.axis} {where[0]} to {where[1]}."
-                if moves
-                else f"That it moves the peak is not shown ({curve.axis} {where[0]}, then {where[1]})."
+                "Whether it moves the peak cannot be said: between the flanks of both, another point is higher."
+            )
+        if self.places is not None:
+            before, now = (", ".join(f"{curve.values[j]:g}" for j in place) for place in self.places)
+            said.append(
+                f"That it moves the peak is not shown ({curve.axis} {before}, then {now})."
+                if set(self.places[0]) & set(self.places[1])
+                else f"It moves the peak from {curve.axis} {before} to {now}."
             )
         if self.threshold is not None:
             does = "moves the interpolation threshold" if self.moved else "is not shown to move the threshold"
             said.append(f"It {does}: position × {_interval(self.threshold)}.")
         elif not curve.training:
             said.append("The threshold cannot be compared: not every seed crosses it on the axis.")
-        return " ".join(said)
+        return said
+
+    def _where(self, curve: Curve) -> str:
+        """At which positions one of the two is lower, all intervals at once."""
+        sides = {
+            "lower": [at for at, d in zip(curve.values, self.points, strict=True) if d.high is not None and d.high < 0],
+            "higher": [at for at, d in zip(curve.values, self.points, strict=True) if d.low is not None and d.low > 0],
+        }
+        found = [f"{side} at {curve.axis} {', '.join(f'{at:g}' for at in ats)}" for side, ats in sides.items() if ats]
+        if not found:
+            return f"At no {curve.axis} alone is it shown to be lower or higher (all intervals at once)."
+        return f"It is {' and '.join(found)} (all intervals at once)."
 
 
 def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Beside:
@@ -139,7 +156,7 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Bes
     means = difference.mean(1).tolist()
     tests = (_peak((mine + theirs) / 2), _peak(mine), _peak(theirs))
     both = tests[0]
-    triple = common_peak(np.stack([mine, theirs])) if both is not None and both.rejected else None
+    triple = both.triple if both is not None else None
     heights = [] if triple is None else [height_at(curve, triple) for curve in (mine, theirs)]
     gap = (heights[0] - heights[1]).tolist() if heights else None
     return Beside(
@@ -152,23 +169,10 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Bes
         peak_p=None if gap is None else paired_p(gap),
         left=None if triple is None else _above_flanks(mine, triple, confidence),
         was=None if triple is None else _above_flanks(theirs, triple, confidence),
+        places=_places(mine, theirs, tests[1], tests[2], 1 - confidence),
         threshold=_threshold(ours, base, whole, confidence),
         seeds=len(whole),
     )
-
-
-def common_peak(curves: np.ndarray) -> tuple[int, int, int] | None:
-    """Left flank, peak and right flank of the mean of `curves` [..., J] over all but the last dim.
-
-    The triple i < j < l with the largest min(y_j − y_i, y_j − y_l); None if the mean is quasi-convex.
-    """
-    mean = curves.reshape(-1, curves.shape[-1]).mean(0)
-    step = mean[None, :] - mean[:, None]  # [i, j]: from i to j
-    rise, fall = rises_and_falls(step)
-    middle = int(np.argmax(np.minimum(rise, fall)))
-    if not min(rise[middle], fall[middle]) > 0:
-        return None
-    return int(np.argmin(mean[:middle])), middle, middle + 1 + int(np.argmin(mean[middle + 1 :]))
 
 
 def height_at(curves: np.ndarray, triple: tuple[int, int, int]) -> np.ndarray:
@@ -182,6 +186,16 @@ def _above_flanks(curves: np.ndarray, triple: tuple[int, int, int], confidence: 
     left, middle, right = triple
     sides = [t_interval((curves[:, middle] - curves[:, k]).tolist(), confidence=confidence) for k in (left, right)]
     return min(sides, key=lambda side: side.value)
+
+
+def _places(
+    mine: np.ndarray, theirs: np.ndarray, ours: PeakTest | None, base: PeakTest | None, level: float
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    if ours is None or base is None or ours.triple is None or base.triple is None:
+        return None
+    left, right = min(ours.triple[0], base.triple[0]), max(ours.triple[2], base.triple[2])
+    before, now = (highest_between(curves, left, right, level=level / 2) for curves in (theirs, mine))
+    return (before, now) if set(before) & set(base.location) and set(now) & set(ours.location) else None
 
 
 def _peak(curves: np.ndarray) -> PeakTest | None:

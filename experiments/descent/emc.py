@@ -34,7 +34,8 @@ class Crossing:
     rising: bool
     """The error rises along the axis (as with more rows), rather than falls (as with more rank or steps)."""
     fitted: Literal["some", "all", "none"]
-    """Which points have a mean training error of at most ε."""
+    """Which points have a mean training error of at most ε. `some` without a `value`: the error falls and rises again,
+    and its monotone fit stays on one side."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,8 @@ def crossing(
     else:
         found, high, low = _cross(-position[::-1], table[:, ::-1], epsilon, level)
         found, low, high = (None if p is None else -p for p in (found, low, high))
-    fit = up if rising else down
     fitted: Literal["some", "all", "none"] = (
-        "all" if (fit <= epsilon).all() else "none" if (fit > epsilon).all() else "some"
+        "all" if (mean <= epsilon).all() else "none" if (mean > epsilon).all() else "some"
     )
     ends = [None if p is None else back(p) for p in (found, low, high)]
     return Crossing(ends[0], ends[1], ends[2], rising, fitted)

@@ -69,7 +69,7 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
             ],
         )
     i, j, l = peak.triple
-    mean = np.nanmean(np.where(np.isfinite(curve.train_loss), curve.train_loss, np.nan), axis=0)
+    mean = np.delete(curve.train_loss, list(peak.diverged), axis=0).mean(0)  # of the seeds that were judged
     evidence = [
         f"Training loss has a peak too: {mean[i]:.3g} at {curve.at(i)}, {mean[j]:.3g} at {curve.at(j)}, {mean[l]:.3g} "
         f"at {curve.at(l)} (p = {peak.p_value:.2g})."

@@ -175,7 +175,9 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
         p_value=p_value(statistic, rising),
         rejected=rejected,
         triple=None if triple is None else (points[triple[0]], points[triple[1]], points[triple[2]]),
-        location=() if triple is None else tuple(points[j] for j in _location(t, triple, critical(both, level))),
+        location=()
+        if triple is None
+        else tuple(points[j] for j in _location(t, triple[0], triple[2], critical(both, level))),
         height=Height(height.estimate * scale, height.low * scale, height.high * scale),
         ceiling=ceiling * scale,
         detectable=Detectable(float(found_at[worst]) * unit, float(found_at[worst]), points[worst + 1], even * unit),
@@ -185,6 +187,21 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
         diverged=diverged,
         level=level,
     )
+
+
+def highest_between(
+    curves: np.ndarray, left: int, right: int, *, level: float = 0.05, draws: int = 20_000, seed: int = 0
+) -> tuple[int, ...]:
+    """Columns of `curves` [S, J] strictly between two others that may hold the highest mean there.
+
+    As `PeakTest.location`, which is of the test's own flanks: curves that are to be compared need the same. Misses the
+    highest with probability at most `level`. All values must be finite.
+    """
+    moved, _ = scaled(np.asarray(curves, dtype=np.float64))
+    pairs = pairs_of(moved)
+    seeds, count = moved.shape
+    _, both = null(seeds, count, draws, seed).extremes(point_variances(pairs.variance, seeds))
+    return tuple(_location(pairs.t, left, right, critical(both, level)))
 
 
 def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int) -> PeakTest:
@@ -309,8 +326,8 @@ def _flanks(t: np.ndarray, middle: int) -> tuple[int, int, int]:
     return left, middle, right
 
 
-def _location(t: np.ndarray, triple: tuple[int, int, int], threshold: float) -> list[int]:
-    between = range(triple[0] + 1, triple[2])
+def _location(t: np.ndarray, left: int, right: int, threshold: float) -> list[int]:
+    between = range(left + 1, right)
     return [j for j in between if max(t[j, k] for k in between) <= threshold]
 
 

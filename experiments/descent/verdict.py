@@ -132,7 +132,7 @@ def _threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Seque
 
 def _cannot_show(curve: Curve, found: Crossing | None) -> str | None:
     """That the axis cannot show an interpolation peak, where it cannot."""
-    if found is None or found.value is not None or curve.training:
+    if found is None or found.value is not None or found.fitted == "some" or curve.training:
         return None
     cannot = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis}"
     if found.fitted == "all":
@@ -256,7 +256,9 @@ class _Judged:
         if found is None:
             return False, "Training error was not measured, so the interpolation threshold is unknown."
         if found.value is None:
-            return False, _cannot_show(curve, found) or "The training error does not cross the threshold."
+            return False, _cannot_show(curve, found) or (
+                f"Mean training error is at most {curve.epsilon:g} at some points only, in no order: no one threshold."
+            )
         points = self.peak.points
         first, last = points.index(self.peak.location[0]), points.index(self.peak.location[-1])
         low, high = curve.values[points[max(first - 1, 0)]], curve.values[points[min(last + 1, len(points) - 1)]]
@@ -276,8 +278,7 @@ class _Judged:
         if curve.train_error is None or triple is None:
             return None
         _, j, l = triple
-        errors = np.delete(curve.train_error, list(self.peak.diverged), axis=0)[:, [self.peak.points[0], j, l]]
-        errors = errors[np.isfinite(errors).all(1)]
+        errors = self._train_errors([self.peak.points[0], j, l])
         if len(errors) < 2:
             return None
         first, top, right = errors.mean(0)
@@ -289,11 +290,31 @@ class _Judged:
             f"{rise.low:.2g}): data are fitted less there, so that fall is no second descent of what interpolates."
         )
 
+    def _train_errors(self, points: Sequence[int]) -> np.ndarray:
+        """[S, points]: training errors of the judged seeds that have all of them."""
+        assert self.curve.train_error is not None
+        errors = np.delete(self.curve.train_error, list(self.peak.diverged), axis=0)[:, list(points)]
+        return errors[np.isfinite(errors).all(1)]
+
+    def _open_end_sentence(self) -> str | None:
+        """That the right end is not fitted again, though points before it are; None if it is, or none is."""
+        curve, found, points = self.curve, self.threshold, self.peak.points
+        if found is None or found.rising or found.fitted != "some":
+            return None
+        mean = self._train_errors(points).mean(0)
+        first = int(np.flatnonzero(mean <= curve.epsilon)[-1]) + 1
+        if first == len(points):
+            return None
+        return (
+            f"Mean training error is above {curve.epsilon:g} again from {curve.at(points[first])} on ({mean[-1]:.3g} at "
+            f"{curve.at(points[-1])}): the axis does not end with fitted data, so its right side is no second descent."
+        )
+
     def _nothing_sentences(self) -> list[str]:
         """What was not found, what could have been, and whether it can be on this axis."""
         curve, peak = self.curve, self.peak
         found = peak.detectable
-        cannot = _cannot_show(curve, self.threshold)
+        cannot = _cannot_show(curve, self.threshold) or self._open_end_sentence()
         return [
             f"No peak of {curve.metric} at the {peak.level:.0%} level (T = {peak.statistic:.3g}, critical "
             f"{peak.critical:.3g}, p = {peak.p_value:.2g}). {peak.seeds} seeds and {len(peak.points)} points find a "

@@ -139,6 +139,21 @@ def test_an_axis_that_cannot_show_a_peak_is_told():
     assert none_fit.kind == "undecided" and "No point has a mean training error of at most 0.1" in text(none_fit)
 
 
+def test_a_right_end_that_is_fitted_no_more_is_told():
+    """The monotone fit of the training error hides its way back up; the sentence does not."""
+    curve = interpolating(height=0.0)
+    again = np.array([0.45, 0.4, 0.3, 0.15, 0.05, 0.01, 0.01, 0.02, 0.13])
+    verdict = judge_curve(replace(curve, train_error=again + 0.001 * np.arange(5)[:, None]))
+    assert "above 0.1 again from rank 256 on (0.132 at rank 256)" in text(verdict)
+    assert "again" not in text(judge_curve(curve))
+    bowl = np.array([0.23, 0.16, 0.09, 0.08, 0.2, 0.3, 0.4, 0.4, 0.4]) + 0 * curve.test
+    for peaked in (curve, interpolating()):
+        verdict = judge_curve(replace(peaked, train_error=bowl))
+        assert verdict.crossing.fitted == "some" and verdict.threshold is None
+        assert "No point has" not in text(verdict)
+    assert "at some points only" in text(verdict)
+
+
 def test_sample_wise_curves_cross_upwards():
     curve = interpolating()
     verdict = judge_curve(replace(curve, axis="rows", train_error=curve.train_error[:, ::-1]))
