@@ -105,9 +105,7 @@ class Beside:
         said = []
         _, ours, base = self.tests
         if self.places is None and ours is not None and base is not None and ours.rejected and base.rejected:
-            said.append(
-                "Whether it moves the peak cannot be said: between the flanks of both, another point is higher."
-            )
+            said.append("Whether it moves the peak cannot be said: between their flanks another point is higher.")
         if self.places is not None:
             before, now = (", ".join(f"{curve.values[j]:g}" for j in place) for place in self.places)
             said.append(

@@ -45,7 +45,7 @@ class Curve:
     """Mean training error up to which training data count as fitted."""
     training: bool = False
     """`test` is the training loss itself: a peak of it is unstable training and never double descent."""
-    lost: Literal["diverged", "failed"] = "diverged"
+    lost: Literal["diverged", "failed", "stopped early"] = "diverged"
     """What became of runs without values, for sentences."""
     planned: int | None = None
     """Seeds of the plan where cells of it still wait, for sentences; None: all have ended."""

@@ -163,6 +163,7 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     statistic = float(min(rise[middle], fall[middle]))
     rejected = statistic > threshold
     triple = _flanks(t, middle) if rejected else None
+    location = () if triple is None else _location(t, triple[0], triple[2], critical(both, level))
     height = _height(pairs, triple, critical(both, level / 2), level) if spread else Height(0.0, 0.0, math.inf)
     ceiling = _upper(pairs, level) if spread else math.inf
     found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws))
@@ -175,9 +176,7 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
         p_value=p_value(statistic, rising),
         rejected=rejected,
         triple=None if triple is None else (points[triple[0]], points[triple[1]], points[triple[2]]),
-        location=()
-        if triple is None
-        else tuple(points[j] for j in _location(t, triple[0], triple[2], critical(both, level))),
+        location=tuple(points[j] for j in location),
         height=Height(height.estimate * scale, height.low * scale, height.high * scale),
         ceiling=ceiling * scale,
         detectable=Detectable(float(found_at[worst]) * unit, float(found_at[worst]), points[worst + 1], even * unit),
@@ -201,7 +200,7 @@ def highest_between(
     pairs = pairs_of(moved)
     seeds, count = moved.shape
     _, both = null(seeds, count, draws, seed).extremes(point_variances(pairs.variance, seeds))
-    return tuple(_location(pairs.t, left, right, critical(both, level)))
+    return _location(pairs.t, left, right, critical(both, level))
 
 
 def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int) -> PeakTest:
@@ -326,9 +325,9 @@ def _flanks(t: np.ndarray, middle: int) -> tuple[int, int, int]:
     return left, middle, right
 
 
-def _location(t: np.ndarray, left: int, right: int, threshold: float) -> list[int]:
+def _location(t: np.ndarray, left: int, right: int, threshold: float) -> tuple[int, ...]:
     between = range(left + 1, right)
-    return [j for j in between if max(t[j, k] for k in between) <= threshold]
+    return tuple(j for j in between if max(t[j, k] for k in between) <= threshold)
 
 
 def _height(pairs: Pairs, triple: tuple[int, int, int] | None, threshold: float, level: float) -> Height:

@@ -306,8 +306,9 @@ class _Judged:
         if first == len(points):
             return None
         return (
-            f"Mean training error is above {curve.epsilon:g} again from {curve.at(points[first])} on ({mean[-1]:.3g} at "
-            f"{curve.at(points[-1])}): the axis does not end with fitted data, so its right side is no second descent."
+            f"Mean training error is above {curve.epsilon:g} again from {curve.at(points[first])} on "
+            f"({mean[-1]:.3g} at {curve.at(points[-1])}): the axis does not end with fitted data, so its right side is "
+            "no second descent."
         )
 
     def _nothing_sentences(self) -> list[str]:

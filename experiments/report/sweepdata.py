@@ -325,10 +325,11 @@ def _late_traces(
 ) -> list[dict[str, Any]]:
     """Rows of curves.parquet for cells that are not in it yet; of two lines of a step the later one counts.
 
-    A failed cell has rows without figures for the planned steps that it did not reach: those of its trace.json or, if
-    it ended before that was written, the `steps` that others recorded.
+    A cell that failed or stopped early has rows without figures for the planned steps that it did not reach: those of
+    its trace.json or, if it ended before that was written, the `steps` that others recorded.
     """
-    from finetune.recording import ABOUT, read_trace, unreached
+    from experiments.sweep.table import ended
+    from finetune.recording import ABOUT, as_planned, read_trace
 
     if not folders:
         return []
@@ -339,12 +340,10 @@ def _late_traces(
     rows = []
     for folder, lines in traces.items():
         row = about[folder.name]
-        status, diverged = row.pop("status", None), row.pop("diverged", None)
-        if status == "failed":
-            try:
-                planned = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
-            except (OSError, ValueError, KeyError, TypeError):
-                planned = sorted(known)
-            lines = [*lines, *unreached(lines, planned, "diverged" if diverged else "failed")]
-        rows += [{**row, **line} for line in lines]
+        result = {"status": row.pop("status", None), "diverged": row.pop("diverged", None)}
+        try:
+            planned = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            planned = sorted(known) if result["status"] == "failed" else []
+        rows += [{**row, **line} for line in (as_planned(lines, planned, ended(result)) if planned else lines)]
     return rows

@@ -160,11 +160,13 @@ class SweepTable:
         values, seeds = tuple(levels[c] for c in kept), tuple(names[s] for s in used)
         return Matrix(values, seeds, y[held], present[held], lost[held])
 
-    def lost(self, where: Where) -> Literal["diverged", "failed"]:
-        """What became of the rows of `where` without figures: they `diverged`, or `failed` if not all did."""
+    def lost(self, where: Where) -> Literal["diverged", "failed", "stopped early"]:
+        """What became of the rows of `where` without figures: all the same, else they `failed`."""
         rows = [i for i in self.rows(where).tolist() if not self.finished[i]]
         name = "diverged" if "diverged" in self.table.column_names else "status"
         marks = self.table.column(name).take(rows).to_pylist() if rows else []
+        if rows and all(mark == "stopped early" for mark in marks):
+            return "stopped early"
         return "diverged" if all(mark in (True, "diverged") for mark in marks) else "failed"
 
     def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The tables of a sweep: cells.parquet and points.csv have a row per cell, curves.parquet one per recorded step.
 
-A failed cell keeps the steps that it recorded; the others of its plan follow without figures, marked with its `status`
-(`diverged`, or `failed` for another reason), so that a curve along the steps knows of it.
+A cell that failed or stopped early keeps the steps that it recorded; the others of its plan follow without figures,
+marked with its `status` (`diverged`, `stopped early`, or `failed` for another reason), so that a curve along the steps
+knows of it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
         trace = read_trace(directory)
         axes = {key: _plain(value) for key, value in cell.point.items()}
         row = {"cell": cell.key, **axes, "seed": cell.seed}
-        for line in [*trace, *_unreached(cell, result, trace)]:
+        for line in _planned(cell, result, trace):
             curves.add(row, line)
         rows.append({**row, **(more or {}).get(cell.key, {}), **_figures(result, trace)})
         finished.add(rows[-1])
@@ -75,15 +76,21 @@ def final_figures(directory: Path) -> Row:
     return _measured(result, read_trace(directory))
 
 
-def _unreached(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
-    """Of a failed cell: a line without figures for every step that was to be recorded after the last one that was."""
-    from finetune.recording import recorded_steps, unreached
+def _planned(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
+    """The trace of a cell at the steps that its recipe records, those that it did not reach marked."""
+    from finetune.recording import as_planned, recorded_steps
 
     recipe = cell.resolved.recipe
-    if result["status"] == "done" or recipe.record is None:
-        return []
-    steps = recorded_steps(recipe.record, recipe.train.steps)
-    return unreached(trace, steps, "diverged" if result.get("diverged") else "failed")
+    if recipe.record is None or (result["status"] == "done" and not trace):
+        return list(trace)
+    return as_planned(trace, recorded_steps(recipe.record, recipe.train.steps), ended(result))
+
+
+def ended(result: Mapping[str, Any]) -> str:
+    """How the cell of a result ended, for the steps that it did not reach."""
+    if result["status"] == "done":
+        return "stopped early"
+    return "diverged" if result.get("diverged") else "failed"
 
 
 def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:

@@ -31,7 +31,7 @@ _HOME = {
     "ABOUT": "trace",
     "about": "trace",
     "read_trace": "trace",
-    "unreached": "trace",
+    "as_planned": "trace",
 }
 __all__ = sorted(_HOME)
 

@@ -32,11 +32,16 @@ def read_trace(path: str | Path, *, stage: str | None = None) -> list[dict[str, 
     return sorted(lines, key=lambda line: int(line.get("step") or 0))
 
 
-def unreached(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
-    """Lines without figures, marked with `status`, for those of the planned `steps` that a failed run did not reach."""
+def as_planned(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
+    """The lines at the planned `steps`: those recorded, then, marked with `status`, those that the run did not reach.
+
+    A run that stopped early has a line of its last step too, where no other run may have one: it is left out.
+    """
+    planned = set(steps)
+    kept = [line for line in lines if int(line["step"]) in planned]
     last = int(lines[-1]["step"]) if lines else -1
     stage = lines[-1].get("stage") if lines else "fine-tune"
-    return [{"stage": stage, "step": step, "status": status} for step in steps if step > last]
+    return [*kept, *({"stage": stage, "step": step, "status": status} for step in steps if step > last)]
 
 
 def about(

@@ -133,8 +133,8 @@ def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):
     assert "not on the axis" not in words(sweep_sections(whole, Analysis(whole)))
 
 
-def _cells(out, grid, ends, *, overrides=()):
-    """The sweep of `double-descent` over a grid, two seeds each, whose cells ended as `ends(cell)` says."""
+def _cells(out, grid, ends, *, overrides=(), seeds=2):
+    """The sweep of `double-descent` over a grid under some seeds, whose cells ended as `ends(cell)` says."""
     from experiments.recipe import load_recipe
     from experiments.sweep.axes import parse_grid
     from experiments.sweep.cell import finish_cell
@@ -142,8 +142,8 @@ def _cells(out, grid, ends, *, overrides=()):
     from experiments.sweep.directory import claim
     from experiments.sweep.plan import plan_cells
 
-    asked = _asked("double-descent", overrides, grid, 2, None, None, None, None, None)
-    planned = list(plan_cells("double-descent", overrides, parse_grid(grid), 2))
+    asked = _asked("double-descent", overrides, grid, seeds, None, None, None, None, None)
+    planned = list(plan_cells("double-descent", overrides, parse_grid(grid), seeds))
     out.mkdir()
     claim(out, asked.document(planned), load_recipe("double-descent", overrides))
     for cell in planned:
@@ -206,3 +206,28 @@ def test_a_diverged_cell_keeps_its_lines_and_has_empty_ones_for_the_steps_it_did
         (failure,) = data.failed
         assert failure.diverged and "1 of 2 seeds diverged at rank = 8." in words(sweep_sections(data, Analysis(data)))
     assert pq.read_table(out / "cells.parquet").column("test.error").null_count == 1
+
+
+def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_says_so(tmp_path):
+    """Its last step, where no other run was measured, is no point of the curve."""
+    from experiments.descent.curves import judge
+    from experiments.sweep.table import write_table
+    from finetune.recording import recorded_steps
+
+    out = tmp_path / "s"
+    planned = _cells(out, ["adapter.rank=2"], _done, seeds=7)
+    due = recorded_steps(planned[0].resolved.recipe.record, 100)
+    for cell in planned:
+        steps = [s for s in due if s <= 20] + [20] if cell.seed == 3 else due
+        lines = (json.dumps({"stage": "fine-tune", "step": s, "test.error": (cell.seed + 1) / (s + 2)}) for s in steps)
+        (out / "cells" / cell.key / "trace.jsonl").write_text("".join(line + "\n" for line in lines))
+        (out / "cells" / cell.key / "trace.json").write_text(json.dumps({"steps": list(due)}))
+    assert 20 not in due
+    for written in (False, True):
+        if written:
+            write_table(out, planned)
+        data = read_run(out).sweep
+        assert 20 not in data.trace.levels("step")
+        judged = judge(data.trace, "step", {}, test="test.error")
+        assert judged.verdict.peak.seeds == 6
+        assert "1 of 7 seeds stopped early at step" in " ".join(judged.evidence)

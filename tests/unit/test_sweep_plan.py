@@ -266,6 +266,9 @@ def test_tables(tmp_path: Path) -> None:
         lines += [trace(2, **{"train.error": 0.7}), trace(4, **{"train.error": 0.25 + place, "stable_rank": 2.5})]
         (directory / "trace.jsonl").write_text("\n".join(lines) + '\n{"stage": "fine', encoding="utf-8")
         failed = place == 2
+        if place == 1:  # its own last step, which is no recorded one
+            stopped = trace(5, **{"train.error": 1.25, "stable_rank": 2.5}) + "\n"
+            (directory / "trace.jsonl").write_text("\n".join(lines) + "\n" + stopped, encoding="utf-8")
         metrics = {} if failed else {"test": {"accuracy": {"value": 0.75}, "loss": {"value": place}}}
         finish_cell(directory, cell, Outcome("failed" if failed else "done", "boom" if failed else None, metrics, 1.5))
     rows = write_table(tmp_path, cells, more={cells[0].key: {"emc": 44.5}})
@@ -279,13 +282,12 @@ def test_tables(tmp_path: Path) -> None:
     assert table["stable_rank"] == [2.5, 2.5, None] and table["emc"] == [44.5, None, None]
     assert not {"step", "lr", "tokens", "stage"} & table.keys()
     curves = pq.read_table(tmp_path / "curves.parquet").to_pydict()
-    whole = [i for i, key in enumerate(curves["cell"]) if key != cells[2].key]
-    assert [curves["cell"][i] for i in whole] == [cells[0].key] * 3 + [cells[1].key] * 3
-    lines = list(zip(curves["step"], curves["status"], curves["train.error"], strict=True))[len(whole) :]
-    assert lines[:4] == [(0, None, 0.9), (2, None, 0.7), (4, None, 2.25), (6, "failed", None)], "what a failed one left"
-    assert lines[-1] == (100, "failed", None)
-    assert curves["step"][:6] == [0, 2, 4] * 2 and curves["train.error"][:3] == [0.9, 0.7, 0.25]
-    assert curves["adapter.rank"][:6] == [1] * 6 and curves["seed"][:6] == [0] * 3 + [1] * 3
+    rows = list(zip(curves["cell"], curves["step"], curves["status"], curves["train.error"], strict=True))
+    for place, (cell, how) in enumerate(zip(cells[:3], ("stopped early", "stopped early", "failed"), strict=True)):
+        lines = [row[1:] for row in rows if row[0] == cell.key]
+        assert lines[:4] == [(0, None, 0.9), (2, None, 0.7), (4, None, 0.25 + place), (6, how, None)], "what it left"
+        assert lines[-1] == (100, how, None)
+    assert curves["adapter.rank"][:6] == [1] * 6 and curves["seed"][:3] == [0] * 3
     with (tmp_path / "points.csv").open(newline="", encoding="utf-8") as file:
         points = list(csv.DictReader(file))
     assert [p["adapter.rank"] for p in points] == ["1", "1", "2"] and points[2]["test.loss"] == ""
