@@ -14,6 +14,7 @@ _HERE = Path(__file__).resolve().parent
 _BACKBONES = _HERE / "backbones"
 _SAMPLES = _HERE / "samples"
 _SAMPLE_SUFFIX = ".jsonl.xz"
+_TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 def backbones() -> list[str]:
@@ -24,6 +25,12 @@ def backbones() -> list[str]:
 def backbone(name: str) -> Path | None:
     """The directory of the shipped backbone `name`; None for any other name (a hub name or a user's directory)."""
     return _BACKBONES / name if name in backbones() else None
+
+
+def beside_weights(directory: Path) -> list[Path]:
+    """A backbone's files that are no weights: its configuration, tokenizer and chat templates."""
+    files = sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])
+    return [file for file in files if file.is_file() and file.suffix in _TEXTS]
 
 
 def samples() -> list[str]:

@@ -212,6 +212,7 @@ def _sweep(argv: list[str]) -> int:
         stack=flags.stack,
         devices=flags.devices,
         rerun_stale=flags.rerun_stale,
+        rerun_failed=flags.rerun_failed,
     )
 
 

@@ -107,6 +107,8 @@ class SweepFlags:
     """auto (every CUDA device), cpu, or CUDA numbers such as 0,1; processes get them in turn."""
     rerun_stale: bool = False
     """Run finished cells anew that another version of the code made."""
+    rerun_failed: bool = False
+    """Run cells anew that failed (no memory, a dead worker, rows that were refused), but for those that diverged."""
 
 
 @dataclass(frozen=True)

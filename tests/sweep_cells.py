@@ -16,7 +16,7 @@ from finetune.rundir import RunDirectory
 
 
 def cells_that(behaviours: list[str], *, seeds: int = 1) -> list[Cell]:
-    """One point per behaviour: `ok`, `die`, `die once`, `die late once`, `boom`, `full` or `stop once`."""
+    """One point per behaviour: `ok`, `die`, `die (late) once`, `boom`, `full`, `writing` or `stop (late) once`."""
     resolved = load_recipe("double-descent")
     return [
         Cell(f"{place:04d}{seed:04d}", {"behaves": name, "place": place}, seed, resolved)
@@ -44,6 +44,8 @@ def behave(out: Path, unit: Unit, threads: int | None) -> bool:
     fit = True
     for cell in unit:
         directory = out / "cells" / cell.key
+        if cell.point["behaves"] == "stop late once" and _first(out, cell):
+            raise Interrupted("stopped by a signal")
         if cell.point["behaves"] == "writing":
             directory.mkdir(parents=True)
             (directory / ".result.json.12345678.tmp").touch()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments.cells.files import Result, cell_file, is_final, read_result
+from experiments.cells.lock import LOCK, locked
 from experiments.console import Console, Task
 from experiments.sweep import start_worker
 from finetune.atomic import sweep_leftovers
@@ -51,22 +52,27 @@ class RunCell(Protocol):
         """directory: of the results. died: how the cell ended its workers; it does not run, and this is its result."""
 
 
-def claim(out: Path, recipe_yaml: str, what: str) -> None:
-    """Make the directory, or check that it is a study's; several recipes may share one, as cells have names.
+@contextmanager
+def claimed(out: Path, recipe_yaml: str, what: str) -> Iterator[None]:
+    """Make the directory, or check that it is a study's, and be the only one in it.
 
-    what: kind of study, for the refusal. Raises UserError if `out` holds something else.
+    Several recipes may share a directory, one after another, as cells have names. what: kind of study, for the refusal.
+    Raises UserError if `out` holds something else, or another command is at work there.
     """
     from finetune.atomic import write_text
     from finetune.rundir import write_provenance
 
     marker = out / "study.recipe.yaml"
-    if out.exists() and any(entry.name != "cells" for entry in out.iterdir()) and not marker.is_file():
+    own = ("cells", LOCK)
+    if out.exists() and any(entry.name not in own for entry in out.iterdir()) and not marker.is_file():
         raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")
-    (out / "cells").mkdir(parents=True, exist_ok=True)
-    sweep_leftovers(out)
-    sweep_leftovers(out / "cells")
-    write_provenance(out)
-    write_text(marker, recipe_yaml)
+    with locked(out):
+        (out / "cells").mkdir(parents=True, exist_ok=True)
+        sweep_leftovers(out)
+        sweep_leftovers(out / "cells")
+        write_provenance(out)
+        write_text(marker, recipe_yaml)
+        yield
 
 
 class Runner:

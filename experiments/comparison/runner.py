@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from experiments.cells.files import Result
-from experiments.cells.runner import Runner, claim
+from experiments.cells.runner import Runner, claimed
 from experiments.comparison.cell import run_cell
 from experiments.comparison.plan import Plan, StudyCell
 from experiments.comparison.tuning import (
@@ -57,11 +57,13 @@ def run_study(
 
     on_cell: told the file of each cell that this call finished.
 
-    Raises UserError if `out` holds something else.
+    Raises UserError if `out` holds something else, or another command writes there.
     """
     plan.check_methods()
-    claim(out, plan.resolved.to_yaml(), "comparison")
-    with Runner(out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell) as runner:
+    with (
+        claimed(out, plan.resolved.to_yaml(), "comparison"),
+        Runner(out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell) as runner,
+    ):
         outcome = Outcome()
         _tune(plan, runner, outcome)
         study = plan.study

@@ -71,8 +71,20 @@ def parse_grid(grid: Sequence[str]) -> Axes:
             raise UserError(f"--grid {text!r}: write it as key=v1,v2,…")
         if key in axes:
             raise UserError(f"--grid: the key {key!r} is given twice; put its values in one list")
-        axes[key] = as_values(key, [value.strip() for value in values.split(",")])
+        axes[key] = as_values(key, _split(values))
     return axes
+
+
+def _split(values: str) -> list[str]:
+    """`1,{kind: ggpo, beta: 0}` at its commas, but for those in brackets."""
+    found, depth = [""], 0
+    for character in values:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth <= 0:
+            found.append("")
+        else:
+            found[-1] += character
+    return [value.strip() for value in found]
 
 
 def as_values(key: str, given: Sequence[Any]) -> Values:

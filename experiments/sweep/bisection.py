@@ -105,8 +105,9 @@ class _Wanted(Exception):
 class _Search:
     """The search at one point: what was tried, and the answer once every train error that it takes is known."""
 
-    def __init__(self, base: Base, point: dict[str, Any], search: Bisection, seeds: int) -> None:
-        self.base, self.point, self.search, self.seeds = base, point, search, seeds
+    def __init__(self, base: Base, cell: Cell, search: Bisection, seeds: int) -> None:
+        """cell: one of its point."""
+        self.base, self.point, self.laid, self.search, self.seeds = base, cell.point, cell.laid, search, seeds
         self.tried: dict[int, list[Cell]] = {}
         self.answer: EMC | None = None
 
@@ -126,7 +127,7 @@ class _Search:
                 train_error, epsilon=epsilon, low=low, high=high, seeds=range(self.seeds)
             )
         except _Wanted as missing:
-            wanted = list(self.base.cells([{**self.point, self.search.key: missing.rows}], self.seeds))
+            wanted = list(self.base.cells([{**self.laid, self.search.key: missing.rows}], self.seeds))
             self.tried[missing.rows] = wanted
             return wanted
         return []
@@ -157,8 +158,8 @@ def bisect(out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seed
     The search is a function of train errors: in each round it is asked again from its start with those that are known,
     until none is missing, so that a sweep which was killed goes on where it was.
     """
-    points = {label_of(cell.point): cell.point for cell in cells}
-    searches = [_Search(base, point, search, seeds) for point in points.values()]
+    points = {label_of(cell.laid): cell for cell in cells}
+    searches = [_Search(base, cell, search, seeds) for cell in points.values()]
     errors: dict[str, float] = {}
     turn = 0
     while wanted := [cell for one in searches if one.answer is None for cell in one.step(errors)]:
@@ -190,7 +191,7 @@ def _train_error(out: Path, cell: Cell) -> float:
             return math.nan
         raise UserError(
             f"--bisect: cell {cell.key} ({cell.label}) failed: {result['reason']}; whether its rows are fitted is "
-            f"not known. Delete {directory} to try it again"
+            "not known; --rerun-failed tries it again"
         )
     error = final_figures(directory).get("train.error")
     if error is None:

@@ -51,9 +51,11 @@ class Cell:
     key: str
     """Hash that names its directory."""
     point: dict[str, Any]
-    """Dotted key → value."""
+    """Dotted key → value, as tables name it."""
     seed: int
     resolved: Resolved
+    laid: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted key → value as written, which makes the same cell again; empty where no grid made it."""
 
     @property
     def label(self) -> str:
@@ -85,11 +87,11 @@ class Outcome:
     """Why it trained alone, where that showed only when its stack began."""
 
 
-def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int) -> Cell:
+def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:
     """The cell of a resolved recipe, keyed by all that its result depends on.
 
     That is every value but the sweep block itself, device and threads, and the bytes of the input files, of a backbone
-    that is a local directory, and of an adapter that it begins with.
+    that is a local directory (its tokenizer too), and of an adapter that it begins with.
     """
     from experiments.pipeline import recipe_inputs
     from finetune.config import Chat
@@ -104,22 +106,21 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int) -> Cell:
     for setting, name in (("start", adapter.start), ("under", adapter.under)):
         if name is not None:
             digests.append([setting, _adapter_digest(name, f"adapter.{setting}")])
-    return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved)
+    return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved, laid or {})
 
 
 @functools.cache
 def _backbone_digests(name: str) -> list[list[str]]:
-    """[file, digest] of configuration and weights in a local directory; none for a shipped, packaged or hub name."""
+    """[file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
     from finetune import assets
 
     directory = Path(name).expanduser()
     if name.startswith("package:") or assets.backbone(name) is not None or not directory.is_dir():
         return []
     found = []
-    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
-        if path.is_file():
-            with path.open("rb") as file:
-                found.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
+    for path in [*assets.beside_weights(directory), *sorted(directory.glob("*.safetensors"))]:
+        with path.open("rb") as file:
+            found.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
     return found
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.cells.lock import locked
 from experiments.config import Sweep
 from experiments.console import Console
 from experiments.recipe import load_recipe
@@ -23,7 +24,7 @@ from experiments.recipe.tree import Branch
 from experiments.sweep.axes import Axes, Design, as_values, parse_grid
 from experiments.sweep.bisection import Bisection, bisect, parse_bisection
 from experiments.sweep.cell import Cell
-from experiments.sweep.directory import check_directory, claim, count_others, locked, results_of, stale, write_marker
+from experiments.sweep.directory import check_directory, claim, count_others, results_of, stale, write_marker
 from experiments.sweep.placing import choose_devices
 from experiments.sweep.plan import Base, plan_cells
 from experiments.sweep.queue import run_cells
@@ -47,13 +48,15 @@ def sweep(
     stack: str | None = None,
     devices: str = "auto",
     rerun_stale: bool = False,
+    rerun_failed: bool = False,
     quiet: bool = False,
 ) -> int:
     """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell failed.
 
     recipe: file or shipped name. overrides: laid over it. grid: `key=v1,v2,…` texts, else the recipe's own with its
     design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs: worker
-    processes, by default one for each CUDA device. stack: `auto` or how many cells may share a backbone. devices: see
+    processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code, and
+    those that failed without diverging. stack: `auto` or how many cells may share a backbone. devices: see
     `choose_devices`.
     Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's, before any cell
     runs; Interrupted when stopped or when the disk is full.
@@ -72,10 +75,15 @@ def sweep(
         before = claim(out, asked.document(cells), load_recipe(recipe, overrides))
         if before == 1:
             console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")
+        if asked.base.recipe.record is None and not asked.base.recipe.mesh.size > 1:
+            console.say(
+                "cells record nothing along the steps; --record.steps log adds curves over the steps, norms, effective "
+                "parameters and what tells an unstable training apart"
+            )
 
         def run(some: Sequence[Cell], label: str = "sweep") -> None:
-            made = _look(out, some, console, rerun_stale)
-            rerun = made if rerun_stale else set()
+            results = results_of(out, some)
+            rerun = _stale(results, console, rerun=rerun_stale) | (_failed(results) if rerun_failed else set())
             run_cells(out, some, workers, console, label=label, stack=asked.stack, devices=placed, rerun=rerun)
 
         more: dict[str, Row] = {}
@@ -167,14 +175,19 @@ def _stack(flag: str | None, recipe: int | str) -> int | None:
     return int(flag)
 
 
-def _look(out: Path, cells: Sequence[Cell], console: Console, rerun_stale: bool) -> set[str]:
-    """Keys of the finished cells that other code made, which is said."""
-    made = stale(results_of(out, cells))
+def _stale(results: dict[str, dict[str, Any]], console: Console, *, rerun: bool) -> set[str]:
+    """Keys of the finished cells that other code made and that run anew for it; says how many there are."""
+    made = stale(results)
     if made:
         versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(made.values()).most_common())
-        does = "they run anew" if rerun_stale else "they are kept; --rerun-stale runs them anew"
+        does = "they run anew" if rerun else "they are kept; --rerun-stale runs them anew"
         console.say(f"{len(made)} finished cells were made by other code than this ({versions}): {does}")
-    return set(made)
+    return set(made) if rerun else set()
+
+
+def _failed(results: dict[str, dict[str, Any]]) -> set[str]:
+    """Keys of the cells that failed and might not the next time: a run that diverged does so again."""
+    return {key for key, result in results.items() if result["status"] == "failed" and not result.get("diverged")}
 
 
 def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Console) -> int:
@@ -182,9 +195,9 @@ def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Cons
     table = write_table(out, cells, more=more)
     failed = {row["cell"]: row["reason"] for row in table if row["status"] == "failed"}
     for key, reason in list(failed.items())[:1]:
-        console.say(
-            f"{len(failed)} cells failed, for example {key}: {reason}; delete {out / 'cells' / key} to try again"
-        )
+        console.say(f"{len(failed)} cells failed, for example {key}: {reason}")
+    if any(row["status"] == "failed" and not row["diverged"] for row in table):
+        console.say("--rerun-failed tries again those that did not diverge")
     from experiments.report import build_report, write_plots
 
     write_plots(out)

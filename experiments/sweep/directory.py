@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from experiments.cells.lock import LOCK
 from experiments.recipe import Resolved
 from experiments.sweep.bisection import FILE as EMC
 from experiments.sweep.cell import RESULT, Cell, read_result
@@ -26,7 +27,7 @@ from finetune.rundir import disk_full_interrupts, write_provenance
 
 FORMAT = 2
 MARKER = "sweep.json"
-_LOCK, _WORKERS = ".lock", ".workers.lock"
+_WORKERS = ".workers.lock"
 _ORPHANS_S = 30.0
 
 
@@ -39,7 +40,7 @@ def check_directory(out: Path) -> None:
     if not (out / MARKER).is_file():
         if (out / "cells").is_dir() and (out / _WORKERS).exists():  # its marker was broken and is deleted
             return
-        if any(path.name not in (_LOCK, _WORKERS) for path in out.iterdir()):
+        if any(path.name not in (LOCK, _WORKERS) for path in out.iterdir()):
             raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
         return
     read_marker(out)
@@ -63,29 +64,6 @@ def read_marker(out: Path) -> dict[str, Any]:
             "the version that wrote it, or name another directory"
         )
     return found
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Make the directory if need be and be the only sweep in it; a killed one holds nothing.
-
-    Raises UserError that names the process which is at work there.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    fd = os.open(out / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
-            raise UserError(
-                f"{out} is being written by another sweep (process {holder}); wait for its end, or name another --out"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(fd)
 
 
 @contextmanager

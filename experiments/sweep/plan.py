@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,8 @@ class Base:
         for key, values in axes.items():
             if key == "train.seed":
                 raise UserError("--grid train.seed: seeds are an axis of their own; use --seeds")
-            self._check_key(key)
+            if not any(key.startswith(f"{other}.") for other in axes):  # a component that another axis sets
+                self._check_key(key)
             if isinstance(values, Range) and self._is_whole(key, values):
                 if not (values.low.is_integer() and values.high.is_integer()):
                     raise UserError(f"--grid {key}={values}: {key} is a whole number; give whole ends")
@@ -71,12 +73,29 @@ class Base:
         return checked
 
     def _check_key(self, key: str) -> None:
-        if self._owner(key) is None:  # a block that is left out: the builder makes it and judges the rest
+        owner = self._owner(key)
+        if owner is None:  # a block that is left out: the builder makes it and judges the rest
             return
         try:
             get_dotted(self.recipe, key)
         except UserError as error:
+            block, _, name = key.rpartition(".")
+            kinds = self._kinds_with(block, name)
+            if kinds and hasattr(owner, "kind"):
+                raise UserError(
+                    f"--grid {key}: {block} is {owner.kind}, which has no {name}; set one that has "
+                    f"({', '.join(kinds)}), as --{block}.kind {kinds[0]}"
+                ) from None
             raise UserError(f"--grid: {error}") from None
+
+    def _kinds_with(self, block: str, name: str) -> list[str]:
+        """The kinds that a component (`regularizer`) may be of and that have a setting of this name."""
+        around = self._owner(block)
+        if not dataclasses.is_dataclass(around):
+            return []
+        hint = typing.get_type_hints(type(around)).get(block.rpartition(".")[2])
+        found = [one for one in typing.get_args(hint) if dataclasses.is_dataclass(one) and hasattr(one, "kind")]
+        return [str(one.kind) for one in found if name in {field.name for field in dataclasses.fields(one)}]
 
     def _is_whole(self, key: str, values: Range) -> bool:
         owner = self._owner(key)
@@ -106,8 +125,13 @@ class Base:
             point = {key: _named(get_dotted(resolved.recipe, key), written) for key, written in laid.items()}
             label = label_of(laid)
             _check_point(resolved.recipe, label)
+            for key, value in point.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise UserError(
+                        f"--grid {key}={laid[key]}: an axis takes finite numbers; write a large one, or null"
+                    )
             for seed in range(first, first + seeds):
-                cell = cell_of(_under(resolved, seed), point=point, seed=seed)
+                cell = cell_of(_under(resolved, seed), point=point, seed=seed, laid=laid)
                 if seed == first and (other := seen.setdefault(cell.key, label)) != label:
                     raise UserError(
                         f"--grid: {other} and {label} are the same run (0 is 0.0, and device and threads are no "
@@ -137,8 +161,15 @@ def _named(value: Any, written: Any) -> Any:
         return value
     tree = parse(written, "--grid") if isinstance(written, str) else None
     settings = tree.children if isinstance(tree, Branch) else {}
-    beside = [f"{key}={one.text}" for key, one in settings.items() if key != "kind" and isinstance(one, Leaf)]
-    return " ".join([str(value.kind), *beside])
+    return " ".join([str(value.kind), *(f"{key}={_written(one)}" for key, one in settings.items() if key != "kind")])
+
+
+def _written(tree: Tree) -> str:
+    if isinstance(tree, Leaf):
+        return tree.text
+    if isinstance(tree, Branch):
+        return "{" + ", ".join(f"{key}: {_written(one)}" for key, one in tree.children.items()) + "}"
+    return "[" + ", ".join(map(_written, tree.items)) + "]"
 
 
 def _under(resolved: Resolved, seed: int) -> Resolved:

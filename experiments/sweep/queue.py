@@ -196,8 +196,8 @@ class _Queue:
         if not worker.ready:
             worker.ready, self.stillborn = True, 0
         elif answer.kind == "stopped":
-            self.progress.returned(unit)
-            self.waiting.append(unit)
+            rest = self._ended(unit)
+            self.waiting += [rest] if rest else []
         else:
             self._settle(unit)
         if answer.fit:
@@ -244,11 +244,8 @@ class _Queue:
                 shutil.rmtree(leftover, ignore_errors=True)
             sweep_leftovers(self.out / "cells" / cell.key)
 
-    def _settle(self, unit: Unit, how: str | None = None) -> None:
-        """Count the results of a unit; cells without one go back to the queue, or fail if they end every worker.
-
-        how: what happened to the worker; None: it is well, and a stack failed as a whole.
-        """
+    def _ended(self, unit: Unit) -> Unit:
+        """Count the results of a unit that its worker has left; the cells without one."""
         rest = []
         alone: Counter[str] = Counter()
         for cell in unit:
@@ -264,11 +261,19 @@ class _Queue:
                 self.said.add(reason)
                 self._log(f"{count} cells of a stack ran alone: {reason}")
         self.progress.returned(rest)
+        return tuple(rest)
+
+    def _settle(self, unit: Unit, how: str | None = None) -> None:
+        """Count the results of a unit; cells without one go back to the queue, or fail if they end every worker.
+
+        how: what happened to the worker; None: it is well, and a stack failed as a whole.
+        """
+        rest = self._ended(unit)
         if not rest:
             return
         if len(rest) > 1 or len(unit) > 1:
             middle = (len(rest) + 1) // 2
-            self.waiting.extend(tuple(part) for part in (rest[:middle], rest[middle:]) if part)
+            self.waiting.extend(part for part in (rest[:middle], rest[middle:]) if part)
             return
         (cell,) = rest
         self.deaths[cell.key] += 1

@@ -27,9 +27,7 @@ from experiments.preparing import Prepared, prepare
 from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of, run_cell, without_cache
 from finetune.atomic import write_json
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
-from finetune.errors import UserError
 from finetune.numerics import cpu_threads
-from finetune.parallel.footprint import Backbone
 from finetune.rundir import RunDirectory, disk_full_interrupts
 from finetune.stacked.footprint import estimate
 from finetune.stacked.refusing import NotStackable, refusal
@@ -60,7 +58,8 @@ def stackable(recipe: Recipe) -> str | None:
 def stacks(cells: Sequence[Cell], *, width: int | None = None, memory: int | None = None) -> list[Stack]:
     """`cells` in the stacks that they train in, each stack's cells alike in cost; all cells are in one of them.
 
-    Cells share a stack if they share backbone, task, files, precision, device and adapted layers.
+    In order of their seeds: a sweep that is stopped has whole seeds, which can be paired. Cells share a stack if they
+    share backbone, task, files, precision, device and adapted layers.
 
     Args:
         width: cells of a stack at most; None: as many as memory allows, up to `WIDTH`.
@@ -75,9 +74,9 @@ def stacks(cells: Sequence[Cell], *, width: int | None = None, memory: int | Non
         else:
             found.append(Stack((cell,), reason))
     for group in alike.values():
-        by_seed = _share_rows(group)  # else the order is stable: seeds of a point stay neighbours
-        group.sort(key=lambda cell: _cost(cell.resolved.recipe, by_seed=by_seed))
+        group.sort(key=lambda cell: _cost(cell.resolved.recipe))
         found += [Stack(tuple(part)) for part in _cut(group, width or WIDTH, memory)]
+    found.sort(key=lambda stack: min(cell.seed for cell in stack.cells))
     return found
 
 
@@ -92,22 +91,14 @@ def _kind(recipe: Recipe) -> str:
     return json.dumps(common, sort_keys=True, default=str)
 
 
-def _cost(recipe: Recipe, *, by_seed: bool) -> tuple[Any, ...]:
-    """Cells of like length first of all, so that a stack does not run half empty; then like in batch and rank."""
+def _cost(recipe: Recipe) -> tuple[Any, ...]:
+    """Cells of like length first of all, so that a stack does not run half empty; then like in batch.
+
+    Of these whole seeds: they see the same rows, which go once through the blocks that lie below all adapters.
+    """
     train = recipe.train
-    seed = train.seed if by_seed else 0
-    return train.steps, train.batch_size * train.accumulate, seed, recipe.adapter.rank, recipe.regularizer.kind
-
-
-def _share_rows(cells: Sequence[Cell]) -> bool:
-    """Whether cells of one seed, which see the same rows, share the blocks below their adapters."""
-    if len(cells) == 1:
-        return False
-    recipe = cells[0].resolved.recipe
-    try:
-        return Backbone.read(resolve_backbone(recipe.backbone), recipe.adapter).below > 0
-    except UserError:  # a configuration whose sizes nobody could read; loading says what is wrong with it
-        return False
+    batch = train.batch_size * train.accumulate
+    return train.steps, batch, train.seed, recipe.adapter.rank, recipe.regularizer.kind
 
 
 def _cut(cells: list[Cell], width: int, memory: int | None) -> Iterator[list[Cell]]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from experiments.sweep.cell import Cell, outcome_of, run_cell
 from experiments.sweep.directory import at_work
+from experiments.sweep.source import source_digest
 from finetune.errors import Interrupted
 from finetune.rundir import RunDirectory
 
@@ -88,6 +89,7 @@ def start_worker(parent: int, threads: int) -> None:
 def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connection) -> None:
     """The life of a worker: says that it is ready, then answers each unit, until told None or left alone."""
     start_worker(parent, threads)
+    source_digest()  # now: what is edited while the worker lives is not what it runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     with at_work(out):
         if os.getppid() != parent:

@@ -17,11 +17,11 @@ import experiments.pipeline
 import experiments.preparing
 import experiments.report
 import experiments.sweep.cell
+from experiments.cells.lock import locked
 from experiments.console import Console
 from experiments.pipeline import execute
 from experiments.preparing import prepare
 from experiments.recipe import from_override, load_recipe
-from experiments.sweep.directory import locked
 from finetune.loop import Diverged
 from finetune.rundir import RunDirectory
 from flatshift.cli import run
@@ -110,6 +110,25 @@ def test_failure_is_a_result_and_the_exit_code(
     assert set(started(tmp_path / "sweep").values()) == {1}
 
 
+def test_what_failed_is_tried_again_when_asked_but_not_what_diverged(
+    cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = ["--grid", "adapter.rank=7,8,9", "--seeds", "1"]
+    assert cheap(*grid) == 1
+    assert "--rerun-failed tries again those that did not diverge" in capsys.readouterr().err
+    assert cheap(*grid, "--rerun-failed") == 1
+    counts = started(tmp_path / "sweep")
+    rows = table(tmp_path / "sweep")
+    assert [counts[key] for key in rows["cell"]] == [2, 1, 1] and rows["status"] == ["failed", "done", "failed"]
+
+
+def test_a_sweep_that_records_nothing_says_how_to(cheap: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cheap("--grid", "adapter.rank=1,2", "--seeds", "1") == 0
+    assert "--record.steps" not in capsys.readouterr().err
+    assert cheap("--grid", "adapter.rank=1,2", "--seeds", "1", "--record", "null") == 0
+    assert "cells record nothing along the steps; --record.steps log" in capsys.readouterr().err
+
+
 def test_other_code_is_said_and_run_anew_when_asked(
     cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +184,9 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
     [
         (["--grid", "adapter.rnk=1"], "'rank'"),
         (["--grid", "adapter.rank=1,x"], "whole number"),
+        (["--grid", "regularizer.sigma=0,0.1"], "regularizer is plain, which has no sigma; set one that has (ggpo"),
+        (["--grid", "regularizer=plain,ggpo", "regularizer.sigma=0,0.1"], "unknown key 'regularizer.sigma'"),
+        (["--grid", "optimizer.clip=1,.inf"], "--grid optimizer.clip=.inf: an axis takes finite numbers"),
         (["--sweep", "null"], "give --grid"),
         (["--grid"], "recipe's own `sweep.grid`"),
         (["--grid", "optimizer.lr=1..2..3", "--design", "random", "--points", "2"], "optimizer.lr=lo..hi"),
@@ -243,9 +265,17 @@ def test_bisection_finds_how_many_rows_each_point_fits(cheap: Sweep, tmp_path: P
     assert started(out) == counts and json.loads((out / "emc.json").read_text(encoding="utf-8")) == found
 
 
+def test_bisection_at_a_kind_with_settings_of_its_own(cheap: Sweep, tmp_path: Path) -> None:
+    grid = "regularizer=plain,{kind: ggpo, sigma: 0.15}"
+    assert cheap("--grid", grid, "--seeds", "1", "--bisect", "data.train.limit=10..1000") == 0
+    found = json.loads((tmp_path / "sweep" / "emc.json").read_text(encoding="utf-8"))["points"]
+    assert [point["point"] for point in found] == [{"regularizer": "plain"}, {"regularizer": "ggpo sigma=0.15"}]
+    assert found[0]["emc"] == found[1]["emc"]
+
+
 def test_bisection_ends_at_a_cell_that_fails_otherwise(cheap: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     assert cheap("--grid", "adapter.rank=7", "--seeds", "1", "--bisect", "data.train.limit=10..100") == 2
-    assert "rank 7 is unlucky" in capsys.readouterr().err
+    assert "rank 7 is unlucky" in (said := capsys.readouterr().err) and "--rerun-failed tries it again" in said
 
 
 # ------------------------------------------------------------------------------------------- for real

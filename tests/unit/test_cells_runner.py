@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from experiments.cells.files import is_final, read_result
-from experiments.cells.runner import Runner
+from experiments.cells.runner import Runner, claimed
 from experiments.console import Console
+from finetune.errors import UserError
 from tests.study_cells import StandIn, run_stand_in
 
 
@@ -39,3 +42,20 @@ def test_a_cell_that_ended_its_workers_is_not_run_for_its_result(tmp_path: Path)
     found = read_result(tmp_path, "a")
     assert (found["status"], found["reason"], found["figure"]) == ("crashed", "its worker process ended", None)
     assert not (tmp_path / "seen-a").exists()
+
+
+def test_two_studies_in_one_directory_are_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    with (
+        claimed(out, "a: 1\n", "study"),
+        pytest.raises(UserError, match="another command"),
+        claimed(out, "b: 2\n", "x"),
+    ):
+        raise AssertionError("two at once")
+    with claimed(out, "b: 2\n", "study"):
+        assert (out / "study.recipe.yaml").read_text() == "b: 2\n", "one after another"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(UserError, match="is not a study's directory"), claimed(tmp_path / "other", "a: 1\n", "study"):
+        raise AssertionError("not ours")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]

@@ -348,15 +348,24 @@ def test_a_width_is_honoured_and_like_cells_are_neighbours():
     found = stacks(cells, width=5)
     assert sum((stack.cells for stack in found), ()) and sum(len(stack.cells) for stack in found) == len(cells)
     assert max(len(stack.cells) for stack in found) <= 5
-    keys = [(c.resolved.recipe.train.steps, c.resolved.recipe.adapter.rank) for stack in found for c in stack.cells]
-    assert keys == sorted(keys)
+    lengths = [{c.resolved.recipe.train.steps for c in stack.cells} for stack in found]
+    assert sorted(map(len, lengths)) == [1, 1, 2], "no more than the cut needs run half empty"
 
 
-def test_cells_of_one_seed_are_neighbours_where_they_share_the_blocks_below_their_adapters():
-    cells = [cell(seed=s, adapter__rank=r, adapter__targets="layers.5.mlp.down_proj") for r in (2, 8) for s in range(3)]
+@pytest.mark.parametrize("targets", ["layers.5.mlp.down_proj", "all-linear"])
+def test_a_sweep_that_is_stopped_has_whole_seeds(targets):
+    """Also along the steps, where cells of unlike length are no stack."""
+    cells = [
+        cell(seed=s, adapter__rank=r, adapter__targets=targets, train__steps=n)
+        for n in (10, 40)
+        for r in (2, 8)
+        for s in range(3)
+    ]
     found = stacks(cells, width=2)
-    of_stacks = [[(c.resolved.recipe.train.seed, c.resolved.recipe.adapter.rank) for c in s.cells] for s in found]
-    assert of_stacks == [[(seed, 2), (seed, 8)] for seed in range(3)]
+    of_stacks = [
+        [(c.seed, c.resolved.recipe.train.steps, c.resolved.recipe.adapter.rank) for c in s.cells] for s in found
+    ]
+    assert of_stacks == [[(seed, n, 2), (seed, n, 8)] for seed in range(3) for n in (10, 40)]
 
 
 def test_micro_batches_of_the_same_rows_go_together_and_count_once_in_what_is_shared():

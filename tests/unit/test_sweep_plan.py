@@ -134,6 +134,10 @@ def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
     first = key()
     (tmp_path / "model" / "README.md").write_bytes(b"x")
     assert key() == first != absent, "a name that is no directory is only a name"
+    (tmp_path / "model" / "tokenizer.json").write_bytes(b"other tokens")
+    assert key() != first
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert key() == first
     (tmp_path / "model" / "model.safetensors").write_bytes(b"2")
     assert key() != first
     assert _backbone_digests("flatshift-5m") == _backbone_digests("package:x/y") == []
@@ -160,6 +164,25 @@ def test_one_kind_may_stand_in_a_grid_with_several_settings(tmp_path: Path) -> N
     assert [c.resolved.recipe.regularizer for c in cells] == expected
     plan = {"grid": {"regularizer": [str(value) for value in axes["regularizer"]]}, "seeds": 1}
     assert all(is_planned({**c.point, "seed": c.seed}, plan) for c in cells)
+
+
+def test_a_kind_with_settings_may_be_written_on_the_command_line() -> None:
+    axes = parse_grid(["regularizer=plain,{kind: ggpo, beta: 0},{kind: ggpo, beta: 0.5}", "adapter.targets=[q,k],[v]"])
+    assert axes["adapter.targets"] == ["[q,k]", "[v]"]
+    cells = list(plan_cells("double-descent", [], axes, 1))
+    assert [c.point["regularizer"] for c in cells][::2] == ["plain", "ggpo beta=0", "ggpo beta=0.5"]
+    assert cells[2].laid == {"regularizer": "{kind: ggpo, beta: 0}", "adapter.targets": "[q,k]"}
+    (again,) = Base.of("double-descent", []).cells([cells[2].laid], 1)
+    assert again == cells[2]
+
+
+def test_an_axis_may_be_of_a_kind_that_another_axis_sets() -> None:
+    axes = parse_grid(["regularizer=ggpo,mgpo", "regularizer.rho=0.1,0.2"])
+    with pytest.raises(UserError, match=r"unknown key 'regularizer.rho'"):
+        list(plan_cells("double-descent", [], axes, 1))
+    axes = parse_grid(["regularizer=mgpo,sam", "regularizer.rho=0.1,0.2"])
+    cells = list(plan_cells("double-descent", [], axes, 1))
+    assert [c.resolved.recipe.regularizer.kind for c in cells] == ["mgpo", "mgpo", "sam", "sam"]
 
 
 def test_seeds_begin_at_the_recipes_own() -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from experiments.cells.lock import locked
 from experiments.console import Console
 from experiments.recipe import load_recipe
 from experiments.sweep import queue, run_cells
 from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
 from experiments.sweep.cost import CostModel, work_of
-from experiments.sweep.directory import at_work, await_orphans, claim, locked, results_of, stale, write_marker
+from experiments.sweep.directory import at_work, await_orphans, claim, results_of, stale, write_marker
 from experiments.sweep.placing import Places, choose_devices, memory_of, on_cuda, place
 from experiments.sweep.progress import Progress
 from finetune.errors import Interrupted, UserError
@@ -76,6 +77,17 @@ def test_stack_with_a_killer_is_halved_until_the_killer_is_alone(
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [r["status"] for r in found if r] == ["done", "done", "failed", "done"]
     assert Counter(starts(tmp_path))[cells[2].key] == 4  # with three others, with one, and alone twice
+
+
+def test_a_worker_that_is_told_to_stop_gives_back_what_it_has_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = cells_that(["ok", "stop late once", "ok"])
+    monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
+    run_cells(tmp_path, cells, 2, QUIET, run=behave, stack=None)
+    found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
+    assert [r["status"] for r in found if r] == ["done"] * 3
+    assert Counter(starts(tmp_path)) == {cells[0].key: 1, cells[1].key: 2, cells[2].key: 2}
 
 
 @pytest.mark.timeout(60)
@@ -252,7 +264,8 @@ def test_whole_seeds_come_first(tmp_path: Path) -> None:
 
 def test_second_sweep_is_told_who_is_at_work_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom experiments.sweep.directory import at_work, locked\n"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from experiments.cells.lock import locked\nfrom experiments.sweep.directory import at_work\n"
         f"with locked(Path({str(tmp_path)!r})), at_work(Path({str(tmp_path)!r})):\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
