@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.report import formats
 from experiments.report.figure import Canvas, Chart, colour, label_ends
 from experiments.report.plots_sweep import Series, curve_chart, span, train_and_test, unit_of
-from experiments.report.sweepanalysis import Analysis, panels
+from experiments.report.sweepanalysis import FEW, Analysis, curves_along, spread
 from experiments.report.sweepdata import SweepData
 from experiments.stats import Interval
 
@@ -44,7 +44,6 @@ CAPACITIES = (
         "Stable rank: ‖sBA‖_F²/‖sBA‖₂², mean over the adapted layers.",
     ),
 )
-_PANELS = 4
 
 
 def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> list[Chart]:
@@ -55,7 +54,8 @@ def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> list[Char
     if not measured or not lines:
         return []
     charts = []
-    for number, where in enumerate(panels(data, axis, measured[0].column)[0][:_PANELS]):
+    every = curves_along(data, axis, measured[0].column)
+    for number, where in enumerate(spread(data, every, FEW)):
         # The other measures mostly tell the same; one setting is enough to see it.
         for capacity in measured if number == 0 else measured[:1]:
             made = [_folded(data, axis, where, capacity, lines, kind, number)]

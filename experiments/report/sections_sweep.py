@@ -18,14 +18,14 @@ from experiments.report.sections_verdicts import (
     verdict_notes,
     verdict_table,
 )
-from experiments.report.sweepanalysis import Analysis, Direction, main_axis
+from experiments.report.sweepanalysis import FEW, Analysis, Direction, main_axis, spread
 from experiments.report.sweepaxes import Together
 from experiments.report.sweepdata import STEP, Failure, SweepData
 
 _ROWS = 200
 """Settings that a table of the page lists; points.csv has every cell."""
-_MAPS = 4
-"""Settings and pairs of axes for which maps are drawn."""
+_PAIRED_MAPS = 4
+"""Pairs of axes for which maps are drawn."""
 _FAILURES = 50
 _PAIRS = 6
 """Values of a paired axis that are named at the top; the table of all settings has all."""
@@ -74,7 +74,7 @@ def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
             lead = (
                 "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
                 f"back on itself, {axis} is more than one axis of capacity, and a peak along it may be no more than "
-                "the turn."
+                f"the turn.{_drawn(data.settings([a for a in data.axes if a != axis]))}"
             )
             sections.append(Section("Effective parameters", [Figures(folds)], lead))
         sections += _memorised(data, analysis)
@@ -180,12 +180,12 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
     for kind in kinds:
         lines = plots_sweep.train_and_test(table, kind)
         words = f"{' and '.join(line.name for line in lines).capitalize()} {kind} along {named}"
-        if kind != kinds[0] and len(direction.settings) > 1:
+        if kind != kinds[0] and len(direction.drawn) > 1:
             made = _faceted(direction, lines, kind, words)
             charts += [made] if made is not None else []
             continue
         limits = _limits(direction, lines, kind)
-        for number, where in enumerate(direction.settings):
+        for number, where in enumerate(direction.drawn):
             chart = plots_sweep.curve_chart(
                 table,
                 axis,
@@ -198,7 +198,7 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
                 judged=direction.judged_at(where) if kind == kinds[0] else None,
                 crossing=direction.crossing_at(where),
                 epsilon=data.epsilon,
-                wide=len(direction.settings) == 1 and len(kinds) == 1,
+                wide=len(direction.drawn) == 1 and len(kinds) == 1,
             )
             charts += [chart] if chart is not None else []
     if not charts:
@@ -209,10 +209,10 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
         blocks += [found] if found is not None else []
     against, notes = beside_table(direction)
     blocks += [against] if against is not None else []
-    if direction.total > len(direction.settings):
+    if direction.total > len(direction.drawn):
         notes.append(
-            f"{len(direction.settings)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "
-            "the tables have all."
+            f"{len(direction.drawn)} of {direction.total:,} settings of the other axes are drawn, evenly chosen; "
+            f"{'the verdicts and ' if direction.total == len(direction.settings) else ''}the tables have all."
         )
     if table.numeric(axis) and None in table.levels(axis):
         notes.append(
@@ -227,7 +227,7 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
 
 def _limits(direction: Direction, lines: Sequence[plots_sweep.Series], kind: str) -> tuple[float, float] | None:
     """One y range for all settings, so that their charts compare."""
-    curves = [direction.table.curve(line.column, direction.axis, w) for line in lines for w in direction.settings]
+    curves = [direction.table.curve(line.column, direction.axis, w) for line in lines for w in direction.drawn]
     curves = [[(v, p) for v, p in c if not (direction.axis == STEP and v == 0)] for c in curves]
     return plots_sweep.span([c for c in curves if c], zero=kind == "error") if any(curves) else None
 
@@ -238,7 +238,7 @@ def _faceted(direction: Direction, lines: Sequence[plots_sweep.Series], kind: st
             formats.setting(where),
             [Line(line.name, line.token, direction.table.curve(line.column, direction.axis, where)) for line in lines],
         )
-        for where in direction.settings
+        for where in direction.drawn
     ]
     return facets(
         panels,
@@ -270,11 +270,14 @@ def _maps(data: SweepData) -> list[Section]:
     if data.design == "random":
         return []
     charts: list[Chart] = []
+    said = ""
     axis = main_axis(data)
     test, train = data.error_columns()
     if data.trace is not None and axis is not None and len(data.levels(axis)) > 1:
         rest = [a for a in data.axes if a != axis]
-        for number, where in enumerate(data.trace.settings(rest)[:_MAPS]):
+        every = data.trace.settings(rest)
+        said += _drawn(every)
+        for number, where in enumerate(spread(data.trace, every, FEW)):
             charts += plots_maps.heat_maps(
                 data.trace,
                 STEP,
@@ -286,19 +289,24 @@ def _maps(data: SweepData) -> list[Section]:
             )
     pairs = [(x, y) for i, x in enumerate(data.axes) for y in data.axes[i + 1 :]]
     pairs = [(x, y) for x, y in pairs if len(data.axes) == 2 or (data.numeric(x) and data.numeric(y))]
-    for x, y in pairs[:_MAPS]:
+    for x, y in pairs[:_PAIRED_MAPS]:
         if y == axis or not data.numeric(x):
             x, y = y, x
         rest = [a for a in data.axes if a not in (x, y)]
-        for number, where in enumerate(data.settings(rest)[: 1 if len(pairs) > 1 else _MAPS]):
+        for number, where in enumerate(spread(data, data.settings(rest), 1 if len(pairs) > 1 else FEW)):
             names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
             charts += plots_maps.heat_maps(
                 data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}", epsilon=data.epsilon
             )
     if not charts:
         return []
-    lead = f"The line is the interpolation threshold, a mean train error of {data.epsilon:g}."
+    lead = f"The line is the interpolation threshold, a mean train error of {data.epsilon:g}.{said}"
     return [Section("Maps", [Figures(charts)], lead)]
+
+
+def _drawn(settings: Sequence[Any]) -> str:
+    """That some are not, for a lead."""
+    return f" {FEW} of {len(settings):,} settings are drawn, evenly chosen." if len(settings) > FEW else ""
 
 
 def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
@@ -312,7 +320,7 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
     charts = []
     for direction in analysis.directions:
         lines = [line for line in split if direction.table.has(line.column)]
-        for number, where in enumerate(direction.settings[:2] if lines else []):
+        for number, where in enumerate(spread(direction.table, direction.settings, FEW) if lines else []):
             chart = plots_sweep.curve_chart(
                 direction.table,
                 direction.axis,
@@ -331,6 +339,7 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
     lead = (
         "Errors against the label that was trained on, on rows with clean and with noisy labels. Memorised: noisy rows "
         "predicted as their wrong label; recovered: predicted as their true one."
+        + _drawn(max((d.settings for d in analysis.directions), key=len))
     )
     return [Section("Memorised labels", [Figures(charts)], lead)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,11 @@ from experiments.report.sweeptable import SweepTable
 from finetune.errors import UserError
 
 PANELS = 8
-"""Settings of the other axes that are drawn and judged for one axis; the tables have all."""
+"""Settings of the other axes that are drawn for one axis; the tables have all."""
+FEW = 6
+"""Settings of a figure that takes more than one chart for each."""
+JUDGED = 48
+"""Settings up to which all are judged; of more, those that are drawn."""
 
 
 def main_axis(data: SweepData) -> str | None:
@@ -32,26 +37,53 @@ def axes_of(data: SweepData) -> list[str]:
     return [a for a in [first, *others] if a is not None]
 
 
-def panels(table: SweepTable, axis: str, column: str) -> tuple[list[dict[str, Any]], int]:
-    """(settings of the other axes to draw, how many there are): those with two values of `axis` or more, spread out."""
+def curves_along(table: SweepTable, axis: str, column: str) -> list[dict[str, Any]]:
+    """Settings of the other axes at which `column` has two values of `axis` or more."""
     others = [a for a in table.axes if a != axis]
     found = [where for where in table.settings(others) if len(table.curve(column, axis, where)) > 1]
     if not found and not others and len(table.curve(column, axis, {})):
         found = [{}]
-    step = max((len(found) - 1) / (PANELS - 1), 1.0)
-    return [found[round(i * step)] for i in range(min(len(found), PANELS))], len(found)
+    return found
+
+
+def spread(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most `most` of `settings`, in their order: every word (`regularizer`) at the same numbers, evenly spread."""
+    if len(settings) <= most:
+        return list(settings)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for place, where in enumerate(settings):
+        words = tuple(value for axis, value in where.items() if not table.numeric(axis))
+        alike.setdefault(words, []).append(place)
+    each = max(most // len(alike), 1)
+    chosen = sorted(place for places in alike.values() for place in _evenly(places, each))
+    return [settings[place] for place in _evenly(chosen, most)]
+
+
+def _evenly(places: Sequence[int], most: int) -> list[int]:
+    """At most `most` of them, first and last included; one alone is the middle one."""
+    if len(places) <= most:
+        return list(places)
+    if most == 1:
+        return [places[len(places) // 2]]
+    return [places[round(i * (len(places) - 1) / (most - 1))] for i in range(most)]
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One axis of a sweep, with the settings of the others that are drawn."""
+    """One axis of a sweep, with the settings of the others."""
 
     data: SweepData
     table: SweepTable
     axis: str
     settings: list[dict[str, Any]]
+    """Those that are judged."""
     total: int
-    """Settings that there are; `settings` are at most `PANELS` of them."""
+    """Settings that there are; `settings` are all, or of more than `JUDGED` those that are drawn."""
+
+    @property
+    def drawn(self) -> list[dict[str, Any]]:
+        """At most `PANELS` of `settings`."""
+        return spread(self.table, self.settings, PANELS)
 
     @property
     def kind(self) -> str:
@@ -128,9 +160,10 @@ class Analysis:
         for axis, table in places:
             drawn = [*self.data.error_columns(), "test.loss", "dev.loss", "train.loss"]
             column = next((c for c in drawn if table.has(c)), None)
-            settings, total = panels(table, axis, column) if column is not None else ([], 0)
-            if settings:
-                found.append(Direction(self.data, table, axis, settings, total))
+            every = curves_along(table, axis, column) if column is not None else []
+            if every:
+                judged = every if len(every) <= JUDGED else spread(table, every, PANELS)
+                found.append(Direction(self.data, table, axis, judged, len(every)))
         return found
 
     def crossing(self, axis: str, where: dict[str, Any]) -> Crossing | None:

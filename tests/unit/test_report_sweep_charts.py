@@ -11,7 +11,7 @@ from experiments.report import formats, plots_maps, plots_params
 from experiments.report.plots_facets import Line, Panel, facets
 from experiments.report.scales import scale
 from experiments.report.sections_sweep import sweep_sections
-from experiments.report.sweepanalysis import Analysis, axes_of, main_axis, panels
+from experiments.report.sweepanalysis import Analysis, axes_of, main_axis
 from experiments.report.sweeptable import SweepTable
 from experiments.stats import Interval
 from tests.sweep_tables import cells, rows
@@ -26,13 +26,32 @@ def test_the_axis_of_curves_is_the_rank_and_panels_are_the_rest(tmp_path):
     ]
     data = cells(tmp_path / "s", table, {"regularizer.kind": [], "data.train.limit": [], "adapter.rank": []})
     assert main_axis(data) == "adapter.rank" and axes_of(data) == ["adapter.rank", "data.train.limit"]
-    drawn, total = panels(data, "adapter.rank", "test.error")
-    assert len(drawn) == total == 6 and {tuple(sorted(w)) for w in drawn} == {("data.train.limit", "regularizer.kind")}
-    many = [{**row, "optimizer.lr": i * 1e-3} for row in rows({1: 0.5, 2: 0.4}) for i in range(1, 40)]
+    ranks = Analysis(data).directions[0]
+    assert len(ranks.drawn) == ranks.total == 6
+    assert {tuple(sorted(w)) for w in ranks.drawn} == {("data.train.limit", "regularizer.kind")}
+
+
+@pytest.mark.parametrize(("count", "judged"), [(39, 39), (60, 8)])
+def test_of_many_settings_some_are_drawn_and_as_long_as_it_lasts_all_are_judged(tmp_path, count, judged):
+    many = [{**row, "optimizer.lr": i * 1e-3} for row in rows({1: 0.5, 2: 0.4}) for i in range(1, count + 1)]
     data = cells(tmp_path / "m", many, {"optimizer.lr": [], "adapter.rank": []})
-    drawn, total = panels(data, "adapter.rank", "test.error")
-    assert total == 39 and len(drawn) == 8
-    assert drawn[0]["optimizer.lr"] == 0.001 and drawn[-1]["optimizer.lr"] == 0.039
+    ranks = Analysis(data).directions[0]
+    assert (ranks.total, len(ranks.settings), len(ranks.drawn)) == (count, judged, 8)
+    assert ranks.drawn[0]["optimizer.lr"] == 0.001 and ranks.drawn[-1]["optimizer.lr"] == count / 1000
+
+
+def test_every_regularizer_is_drawn_at_the_same_rates(tmp_path):
+    """Evenly chosen places of a product fall on a few of its words; a page once left out a whole arm."""
+    kinds = ("plain", "ggpo", "mgpo")
+    table = [
+        {**row, "optimizer.lr": lr, "regularizer": kind}
+        for row in rows({1: 0.5, 2: 0.4})
+        for lr in (1e-3, 3e-3, 1e-2, 3e-2)
+        for kind in kinds
+    ]
+    data = cells(tmp_path / "s", table, {"adapter.rank": [], "optimizer.lr": [], "regularizer": list(kinds)})
+    drawn = Analysis(data).directions[0].drawn
+    assert [(w["optimizer.lr"], w["regularizer"]) for w in drawn] == [(lr, k) for lr in (1e-3, 3e-2) for k in kinds]
 
 
 def test_words_as_axis_and_one_seed(tmp_path):
