@@ -181,7 +181,8 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
         lines = plots_sweep.train_and_test(table, kind)
         words = f"{' and '.join(line.name for line in lines).capitalize()} {kind} along {named}"
         if kind != kinds[0] and len(direction.drawn) > 1:
-            made = _faceted(direction, lines, kind, words)
+            name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
+            made = _faceted(direction, lines, name, words, plots_sweep.unit_of(kind))
             charts += [made] if made is not None else []
             continue
         limits = _limits(direction, lines, kind)
@@ -232,7 +233,8 @@ def _limits(direction: Direction, lines: Sequence[plots_sweep.Series], kind: str
     return plots_sweep.span([c for c in curves if c], zero=kind == "error") if any(curves) else None
 
 
-def _faceted(direction: Direction, lines: Sequence[plots_sweep.Series], kind: str, words: str) -> Chart | None:
+def _faceted(direction: Direction, lines: Sequence[plots_sweep.Series], name: str, title: str, y: str) -> Chart | None:
+    """A small panel for each setting that is drawn."""
     panels = [
         Panel(
             formats.setting(where),
@@ -244,9 +246,9 @@ def _faceted(direction: Direction, lines: Sequence[plots_sweep.Series], kind: st
         panels,
         direction.axis,
         columns=4 if len(panels) > 3 else 2,
-        y=plots_sweep.unit_of(kind),
-        name=f"sweep-{direction.axis.rpartition('.')[2].replace('_', '-')}-{kind}",
-        title=words,
+        y=y,
+        name=name,
+        title=title,
         caption="Means over seeds; bands: 95 % t-intervals.",
         linear=True,
     )
@@ -320,28 +322,35 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
     charts = []
     for direction in analysis.directions:
         lines = [line for line in split if direction.table.has(line.column)]
-        for number, where in enumerate(spread(direction.table, direction.settings, FEW) if lines else []):
-            chart = plots_sweep.curve_chart(
-                direction.table,
-                direction.axis,
-                where,
-                lines,
-                name=f"sweep-memorised-{direction.axis.rpartition('.')[2]}-{number}",
-                title=f"Clean and noisy labels along {formats.axis_name(direction.axis)}"
-                + (f", {formats.setting(where)}" if where else ""),
-                unit="share of the clean or of the noisy rows",
-                crossing=direction.crossing_at(where),
-                epsilon=data.epsilon,
+        name = f"sweep-memorised-{direction.axis.rpartition('.')[2]}"
+        title = f"Clean and noisy labels along {formats.axis_name(direction.axis)}"
+        unit = "share of the clean or of the noisy rows"
+        if lines and len(direction.drawn) > 1:
+            charts.append(_faceted(direction, lines, name, title, unit))
+        elif lines:
+            (where,) = direction.drawn
+            crossing = direction.crossing_at(where)
+            charts.append(
+                plots_sweep.curve_chart(
+                    direction.table,
+                    direction.axis,
+                    where,
+                    lines,
+                    name=name,
+                    title=title + (f", {formats.setting(where)}" if where else ""),
+                    unit=unit,
+                    crossing=crossing,
+                    epsilon=data.epsilon,
+                )
             )
-            charts += [chart] if chart is not None else []
-    if not charts:
+    drawn = [chart for chart in charts if chart is not None]
+    if not drawn:
         return []
     lead = (
         "Errors against the label that was trained on, on rows with clean and with noisy labels. Memorised: noisy rows "
         "predicted as their wrong label; recovered: predicted as their true one."
-        + _drawn(max((d.settings for d in analysis.directions), key=len))
     )
-    return [Section("Memorised labels", [Figures(charts)], lead)]
+    return [Section("Memorised labels", [Figures(drawn)], lead)]
 
 
 def _tables(data: SweepData) -> list[Section]:

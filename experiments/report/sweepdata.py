@@ -21,11 +21,11 @@ from experiments.report.sweepplan import (
     beta1,
     declared_axes,
     declared_epsilon,
-    is_planned,
     only_planned,
     planned_cells,
     read_plan,
     read_searched,
+    rows_planned,
 )
 from experiments.report.sweeptable import SweepTable, Where
 from finetune.errors import UserError
@@ -184,7 +184,7 @@ def read_sweep(folder: Path) -> SweepData | None:
     late: list[Path] = []
     if cells is None or (planned is not None and cells.num_rows < planned):
         late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
-    rows = [row for row in map(_flat_result, late) if is_planned(row, plan)]
+    rows = rows_planned(map(_flat_result, late), plan)
     cells = _with_errors(_joined(cells, rows))
     axes, fixed = axes_of_table(cells, declared_axes(plan))
     together: list[Together] = []
@@ -252,14 +252,17 @@ def _joined(table: pa.Table | None, rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def _array(values: list[Any]) -> pa.Array:
-    """Values as a column; as text where their types do not go together."""
+    """Values as a column; as text where they are lists, or their types do not go together."""
     import pyarrow as pa
 
-    values = [", ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in values]
     try:
-        return pa.array(values)
+        found = pa.array(values)
+        if not pa.types.is_nested(found.type):
+            return found
     except (pa.ArrowException, TypeError):
-        return pa.array([None if v is None else str(v) for v in values])
+        pass
+    values = [", ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in values]
+    return pa.array([None if v is None else str(v) for v in values])
 
 
 def _with_errors(table: pa.Table) -> pa.Table:

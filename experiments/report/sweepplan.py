@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,13 +63,14 @@ def planned_cells(plan: dict[str, Any]) -> int | None:
     return points * seeds or None
 
 
-def is_planned(row: dict[str, Any], plan: dict[str, Any]) -> bool:
-    """Whether a finished cell is one of the plan's: a directory may hold cells of an earlier grid as well."""
-    return all(key in row and fits(row[key]) for key, fits in _tests(plan).items())
+def rows_planned(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those finished cells that are the plan's: a directory may hold cells of an earlier grid as well."""
+    tests = _tests(plan).items()
+    return [row for row in rows if all(key in row and fits(row[key]) for key, fits in tests)]
 
 
 def only_planned(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
-    """The rows of a table of cells for which `is_planned`; a column is judged by its distinct values."""
+    """`rows_planned` of a table of cells; a column is judged by its distinct values."""
     import numpy as np
     import pyarrow as pa
 

@@ -73,10 +73,10 @@ def test_tables_of_an_earlier_plan_are_cut_to_the_plan(tmp_path):
     ],
 )
 def test_a_planned_value_is_found_however_it_is_written(value, written, planned):
-    from experiments.report.sweepplan import is_planned, only_planned
+    from experiments.report.sweepplan import only_planned, rows_planned
 
     plan = {"grid": {"x": written}, "seeds": 1}
-    assert is_planned({"x": value, "seed": 0}, plan) == planned
+    assert bool(rows_planned([{"x": value, "seed": 0}], plan)) == planned
     assert only_planned(pa.table({"x": [value], "seed": [0]}), plan).num_rows == planned
 
 
