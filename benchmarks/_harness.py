@@ -236,7 +236,7 @@ class Benchmark:
         ratios = [m / t for m, t in zip(mine, theirs, strict=False) if t]
         judged = statistics.median(ratios) if ratios else (statistics.median(mine) if mine else None)
         if bar is None and bar_op is not None:
-            bar = f"{'ratio' if ratios else unit} {bar_op} {bar_value:g}"
+            bar = f"{'ratio' if ratios or peer_name else unit} {bar_op} {bar_value:g}"
         row: dict[str, Any] = {
             "what": what,
             "ours": statistics.median(mine) if mine else None,

@@ -4,8 +4,9 @@
 
 A kill hits one worker (the sweep goes on), the main process alone (its workers find out that they are orphans), or the
 main process and all its workers at once; during the start, or at a random moment after some cells were begun. A sweep
-takes several kills before it is let finish. No cell may be lost, none that is finished may be started again, none may
-be started twice without a kill in between, and the tables must be those of the sweep that nothing happened to.
+takes several kills before it is let finish; a worker at a cell that lost one before is spared, since two deaths make
+a cell a failure. No cell may be lost, none that is finished may be started again, none may be started twice without a
+kill in between, and the tables must be those of the sweep that nothing happened to.
 """
 
 from __future__ import annotations

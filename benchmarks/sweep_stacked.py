@@ -277,6 +277,8 @@ def main() -> None:
             peer=found["alone"],
             peer_name="alone",
             unit="CPU-s",
+            bar_op="<=",
+            bar_value=1.02,
         )
     for tokens, last in [*((tokens, False) for tokens in SHAPES), (256, True)]:
         held = in_child(f"{HERE}:stack_memory", tokens=tokens, last=last)

@@ -11,6 +11,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -161,8 +162,15 @@ def _plain_font(match: re.Match[str]) -> str:
     return f"{weight}font-size: {match[2]}"
 
 
+_DRAWING = ContextVar("drawing", default=False)
+
+
 @contextmanager
-def _style() -> Iterator[None]:
+def drawing() -> Iterator[None]:
+    """Matplotlib set as charts need it. Entered around many of them, each is spared the time that this takes."""
+    if _DRAWING.get():
+        yield
+        return
     import matplotlib
 
     settings = {
@@ -201,7 +209,11 @@ def _style() -> Iterator[None]:
         "axes.formatter.limits": (-4, 6),
     }
     with matplotlib.rc_context(settings):  # type: ignore[arg-type]
-        yield
+        token = _DRAWING.set(True)
+        try:
+            yield
+        finally:
+            _DRAWING.reset(token)
 
 
 class Canvas:
@@ -214,7 +226,7 @@ class Canvas:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
 
-        self._context = _style()
+        self._context = drawing()
         self._context.__enter__()
         self.figure: Figure = Figure(figsize=(self.width / 72, self.height / 72))
         FigureCanvasSVG(self.figure)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from experiments.report.blocks import Chapter
 from experiments.report.chapters import chapter, charts_of
-from experiments.report.figure import FONT, PALETTE, Chart
+from experiments.report.figure import FONT, PALETTE, Chart, drawing
 from experiments.report.load import discover
 from finetune.atomic import write_text
 
@@ -41,7 +41,8 @@ def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
     Raises UserError for a path that is no run directory or a file in it that cannot be read.
     """
     runs = discover([Path(p) for p in paths])
-    chapters = _with_slugs([chapter(run) for run in runs])
+    with drawing():
+        chapters = _with_slugs([chapter(run) for run in runs])
     write_text(out, render(chapters))
     return Path(out)
 
@@ -54,7 +55,9 @@ def write_plots(run: str | Path) -> list[Path]:
     written = []
     for found in discover([Path(run)]):
         seen: dict[str, int] = {}
-        for chart in charts_of(chapter(found)):
+        with drawing():
+            charts = charts_of(chapter(found))
+        for chart in charts:
             seen[chart.name] = seen.get(chart.name, 0) + 1
             name = chart.name if seen[chart.name] == 1 else f"{chart.name}-{seen[chart.name]}"
             path = found.path / "plots" / f"{name}.svg"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.report import formats
 from experiments.report.figure import Canvas, Chart, colour, label_ends
 from experiments.report.plots_sweep import Series, curve_chart, span, train_and_test, unit_of
-from experiments.report.sweepanalysis import FEW, Analysis, curves_along, spread
+from experiments.report.sweepanalysis import PANELS, Analysis, curves_along, spread
 from experiments.report.sweepdata import SweepData
 from experiments.stats import Interval
 
@@ -55,7 +55,7 @@ def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> list[Char
         return []
     charts = []
     every = curves_along(data, axis, measured[0].column)
-    for number, where in enumerate(spread(data, every, FEW)):
+    for number, where in enumerate(spread(data, every, PANELS)):
         # The other measures mostly tell the same; one setting is enough to see it.
         for capacity in measured if number == 0 else measured[:1]:
             made = [_folded(data, axis, where, capacity, lines, kind, number)]

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from experiments.descent.curves import is_judged
 from experiments.report import findings, formats, plots_dynamics, plots_maps, plots_params, plots_sweep
 from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
 from experiments.report.figure import Chart
@@ -18,7 +19,7 @@ from experiments.report.sections_verdicts import (
     verdict_notes,
     verdict_table,
 )
-from experiments.report.sweepanalysis import FEW, Analysis, Direction, main_axis, spread
+from experiments.report.sweepanalysis import PANELS, Analysis, Direction, main_axis, spread
 from experiments.report.sweepaxes import Together
 from experiments.report.sweepdata import STEP, Failure, SweepData
 
@@ -180,7 +181,7 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
     for kind in kinds:
         lines = plots_sweep.train_and_test(table, kind)
         words = f"{' and '.join(line.name for line in lines).capitalize()} {kind} along {named}"
-        if kind != kinds[0] and len(direction.drawn) > 1:
+        if len(direction.drawn) > 1 and (kind != kinds[0] or not is_judged(axis)):
             name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
             made = _faceted(direction, lines, name, words, plots_sweep.unit_of(kind))
             charts += [made] if made is not None else []
@@ -245,7 +246,7 @@ def _faceted(direction: Direction, lines: Sequence[plots_sweep.Series], name: st
     return facets(
         panels,
         direction.axis,
-        columns=4 if len(panels) > 3 else 2,
+        columns=3 if len(panels) > 4 else 2,
         y=y,
         name=name,
         title=title,
@@ -279,7 +280,7 @@ def _maps(data: SweepData) -> list[Section]:
         rest = [a for a in data.axes if a != axis]
         every = data.trace.settings(rest)
         said += _drawn(every)
-        for number, where in enumerate(spread(data.trace, every, FEW)):
+        for number, where in enumerate(spread(data.trace, every, PANELS)):
             charts += plots_maps.heat_maps(
                 data.trace,
                 STEP,
@@ -295,7 +296,7 @@ def _maps(data: SweepData) -> list[Section]:
         if y == axis or not data.numeric(x):
             x, y = y, x
         rest = [a for a in data.axes if a not in (x, y)]
-        for number, where in enumerate(spread(data, data.settings(rest), 1 if len(pairs) > 1 else FEW)):
+        for number, where in enumerate(spread(data, data.settings(rest), 1 if len(pairs) > 1 else PANELS)):
             names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
             charts += plots_maps.heat_maps(
                 data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}", epsilon=data.epsilon
@@ -308,7 +309,7 @@ def _maps(data: SweepData) -> list[Section]:
 
 def _drawn(settings: Sequence[Any]) -> str:
     """That some are not, for a lead."""
-    return f" {FEW} of {len(settings):,} settings are drawn, evenly chosen." if len(settings) > FEW else ""
+    return f" {PANELS} of {len(settings):,} settings are drawn, evenly chosen." if len(settings) > PANELS else ""
 
 
 def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:

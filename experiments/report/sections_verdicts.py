@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from experiments.descent.beside import Beside
 from experiments.descent.curve import Curve
 from experiments.descent.curves import Judged, compared
@@ -150,8 +152,9 @@ def emc_table(direction: Direction) -> Table | None:
     rows = []
     for where in direction.settings:
         found = direction.table.matrix("train.error", direction.axis, where)
-        try:
-            emc = emc_from_curve(found.values, found.y, direction.data.epsilon)
+        diverged = found.lost if direction.table.lost(where) == "diverged" else np.zeros_like(found.lost)
+        try:  # a run that diverged fits nothing, as in a bisection
+            emc = emc_from_curve(found.values, np.where(diverged, 1.0, found.y), direction.data.epsilon)
         except UserError:  # too few sizes, or no seed that finished at all of them
             continue
         said = _complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))

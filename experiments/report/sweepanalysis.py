@@ -13,10 +13,8 @@ from experiments.report.sweepdata import STEP, SweepData
 from experiments.report.sweeptable import SweepTable
 from finetune.errors import UserError
 
-PANELS = 8
+PANELS = 6
 """Settings of the other axes that are drawn for one axis; the tables have all."""
-FEW = 6
-"""Settings of a figure that takes more than one chart for each."""
 JUDGED = 48
 """Settings up to which all are judged; of more, those that are drawn."""
 
@@ -39,11 +37,8 @@ def axes_of(data: SweepData) -> list[str]:
 
 def curves_along(table: SweepTable, axis: str, column: str) -> list[dict[str, Any]]:
     """Settings of the other axes at which `column` has two values of `axis` or more."""
-    others = [a for a in table.axes if a != axis]
-    found = [where for where in table.settings(others) if len(table.curve(column, axis, where)) > 1]
-    if not found and not others and len(table.curve(column, axis, {})):
-        found = [{}]
-    return found
+    alone = len(table.axes) == 1  # a single point, which is still drawn
+    return [where for where, count in table.reach(column, axis) if count > 1 or alone]
 
 
 def spread(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:

@@ -204,6 +204,25 @@ class SweepTable:
             codes = np.unique(np.column_stack(columns), axis=0)
         return [{a: self._levels[a][c] for a, c in zip(names, row, strict=True)} for row in codes.tolist()]
 
+    def reach(self, column: str, axis: str) -> list[tuple[dict[str, Any], int]]:
+        """(setting of the other axes, values of `axis` with the figure there), of settings that have it, in order."""
+        import numpy as np
+
+        others = [a for a in self.axes if a != axis]
+        levels = np.array([value is not None for value in self._levels[axis]], dtype=bool)
+        good = np.isfinite(self.column(column)) & levels[self._codes[axis]]
+        if not good.any():
+            return []
+        columns = [self._codes[a][good] for a in (*others, axis)]
+        sizes = [len(self._levels[a]) for a in (*others, axis)]
+        distinct = np.unique(np.ravel_multi_index(columns, sizes))
+        if not others:
+            return [({}, len(distinct))]
+        keys, counts = np.unique(distinct // sizes[-1], return_counts=True)
+        codes = np.column_stack(np.unravel_index(keys, sizes[:-1]))
+        found = [{a: self._levels[a][c] for a, c in zip(others, row, strict=True)} for row in codes.tolist()]
+        return list(zip(found, counts.tolist(), strict=True))
+
     def seeds_each(self) -> tuple[int, int]:
         """(fewest, most) seeds that a setting has a row of, finished or failed; (0, 0) without rows."""
         import numpy as np

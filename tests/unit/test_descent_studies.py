@@ -7,21 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._descent_cells import STUDIES, pack, planned, rebuild, unpack
 from benchmarks._harness import Benchmark
-from benchmarks.descent_studies import (
-    BEGIN,
-    END,
-    KEPT,
-    STUDIES,
-    guide,
-    keep_published,
-    pack,
-    planned,
-    read,
-    rebuild,
-    rows,
-    unpack,
-)
+from benchmarks.descent_studies import BEGIN, END, KEPT, guide, keep_published, read, rows
 from experiments.descent.peak import FEWEST_POINTS, FEWEST_SEEDS
 from experiments.recipe import load_recipe
 from experiments.report.sweepdata import STEP
@@ -198,6 +186,9 @@ def test_a_study_is_judged_anew_from_committed_cells_without_running_any(tmp_pat
     assert found.data.done == len(names) and not found.missing
     assert len(found.judged) == len(names) // found.data.seeds
     assert len(found.judged[0].curve.values) == 10  # every recorded step is judged
+    text = "\n".join(guide(found))
+    assert "| setting | lr = 0.001 | lr = 0.003 | lr = 0.01 | lr = 0.03 |" in text and "- regularizer" not in text
+    assert text.count("\n| rank = 64, regularizer = ggpo |") == 2, "its verdicts, and its differences to plain"
 
 
 def test_every_study_has_a_shipped_recipe_with_its_axis_and_seeds_for_a_test() -> None:

@@ -1,0 +1,150 @@
+"""The studies of `descent_studies`, and the way of their cells to the repository and back.
+
+A cell is committed as one file, named after its settings and the contents of its data: a sweep's own keys depend on
+where the data lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks._harness import ROOT
+from experiments.config import Sweep
+from experiments.recipe import from_override, load_recipe
+from experiments.recipe.key import recipe_key
+from experiments.recipe.tree import Branch
+from experiments.report.sweepdata import STEP
+from experiments.sweep.axes import Axes, as_values
+from experiments.sweep.cell import RESULT, Cell
+from experiments.sweep.directory import FORMAT, MARKER
+from experiments.sweep.plan import plan_cells
+from experiments.sweep.table import write_table
+from finetune.atomic import write_json, write_text
+
+_EVERY = 20.0  # seconds between two looks for finished cells
+
+
+@dataclass(frozen=True)
+class Study:
+    """A shipped recipe, the data it takes, and the curves that are judged."""
+
+    name: str
+    recipe: str
+    data: str
+    """The flag that gives its file."""
+    axis: str
+    test: str
+    """The figure of the verdicts, whose curves are searched for a peak and set beside one another."""
+    title: str
+
+    @property
+    def heading(self) -> str:
+        """Of its part of the page."""
+        return f"#### {self.title.capitalize()}"
+
+
+STUDIES = (
+    Study("rank", "double-descent-rank", "trec", "adapter.rank", "test.error", "error along rank"),
+    Study("rows", "double-descent-rows", "trec", "data.train.limit", "test.error", "error along rows"),
+    Study("steps", "double-descent-steps", "trec", STEP, "test.error", "error along steps"),
+    Study("bump", "training-bump", "gsm8k", STEP, "train.loss", "training loss along steps"),
+)
+
+
+def planned(study: Study, file: Path) -> dict[str, str]:
+    """Of each cell of the study: a name that depends on settings and contents alone → its key in a sweep.
+
+    A sweep's keys depend on where its files lie, too.
+    """
+    return _names(_cells(study, file), file)
+
+
+def _cells(study: Study, file: Path) -> list[Cell]:
+    base, axes = block(study)
+    found = plan_cells(study.recipe, overrides(file), axes, base.seeds, design=base.design, points=base.points)
+    return list(found)
+
+
+def block(study: Study) -> tuple[Sweep, Axes]:
+    """The `sweep` block of the study's recipe, and its axes."""
+    found = load_recipe(study.recipe, []).recipe.sweep
+    assert found is not None
+    return found, {key: as_values(key, values) for key, values in found.grid.items()}
+
+
+def _names(cells: Sequence[Cell], file: Path) -> dict[str, str]:
+    content = hashlib.sha256(file.read_bytes()).hexdigest()
+    found = {}
+    for cell in cells:
+        data = cell.resolved.recipe.data
+        nowhere = replace(data, train=replace(data.train, files=()))
+        found[recipe_key(replace(cell.resolved.recipe, data=nowhere), [content])] = cell.key
+    return found
+
+
+def overrides(file: Path) -> list[Branch]:
+    return [from_override("data.train.files", str(file))]
+
+
+def pack(out: Path, kept: Path, names: Mapping[str, str]) -> None:
+    """Copy the cells that have finished in the sweep `out` to `kept`, each one's result and trace in one file."""
+    for name, key in names.items():
+        result, trace = out / "cells" / key / RESULT, out / "cells" / key / "trace.jsonl"
+        if result.is_file():
+            lines = trace.read_text(encoding="utf-8").splitlines() if trace.is_file() else []
+            cell = {"result": json.loads(result.read_text(encoding="utf-8")), "trace": [json.loads(x) for x in lines]}
+            target, text = kept / "cells" / f"{name}.json", json.dumps(cell) + "\n"
+            if not target.is_file() or target.read_text(encoding="utf-8") != text:
+                write_text(target, text)
+
+
+def unpack(kept: Path, out: Path, names: Mapping[str, str]) -> None:
+    """Put the cells of `kept` where the sweep `out` looks for them; a cell that is there stays as it is."""
+    for name, key in names.items():
+        file, directory = kept / "cells" / f"{name}.json", out / "cells" / key
+        if not file.is_file() or (directory / RESULT).is_file():
+            continue
+        shutil.rmtree(directory, ignore_errors=True)
+        cell = json.loads(file.read_text(encoding="utf-8"))
+        if cell["trace"]:
+            write_text(directory / "trace.jsonl", "".join(json.dumps(line) + "\n" for line in cell["trace"]))
+        write_json(directory / RESULT, cell["result"] | {"cell": key})
+
+
+@contextmanager
+def keeping(out: Path, kept: Path, names: Mapping[str, str]) -> Iterator[None]:
+    """Pack what finishes meanwhile, and once more at the end."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_EVERY):
+            pack(out, kept, names)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
+        pack(out, kept, names)
+
+
+def rebuild(study: Study, file: Path, kept: Path, out: Path) -> None:
+    """Make in `out` the sweep that the cells of `kept` are of, as far as they are there; nothing runs."""
+    cells = _cells(study, file)
+    unpack(kept, out, _names(cells, file))
+    asked, axes = block(study)
+    grid = {key: [str(value) for value in values] for key, values in axes.items() if isinstance(values, list)}
+    plan = {"recipe": study.recipe, "grid": grid, "design": asked.design, "seeds": asked.seeds, "cells": len(cells)}
+    write_json(out / MARKER, {"format": FORMAT, **plan, "keys": [cell.key for cell in cells]})
+    nowhere = load_recipe(study.recipe, overrides(Path(file.name))).to_yaml().replace(f"{ROOT}/", "")
+    write_text(out / "recipe.resolved.yaml", nowhere)  # the page is published: it names no directory
+    write_table(out, cells)
