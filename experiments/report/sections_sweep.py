@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.descent.curves import is_judged
-from experiments.report import findings, formats, plots_dynamics, plots_maps, plots_params, plots_sweep
-from experiments.report.blocks import Block, Figures, Notes, Section, Table, Tile
+from experiments.report import formats, plots_dynamics, plots_maps, plots_params, plots_sweep
+from experiments.report.blocks import Block, Figures, Notes, Section, Tile
 from experiments.report.figure import Chart
 from experiments.report.plots_facets import Line, Panel, facets
+from experiments.report.sections_tables import sweep_tables
 from experiments.report.sections_verdicts import (
     beside_table,
     crossing_words,
@@ -23,11 +24,10 @@ from experiments.report.sweepanalysis import PANELS, Analysis, Direction, main_a
 from experiments.report.sweepaxes import Together
 from experiments.report.sweepdata import STEP, Failure, SweepData
 
-_ROWS = 200
-"""Settings that a table of the page lists; points.csv has every cell."""
+_TOGETHER = 12
+"""Verdicts that one table at the top has."""
 _PAIRED_MAPS = 4
 """Pairs of axes for which maps are drawn."""
-_FAILURES = 50
 _PAIRS = 6
 """Values of a paired axis that are named at the top; the table of all settings has all."""
 _LOST = 8
@@ -65,7 +65,8 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
 def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
     """Everything a sweep has to show, the verdicts first."""
     sections = [_overview(data, analysis)]
-    sections += [s for d in analysis.directions if (s := _along(data, d)) is not None]
+    top = _top(analysis)
+    sections += [s for d in analysis.directions if (s := _along(data, d, verdicts=d not in top)) is not None]
     sections += _random(data)
     sections += _maps(data)
     axis = main_axis(data)
@@ -82,12 +83,12 @@ def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
     dynamics = plots_dynamics.dynamics(data)
     if dynamics:
         sections.append(Section("Training dynamics", [Figures(dynamics)]))
-    return [s for s in [*sections, *_tables(data)] if s.blocks]
+    return [s for s in [*sections, *sweep_tables(data)] if s.blocks]
 
 
 def _overview(data: SweepData, analysis: Analysis) -> Section:
     blocks: list[Block] = []
-    table = verdict_table(analysis)
+    table = verdict_table([j for direction in _top(analysis) for j in direction.judged], data.epsilon)
     if table is not None:
         blocks.append(table)
     searched = searched_table(data)
@@ -111,6 +112,12 @@ def _overview(data: SweepData, analysis: Analysis) -> Section:
     if notes:
         blocks.append(Notes(notes))
     return Section("Sweep", blocks)
+
+
+def _top(analysis: Analysis) -> list[Direction]:
+    """Those whose verdicts stand at the top: all or, of many verdicts, the first; the others have theirs below."""
+    found = [direction for direction in analysis.directions if direction.judged]
+    return found if len(analysis.judged) <= _TOGETHER else found[:1]
 
 
 def _progress(data: SweepData) -> list[str]:
@@ -172,8 +179,8 @@ def _threshold_notes(analysis: Analysis) -> list[str]:
     return said
 
 
-def _along(data: SweepData, direction: Direction) -> Section | None:
-    """Error with verdicts, and loss, along one axis."""
+def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section | None:
+    """Error with verdicts, and loss, along one axis. verdicts: also as a table."""
     axis, table = direction.axis, direction.table
     named = formats.axis_name(axis)
     kinds = [kind for kind in ("error", "loss") if plots_sweep.train_and_test(table, kind)]
@@ -206,6 +213,8 @@ def _along(data: SweepData, direction: Direction) -> Section | None:
     if not charts:
         return None
     blocks: list[Block] = [Figures(charts)]
+    if verdicts and (judged := verdict_table(direction.judged, data.epsilon)) is not None:
+        blocks.append(judged)
     if axis.endswith("limit"):
         found = emc_table(direction)
         blocks += [found] if found is not None else []
@@ -352,48 +361,3 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
         "predicted as their wrong label; recovered: predicted as their true one."
     )
     return [Section("Memorised labels", [Figures(drawn)], lead)]
-
-
-def _tables(data: SweepData) -> list[Section]:
-    """All settings, failed cells, and what made them."""
-    sections = []
-    columns = dict.fromkeys([*data.error_columns(), f"{data.judged('loss')}.loss", "train.loss"])
-    shown = [c for c in columns if data.has(c)]
-    if data.axes and shown:
-        means = {c: {tuple(w.values()): p for w, p in data.means(c)} for c in shown}
-        settings = data.settings()
-        rows = []
-        for where in settings[:_ROWS]:
-            points = [means[c].get(tuple(where.values())) for c in shown]
-            cells = [findings.with_interval(p.value, p.low, p.high) if p else "–" for p in points]
-            runs = str(max((p.n for p in points if p), default=0))
-            rows.append([*map(formats.axis_value, data.whole(where).values()), *cells, runs])
-        keys = [*data.axes, *(one.axis for one in data.together)]
-        names = [*keys, *(formats.figure_name(c) for c in shown), "runs"]
-        caption = "Mean over seeds with its 95 % t-interval."
-        if len(settings) > _ROWS:
-            caption += f" The first {_ROWS} of {len(settings):,} settings; cells.parquet has all cells."
-        numeric = frozenset(range(len(keys), len(names)))
-        sections.append(Section("All settings", [Table(names, rows, caption, numeric)], folded=len(rows) > 24))
-    if data.failed:
-        lines = [[f.cell, formats.setting(f.setting), str(f.seed), f.reason] for f in data.failed[:_FAILURES]]
-        caption = f"{len(data.failed):,} cells failed" + (
-            f"; the first {_FAILURES} are listed, cells.parquet has all." if len(data.failed) > _FAILURES else "."
-        )
-        sections.append(
-            Section("Failed cells", [Table(["cell", "setting", "seed", "reason"], lines, caption)], folded=True)
-        )
-    about = [["flatshift " + version, f"{count:,}"] for version, count in data.versions]
-    contents = {
-        "cells.parquet": "one row per cell",
-        "points.csv": "the same, for spreadsheets",
-        "curves.parquet": "one row per cell and recorded step",
-    }
-    blocks: list[Block] = []
-    if about:
-        blocks.append(Table(["made by", "cells"], about, numeric=frozenset({1})))
-    if data.files:
-        blocks.append(Notes([f"{name} beside this page: {contents[name]}." for name in data.files]))
-    if blocks:
-        sections.append(Section("Code and tables", blocks, folded=True))
-    return sections

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,9 +20,8 @@ from experiments.stats import Interval
 from finetune.errors import UserError
 
 
-def verdict_table(analysis: Analysis) -> Table | None:
-    """One row per judged curve; None if none could be."""
-    judged = analysis.judged
+def verdict_table(judged: Sequence[Judged], epsilon: float) -> Table | None:
+    """One row per judged curve; None without any."""
     if not judged:
         return None
     rows = [_row(j) for j in judged]
@@ -34,7 +34,7 @@ def verdict_table(analysis: Analysis) -> Table | None:
         "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
         "evenly spread on a log axis. Height: above the higher flank, with its 95 % interval, in the units of the "
         "curve; no peak was found where none is given. Found with 80 % power: at the inner point where runs scatter "
-        f"most. Threshold: where the mean train error crosses {analysis.data.epsilon:g}, between points. Training loss "
+        f"most. Threshold: where the mean train error crosses {epsilon:g}, between points. Training loss "
         "p: of a peak of the training loss, which is no double descent.",
         frozenset({3, 5, 6, 7, 8}),
     )  # fmt: skip
@@ -75,12 +75,13 @@ def _number(value: float) -> str:
 
 
 def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
-    """Every setting of the regularizer beside the first one of its axis, on the same seeds, and a sentence for each.
+    """Every setting of the regularizer beside the first one of its axis, on the same seeds, and a sentence for some.
 
-    That is the unregularised one where there is one: `plain`, or a strength of 0. No table where no pair has enough
-    seeds; nothing at all without such an axis.
+    For those that are drawn, and where there is a peak or a threshold that moves. The first one of an axis is the
+    unregularised one where there is one: `plain`, or a strength of 0. No table where no pair has enough seeds; nothing
+    at all without such an axis.
     """
-    rows, said = [], []
+    rows, said, drawn = [], [], direction.drawn
     for axis in (a for a in direction.table.axes if a == "regularizer" or a.startswith("regularizer.")):
         levels = direction.table.values(axis)
         base = "plain" if "plain" in levels else levels[0]
@@ -93,10 +94,12 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
                     epsilon=direction.data.epsilon,
                 )  # fmt: skip
             except UserError as error:  # one of the two lacks seeds or values
-                said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: cannot be said, {error}.")
+                if where in drawn:
+                    said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: cannot be said, {error}.")
                 continue
             rows.append([formats.setting(where), formats.axis_value(base), *_beside(curve, found)])
-            said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: {found.sentence(curve)}")
+            if where in drawn or found.peak is not None or found.moved:
+                said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: {found.sentence(curve)}")
     if not rows:
         return None, said
     table = Table(
