@@ -64,11 +64,11 @@ def read(study: Study, out: Path) -> Found:
     assert data is not None
     table: SweepTable = data if study.axis != STEP or data.trace is None else data.trace
     found = Found(study, data)
-    planned = data.planned_seeds if data.unfinished else None
+    seeds = data.planned_seeds if data.unfinished else None
     for where in data.settings([axis for axis in data.axes if axis != study.axis]):  # of the cells: traces may be empty
         name = formats.setting(where) or "all"
         try:
-            curve = judge(table, study.axis, where, test=study.test, epsilon=INTERPOLATION, planned=planned)
+            curve = judge(table, study.axis, where, test=study.test, epsilon=INTERPOLATION, planned=seeds)
             found.judged.append(curve)
         except UserError as error:
             found.missing.append((name, str(error)))
@@ -130,7 +130,7 @@ def guide(found: Found) -> list[str]:
         + (f" {len(data.versions)} versions of the code made cells, which the report names." if several else ""),
         "",
     ]
-    if len(found.judged) > _LISTED:
+    if len(found.judged) > _LISTED and _numeric(found):
         return [*lines, *_crossed(found), ""]
     lines += [
         "| setting | lowest | last | p of a peak | height found with 80 % power | train error 0.1 at | verdict |",
@@ -156,8 +156,7 @@ def guide(found: Found) -> list[str]:
 def _crossed(found: Found) -> list[str]:
     """Verdicts, lowest and last figures, and differences of many settings, one numeric axis of theirs across."""
     study = found.study
-    axes = [axis for axis in found.data.axes if axis != study.axis and found.data.numeric(axis)]
-    across = max(axes, key=lambda axis: (axis.endswith("lr"), len(found.data.values(axis))))
+    across = max(_numeric(found), key=lambda axis: (axis.endswith("lr"), len(found.data.values(axis))))
     kinds = [(dict(each.where), f"{each.verdict.kind}; {_lowest_and_last(each)}") for each in found.judged]
     name = study.test.replace(".", " ")
     lines = [f"Verdict; lowest {name}, and the last:", "", *_table(found.data, kinds, across), ""]
@@ -165,9 +164,17 @@ def _crossed(found: Found) -> list[str]:
     if gaps:
         base = formats.axis_value(found.beside[0][1])
         lines += [f"Mean difference of {name} to {base} on the same seeds:", "", *_table(found.data, gaps, across), ""]
-    lines += [f"- Not judged: {name}: {reason}." for name, reason in found.missing]
+    for reason in dict.fromkeys(reason for _, reason in found.missing):
+        names = [name for name, why in found.missing if why == reason]
+        lines.append(f"- Not judged: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}.")
+    lines += [""] if found.missing else []
     file = "../benchmarks/results/descent_studies.json"
     return [*lines, f"The evidence for each is in [descent_studies.json]({file})."]
+
+
+def _numeric(found: Found) -> list[str]:
+    """Numeric axes of its settings."""
+    return [axis for axis in found.data.axes if axis != found.study.axis and found.data.numeric(axis)]
 
 
 def _table(data: SweepData, cells: Sequence[tuple[dict[str, Any], str]], across: str) -> list[str]:

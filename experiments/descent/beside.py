@@ -90,7 +90,7 @@ class Beside:
             if alone:
                 return f"Cannot be said: {' and '.join(alone)} alone has a peak, the mean of both has none ({tests})."
             height = f"{both.detectable.height:.2g} at {curve.at(both.detectable.point)}"
-            return f"No peak is shown in either ({tests}; one of {height} would be found in 80 % of cases)."
+            return f"No peak is shown in either ({tests}; one of {height} in both would be found in 80 % of cases)."
         assert self.peak is not None and self.left is not None
         at, change = curve.at(self.triple[1]), _interval(self.peak)
         if self.removed:

@@ -12,6 +12,8 @@ from experiments.descent.emc import EPSILON
 from experiments.descent.peak import MOST_POINTS, thin
 from finetune.errors import UserError
 
+Lost = Literal["diverged", "failed", "stopped early", "ended early"]
+"""What became of runs without values; `ended early`: some diverged, some stopped."""
 _TABLES = ("test", "train_error", "train_loss", "gradient_norm", "sharpness")
 
 
@@ -45,7 +47,7 @@ class Curve:
     """Mean training error up to which training data count as fitted."""
     training: bool = False
     """`test` is the training loss itself: a peak of it is unstable training and never double descent."""
-    lost: Literal["diverged", "failed", "stopped early"] = "diverged"
+    lost: Lost = "diverged"
     """What became of runs without values, for sentences."""
     planned: int | None = None
     """Seeds of the plan where cells of it still wait, for sentences; None: all have ended."""

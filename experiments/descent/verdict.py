@@ -301,15 +301,15 @@ class _Judged:
         curve, found, points = self.curve, self.threshold, self.peak.points
         if found is None or found.rising or found.fitted != "some":
             return None
-        mean = self._train_errors(points).mean(0)
-        first = int(np.flatnonzero(mean <= curve.epsilon)[-1]) + 1
-        if first == len(points):
+        errors = self._train_errors(points)
+        mean = errors.mean(0)
+        if len(errors) < 2 or mean[-1] <= curve.epsilon:
             return None
-        return (
-            f"Mean training error is above {curve.epsilon:g} again from {curve.at(points[first])} on "
-            f"({mean[-1]:.3g} at {curve.at(points[-1])}): the axis does not end with fitted data, so its right side is "
-            "no second descent."
-        )
+        last = t_interval(errors[:, -1].tolist(), confidence=1 - 2 * self.level)
+        said = f"Mean training error is above {curve.epsilon:g} again at {curve.at(points[-1])}: {mean[-1]:.3g}"
+        if last.low is not None and last.low > curve.epsilon:
+            return f"{said} (at least {last.low:.3g}). The axis does not end with fitted data."
+        return f"{said} (not significantly). That the axis ends with fitted data is not shown."
 
     def _nothing_sentences(self) -> list[str]:
         """What was not found, what could have been, and whether it can be on this axis."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.report import formats
-from experiments.report.figure import RAMP, Chart, ramp
+from experiments.report.figure import RAMP, Chart, evenly, ramp
 from experiments.report.plots_facets import Line, Panel, facets
 from experiments.report.sweepanalysis import main_axis
 from experiments.report.sweepdata import STEP, SweepData
@@ -98,9 +97,9 @@ def _layout(data: SweepData) -> _Layout:
 
 
 def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[str, Any], number: int) -> Chart | None:
-    across = _spread(trace.levels(layout.columns), 4) if layout.columns else [None]
-    down = _spread(trace.levels(layout.rows), max(_PANELS // len(across), 1)) if layout.rows else [None]
-    levels = _spread(trace.values(layout.lines), len(RAMP)) if layout.lines else [None]
+    across = evenly(trace.levels(layout.columns), 4) if layout.columns else [None]
+    down = evenly(trace.levels(layout.rows), max(_PANELS // len(across), 1)) if layout.rows else [None]
+    levels = evenly(trace.values(layout.lines), len(RAMP)) if layout.lines else [None]
     ordered = layout.lines is None or trace.numeric(layout.lines)
     tokens = ramp(len(levels)) if ordered else [_KINDS[i % len(_KINDS)] for i in range(len(levels))]
     panels = []
@@ -132,12 +131,3 @@ def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[
         rule=quantity.rule,
         linear=quantity.column.endswith(("loss", "error")),  # a bump must look as high as it is
     )
-
-
-def _spread(values: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of `values`, evenly chosen, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    if most == 1:
-        return [values[0]]
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

@@ -62,12 +62,12 @@ def facets(
     The y axis is logarithmic where positive means span a factor of 50, unless it is to be `linear`.
     """
     panels = [panel for panel in panels if any(line.points for line in panel.lines)]
-    values = {v for panel in panels for line in panel.lines for v, _ in line.points}
-    values -= {0} if axis == "step" else set()
+    values = list(dict.fromkeys(v for panel in panels for line in panel.lines for v, _ in line.points))
+    values = [v for v in values if not (axis == "step" and v == 0)]
     if len(values) < 2:
         return None
     numbers = all(isinstance(v, int | float) for v in values)
-    place = scale(axis, sorted(values) if numbers else [v for v in dict.fromkeys(values)])
+    place = scale(axis, sorted(values) if numbers else values)
     shown = [(v, p) for panel in panels for line in panel.lines for v, p in line.points if v in place.at]
     level = _level([p for _, p in shown], rule, linear=linear)
     columns = max(min(columns, len(panels)), 1)

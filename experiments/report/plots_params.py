@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.report import formats
 from experiments.report.figure import Canvas, Chart, colour, label_ends
 from experiments.report.plots_sweep import Series, curve_chart, span, train_and_test, unit_of
-from experiments.report.sweepanalysis import PANELS, Analysis, curves_along, spread
+from experiments.report.sweepanalysis import PANELS, Analysis, chosen, curves_along, left_out
 from experiments.report.sweepdata import SweepData
 from experiments.stats import Interval
 
@@ -46,22 +46,23 @@ CAPACITIES = (
 )
 
 
-def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> list[Chart]:
-    """Per setting: the figures over each recorded measure of capacity, and the measures over `axis`."""
+def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> tuple[list[Chart], str]:
+    """(the figures over each recorded measure of capacity, and the measures over `axis`; which settings are drawn)."""
     measured = [c for c in CAPACITIES if data.has(c.column)]
     kind = data.error_columns()[0].partition(".")[2]
     lines = train_and_test(data, kind)
     if not measured or not lines:
-        return []
+        return [], ""
     charts = []
     every = curves_along(data, axis, measured[0].column)
-    for number, where in enumerate(spread(data, every, PANELS)):
+    drawn = chosen(data, every, PANELS)
+    for number, where in enumerate(drawn):
         # The other measures mostly tell the same; one setting is enough to see it.
         for capacity in measured if number == 0 else measured[:1]:
             made = [_folded(data, axis, where, capacity, lines, kind, number)]
             made += [_bought(analysis, axis, where, capacity, number)] if capacity is measured[0] else []
             charts += [chart for chart in made if chart is not None]
-    return charts
+    return charts, left_out(drawn, every)
 
 
 def _folded(

@@ -20,7 +20,7 @@ from experiments.report.sections_verdicts import (
     verdict_notes,
     verdict_table,
 )
-from experiments.report.sweepanalysis import PANELS, Analysis, Direction, main_axis, spread
+from experiments.report.sweepanalysis import PANELS, Analysis, Direction, chosen, left_out, main_axis
 from experiments.report.sweepaxes import Together
 from experiments.report.sweepdata import STEP, Failure, SweepData
 
@@ -71,12 +71,12 @@ def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
     sections += _maps(data)
     axis = main_axis(data)
     if axis is not None and data.design != "random":
-        folds = plots_params.capacity_charts(data, axis, analysis)
+        folds, said = plots_params.capacity_charts(data, axis, analysis)
         if folds:
             lead = (
                 "The same errors over what the adapter uses instead of over what it is allowed. Where a line turns "
                 f"back on itself, {axis} is more than one axis of capacity, and a peak along it may be no more than "
-                f"the turn.{_drawn(data.settings([a for a in data.axes if a != axis]))}"
+                f"the turn.{said}"
             )
             sections.append(Section("Effective parameters", [Figures(folds)], lead))
         sections += _memorised(data, analysis)
@@ -170,6 +170,8 @@ def _threshold_notes(analysis: Analysis) -> list[str]:
         if not names:
             continue
         at = "" if len(names) == len(direction.settings) else f" ({'; '.join(names)})"
+        if len(names) > _LOST and at:
+            at = f" ({len(names)} of {len(direction.settings)} settings)"
         said.append(
             f"Train error stays above {data.epsilon:g}: nothing interpolates, so this axis shows no peak there{at}."
             if side == "none"
@@ -288,8 +290,9 @@ def _maps(data: SweepData) -> list[Section]:
     if data.trace is not None and axis is not None and len(data.levels(axis)) > 1:
         rest = [a for a in data.axes if a != axis]
         every = data.trace.settings(rest)
-        said += _drawn(every)
-        for number, where in enumerate(spread(data.trace, every, PANELS)):
+        drawn = chosen(data.trace, every, PANELS)
+        said = left_out(drawn, every)
+        for number, where in enumerate(drawn):
             charts += plots_maps.heat_maps(
                 data.trace,
                 STEP,
@@ -305,7 +308,7 @@ def _maps(data: SweepData) -> list[Section]:
         if y == axis or not data.numeric(x):
             x, y = y, x
         rest = [a for a in data.axes if a not in (x, y)]
-        for number, where in enumerate(spread(data, data.settings(rest), 1 if len(pairs) > 1 else PANELS)):
+        for number, where in enumerate(chosen(data, data.settings(rest), 1 if len(pairs) > 1 else PANELS)):
             names = "-".join(a.rpartition(".")[2].replace("_", "-") for a in (x, y))
             charts += plots_maps.heat_maps(
                 data, x, y, where, (test, train), name=f"sweep-map-{names}-{number}", epsilon=data.epsilon
@@ -314,11 +317,6 @@ def _maps(data: SweepData) -> list[Section]:
         return []
     lead = f"The line is the interpolation threshold, a mean train error of {data.epsilon:g}.{said}"
     return [Section("Maps", [Figures(charts)], lead)]
-
-
-def _drawn(settings: Sequence[Any]) -> str:
-    """That some are not, for a lead."""
-    return f" {PANELS} of {len(settings):,} settings are drawn, evenly chosen." if len(settings) > PANELS else ""
 
 
 def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:

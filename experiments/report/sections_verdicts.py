@@ -106,8 +106,8 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
         ["setting", "beside", "mean difference", "p", "peak at", "peak's height, difference", "p", "threshold ÷"],
         rows,
         f"{direction.test.replace('.', ' ').replace('_', ' ')} minus the other's, on the same seeds, with 95 % "
-        "intervals. Peak: where the mean of both curves has its highest one, if the peak test finds one in it; its "
-        "height is taken above the mean of its flanks, so that neither curve chose the place. Threshold: where the "
+        "intervals. Peak: the one that the peak test finds in the mean of both curves, if it finds one; its height is "
+        "taken above the mean of its flanks, so that neither curve chose the place. Threshold: where the "
         f"train error crosses {direction.data.epsilon:g}, as a ratio of positions. No p is corrected for the "
         "number of rows.",
         frozenset({2, 3, 5, 6, 7}),
@@ -155,9 +155,8 @@ def emc_table(direction: Direction) -> Table | None:
     rows = []
     for where in direction.settings:
         found = direction.table.matrix("train.error", direction.axis, where)
-        diverged = found.lost if direction.table.lost(where) == "diverged" else np.zeros_like(found.lost)
         try:  # a run that diverged fits nothing, as in a bisection
-            emc = emc_from_curve(found.values, np.where(diverged, 1.0, found.y), direction.data.epsilon)
+            emc = emc_from_curve(found.values, np.where(found.diverged, 1.0, found.y), direction.data.epsilon)
         except UserError:  # too few sizes, or no seed that finished at all of them
             continue
         said = _complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))

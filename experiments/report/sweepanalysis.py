@@ -9,6 +9,7 @@ from typing import Any
 
 from experiments.descent.curves import Judged, is_judged, judge
 from experiments.descent.emc import Crossing, crossing
+from experiments.report.figure import evenly
 from experiments.report.sweepdata import STEP, SweepData
 from experiments.report.sweeptable import SweepTable
 from finetune.errors import UserError
@@ -41,8 +42,11 @@ def curves_along(table: SweepTable, axis: str, column: str) -> list[dict[str, An
     return [where for where, count in table.reach(column, axis) if count > 1 or alone]
 
 
-def spread(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` of `settings`, in their order: every word (`regularizer`) at the same numbers, evenly spread."""
+def chosen(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most `most` of `settings`, in their order, evenly chosen.
+
+    Every word (`regularizer`) at the same numbers, as far as there is room for all words.
+    """
     if len(settings) <= most:
         return list(settings)
     alike: dict[tuple[Any, ...], list[int]] = {}
@@ -50,17 +54,15 @@ def spread(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> 
         words = tuple(value for axis, value in where.items() if not table.numeric(axis))
         alike.setdefault(words, []).append(place)
     each = max(most // len(alike), 1)
-    chosen = sorted(place for places in alike.values() for place in _evenly(places, each))
-    return [settings[place] for place in _evenly(chosen, most)]
+    kept = sorted(place for places in alike.values() for place in evenly(places, each))
+    return [settings[place] for place in evenly(kept, most)]
 
 
-def _evenly(places: Sequence[int], most: int) -> list[int]:
-    """At most `most` of them, first and last included; one alone is the middle one."""
-    if len(places) <= most:
-        return list(places)
-    if most == 1:
-        return [places[len(places) // 2]]
-    return [places[round(i * (len(places) - 1) / (most - 1))] for i in range(most)]
+def left_out(drawn: Sequence[Any], every: Sequence[Any]) -> str:
+    """That some settings are not drawn, to end a lead; nothing where all are."""
+    if len(drawn) == len(every):
+        return ""
+    return f" {len(drawn)} of {len(every):,} settings are drawn, evenly chosen."
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Direction:
     @property
     def drawn(self) -> list[dict[str, Any]]:
         """At most `PANELS` of `settings`."""
-        return spread(self.table, self.settings, PANELS)
+        return chosen(self.table, self.settings, PANELS)
 
     @property
     def kind(self) -> str:
@@ -157,7 +159,7 @@ class Analysis:
             column = next((c for c in drawn if table.has(c)), None)
             every = curves_along(table, axis, column) if column is not None else []
             if every:
-                judged = every if len(every) <= JUDGED else spread(table, every, PANELS)
+                judged = every if len(every) <= JUDGED else chosen(table, every, PANELS)
                 found.append(Direction(self.data, table, axis, judged, len(every)))
         return found
 

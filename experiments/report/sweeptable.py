@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from experiments.descent.curve import Lost
 from experiments.report.formats import bounds
 from experiments.stats import Interval, t_interval
 
@@ -26,7 +28,8 @@ _DENSE = 4_000_000
 class Matrix:
     """One figure over an axis, seed by seed: `y[s, j]` is that of `seeds[s]` at `values[j]`, NaN where there is none.
 
-    present: bool [S, J], whether there is a row at all, finished or failed. lost: whether that one is no finished one.
+    present: bool [S, J], whether there is a row at all, finished or failed. lost: whether that one is no finished one,
+    diverged: and its run diverged.
     """
 
     values: tuple[Any, ...]
@@ -34,6 +37,7 @@ class Matrix:
     y: np.ndarray
     present: np.ndarray
     lost: np.ndarray
+    diverged: np.ndarray
 
 
 class SweepTable:
@@ -55,6 +59,11 @@ class SweepTable:
         self._found: dict[tuple, np.ndarray] = {}
         statuses = table.column("status").to_pylist() if "status" in table.column_names else [None] * table.num_rows
         self.finished = np.array([s is None or s == "done" for s in statuses], dtype=bool)
+        marks = table.column("diverged").to_pylist() if "diverged" in table.column_names else [None] * table.num_rows
+        # of cells by a column of its own, of steps by their status
+        diverged = [s == "diverged" or mark is True for s, mark in zip(statuses, marks, strict=True)]
+        self._stopped = np.array([s == "stopped early" for s in statuses], dtype=bool)
+        self._diverged = np.array(diverged, dtype=bool) & ~self.finished
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -151,23 +160,25 @@ class SweepTable:
         levels, names = self._levels[axis], self._levels["seed"]
         kept = [c for c in np.unique(codes).tolist() if levels[c] is not None]
         y = np.full((len(names), len(levels)), np.nan)
-        present, lost = np.zeros(y.shape, dtype=bool), np.zeros(y.shape, dtype=bool)
+        present, lost, diverged = (np.zeros(y.shape, dtype=bool) for _ in range(3))
         y[seeds, codes] = self.column(column)[rows]
         present[seeds, codes] = True
         lost[seeds, codes] = ~self.finished[rows]
+        diverged[seeds, codes] = self._diverged[rows]
         used = np.unique(seeds).tolist()
         held = np.ix_(used, kept)
         values, seeds = tuple(levels[c] for c in kept), tuple(names[s] for s in used)
-        return Matrix(values, seeds, y[held], present[held], lost[held])
+        return Matrix(values, seeds, y[held], present[held], lost[held], diverged[held])
 
-    def lost(self, where: Where) -> Literal["diverged", "failed", "stopped early"]:
-        """What became of the rows of `where` without figures: all the same, else they `failed`."""
-        rows = [i for i in self.rows(where).tolist() if not self.finished[i]]
-        name = "diverged" if "diverged" in self.table.column_names else "status"
-        marks = self.table.column(name).take(rows).to_pylist() if rows else []
-        if rows and all(mark == "stopped early" for mark in marks):
+    def lost(self, where: Where) -> Lost:
+        """What became of the runs of `where` without figures, in a word for all of them."""
+        rows = self.rows(where)
+        rows = rows[~self.finished[rows]]
+        if self._diverged[rows].all():
+            return "diverged"
+        if self._stopped[rows].all():
             return "stopped early"
-        return "diverged" if all(mark in (True, "diverged") for mark in marks) else "failed"
+        return "ended early" if (self._diverged | self._stopped)[rows].all() else "failed"
 
     def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:
         """float64 [Y, X]: mean of a figure over the rows of each pair of axis values, NaN where there is none."""
@@ -195,14 +206,19 @@ class SweepTable:
             return []
         if not names:
             return [{}]
-        sizes = [len(self._levels[a]) for a in names]
-        columns = [self._codes[a] for a in names]
-        if math.prod(sizes) <= _DENSE:
-            flat = np.flatnonzero(np.bincount(np.ravel_multi_index(columns, sizes), minlength=1))
-            codes = np.column_stack(np.unravel_index(flat, sizes))
-        else:
-            codes = np.unique(np.column_stack(columns), axis=0)
+        codes = self._distinct(names, np.ones(len(self), dtype=bool))
         return [{a: self._levels[a][c] for a, c in zip(names, row, strict=True)} for row in codes.tolist()]
+
+    def _distinct(self, axes: Sequence[str], keep: np.ndarray) -> np.ndarray:
+        """int64 [n, axes]: codes of every combination of values of `axes` among the rows `keep`, in order."""
+        import numpy as np
+
+        sizes = [len(self._levels[a]) for a in axes]
+        columns = [self._codes[a][keep] for a in axes]
+        if math.prod(sizes) > _DENSE:
+            return np.unique(np.column_stack(columns), axis=0)
+        flat = np.flatnonzero(np.bincount(np.ravel_multi_index(columns, sizes), minlength=1))
+        return np.column_stack(np.unravel_index(flat, sizes))
 
     def reach(self, column: str, axis: str) -> list[tuple[dict[str, Any], int]]:
         """(setting of the other axes, values of `axis` with the figure there), of settings that have it, in order."""
@@ -213,15 +229,11 @@ class SweepTable:
         good = np.isfinite(self.column(column)) & levels[self._codes[axis]]
         if not good.any():
             return []
-        columns = [self._codes[a][good] for a in (*others, axis)]
-        sizes = [len(self._levels[a]) for a in (*others, axis)]
-        distinct = np.unique(np.ravel_multi_index(columns, sizes))
-        if not others:
-            return [({}, len(distinct))]
-        keys, counts = np.unique(distinct // sizes[-1], return_counts=True)
-        codes = np.column_stack(np.unravel_index(keys, sizes[:-1]))
-        found = [{a: self._levels[a][c] for a, c in zip(others, row, strict=True)} for row in codes.tolist()]
-        return list(zip(found, counts.tolist(), strict=True))
+        codes = self._distinct([*others, axis], good)[:, :-1].tolist()
+        return [
+            ({a: self._levels[a][c] for a, c in zip(others, key, strict=True)}, len(list(same)))
+            for key, same in itertools.groupby(codes)
+        ]
 
     def seeds_each(self) -> tuple[int, int]:
         """(fewest, most) seeds that a setting has a row of, finished or failed; (0, 0) without rows."""

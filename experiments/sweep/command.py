@@ -10,6 +10,7 @@ finished in it; the tables hold those of the last plan.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from experiments.sweep.placing import choose_devices
 from experiments.sweep.plan import Base, plan_cells
 from experiments.sweep.queue import run_cells
 from experiments.sweep.table import Row, write_table
+from finetune.config import Record
 from finetune.errors import Interrupted, UserError
 from finetune.rundir import disk_full_interrupts
 
@@ -75,7 +77,7 @@ def sweep(
         before = claim(out, asked.document(cells), load_recipe(recipe, overrides))
         if before == 1:
             console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")
-        if asked.base.recipe.record is None and not asked.base.recipe.mesh.size > 1:
+        if _could_record(asked):
             console.say(
                 "cells record nothing along the steps; --record.steps log adds curves over the steps, norms, effective "
                 "parameters and what tells an unstable training apart"
@@ -130,6 +132,20 @@ class _Asked:
             found["bisection"] = self.bisection.document()
             grid[self.bisection.key] = [str(value) for value in tried]
         return found
+
+
+def _could_record(asked: _Asked) -> bool:
+    """Whether the cells record nothing along the steps, and might."""
+    from experiments.pipeline import check_recipe
+
+    recipe = asked.base.recipe
+    if recipe.record is not None or any(key.partition(".")[0] == "record" for key in asked.axes):
+        return False
+    try:
+        check_recipe(dataclasses.replace(recipe, record=Record()))
+    except UserError:
+        return False
+    return True
 
 
 def _asked(

@@ -80,7 +80,7 @@ class Base:
             get_dotted(self.recipe, key)
         except UserError as error:
             block, _, name = key.rpartition(".")
-            kinds = self._kinds_with(block, name)
+            kinds = [str(getattr(one, "kind", "")) for one in self._components(block) if name in _fields(one)]
             if kinds and hasattr(owner, "kind"):
                 raise UserError(
                     f"--grid {key}: {block} is {owner.kind}, which has no {name}; set one that has "
@@ -88,20 +88,21 @@ class Base:
                 ) from None
             raise UserError(f"--grid: {error}") from None
 
-    def _kinds_with(self, block: str, name: str) -> list[str]:
-        """The kinds that a component (`regularizer`) may be of and that have a setting of this name."""
+    def _components(self, block: str) -> list[type]:
+        """What a block of the recipe (`regularizer`) may be of: each a dataclass with a `kind`."""
         around = self._owner(block)
         if not dataclasses.is_dataclass(around):
             return []
         hint = typing.get_type_hints(type(around)).get(block.rpartition(".")[2])
-        found = [one for one in typing.get_args(hint) if dataclasses.is_dataclass(one) and hasattr(one, "kind")]
-        return [str(one.kind) for one in found if name in {field.name for field in dataclasses.fields(one)}]
+        return [one for one in typing.get_args(hint) if isinstance(one, type) and hasattr(one, "kind")]
 
     def _is_whole(self, key: str, values: Range) -> bool:
+        block, _, name = key.rpartition(".")
         owner = self._owner(key)
-        if owner is None:
+        classes = [one for one in (type(owner), *self._components(block)) if name in _fields(one)]
+        if not classes:
             return values.low.is_integer() and values.high.is_integer()
-        hint = typing.get_type_hints(type(owner))[key.rpartition(".")[2]]
+        hint = typing.get_type_hints(classes[0])[name]
         return int in (hint, *typing.get_args(hint))
 
     def _owner(self, key: str) -> Any:
@@ -119,7 +120,8 @@ class Base:
         seen: dict[str, str] = {}
         first = self.recipe.train.seed
         for laid in points:
-            overrides = [from_override(key, value, f"--grid {key}") for key, value in laid.items()]
+            whole_first = sorted(laid.items(), key=lambda item: item[0].count("."))  # a component, then its settings
+            overrides = [from_override(key, value, f"--grid {key}") for key, value in whole_first]
             overrides.append(from_override("train.seed", first, "--seeds"))
             resolved = resolve_tree(self.tree, overrides, name=self.name)
             point = {key: _named(get_dotted(resolved.recipe, key), written) for key, written in laid.items()}
@@ -138,6 +140,10 @@ class Base:
                         "part of a result); leave one of them out"
                     )
                 yield cell
+
+
+def _fields(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
 
 
 def _check_point(recipe: Recipe, written: str) -> None:

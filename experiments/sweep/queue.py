@@ -134,6 +134,7 @@ class _Queue:
                 self.run(self.out, unit, None)
             except Interrupted as error:
                 if was_signal(error):
+                    self._ended(unit)
                     raise Stopped from error
                 raise
             self._settle(unit)

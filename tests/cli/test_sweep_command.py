@@ -127,6 +127,9 @@ def test_a_sweep_that_records_nothing_says_how_to(cheap: Sweep, capsys: pytest.C
     assert "--record.steps" not in capsys.readouterr().err
     assert cheap("--grid", "adapter.rank=1,2", "--seeds", "1", "--record", "null") == 0
     assert "cells record nothing along the steps; --record.steps log" in capsys.readouterr().err
+    for words in (["--train.compile", "true"], ["--task.kind", "regress"], ["--grid", "record.per_doubling=1,2"]):
+        cheap("--grid", "adapter.rank=1,2", "--seeds", "1", "--record", "null", *words)
+        assert "cells record nothing" not in capsys.readouterr().err, "what is advised would be refused, or is set"
 
 
 def test_other_code_is_said_and_run_anew_when_asked(

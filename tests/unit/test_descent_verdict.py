@@ -144,8 +144,10 @@ def test_a_right_end_that_is_fitted_no_more_is_told():
     curve = interpolating(height=0.0)
     again = np.array([0.45, 0.4, 0.3, 0.15, 0.05, 0.01, 0.01, 0.02, 0.13])
     verdict = judge_curve(replace(curve, train_error=again + 0.001 * np.arange(5)[:, None]))
-    assert "above 0.1 again from rank 256 on (0.132 at rank 256)" in text(verdict)
+    assert "above 0.1 again at rank 256: 0.132 (at least 0.13). The axis does not end with fitted data" in text(verdict)
     assert "again" not in text(judge_curve(curve))
+    scattered = replace(curve, train_error=again - 0.02 + 0.03 * np.array([-2, -1, 0, 1, 2.0])[:, None])
+    assert "0.11 (not significantly). That the axis ends with fitted data is not shown" in text(judge_curve(scattered))
     bowl = np.array([0.23, 0.16, 0.09, 0.08, 0.2, 0.3, 0.4, 0.4, 0.4]) + 0 * curve.test
     for peaked in (curve, interpolating()):
         verdict = judge_curve(replace(peaked, train_error=bowl))

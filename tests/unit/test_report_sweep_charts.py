@@ -50,8 +50,33 @@ def test_every_regularizer_is_drawn_at_the_same_rates(tmp_path):
         for kind in kinds
     ]
     data = cells(tmp_path / "s", table, {"adapter.rank": [], "optimizer.lr": [], "regularizer": list(kinds)})
-    drawn = Analysis(data).directions[0].drawn
+    analysis = Analysis(data)
+    drawn = analysis.directions[0].drawn
     assert [(w["optimizer.lr"], w["regularizer"]) for w in drawn] == [(lr, k) for lr in (1e-3, 3e-2) for k in kinds]
+    (notes,) = [b for b in sweep_sections(data, analysis)[1].blocks if b.kind == "notes"]
+    assert "6 of 12 settings of the other axes are drawn" in " ".join(notes.sentences)
+
+
+def test_words_stand_in_small_panels_in_the_order_of_the_grid():
+    """Not in the order of a set, which changes from process to process: the same files give the same page."""
+    words = ["plain", "ggpo", "mgpo", "sam", "bar"]
+    points = [(word, Interval(0.1 * i, None, None, 1)) for i, word in enumerate(words)]
+    chart = facets(
+        [Panel("a", [Line("test", "blue", points)])], "regularizer", columns=1, y="e", name="n", title="t", caption="c"
+    )
+    places = [chart.raw.index(f">{word}<") for word in words]
+    assert places == sorted(places)
+
+
+def test_settings_are_counted_also_where_their_product_is_beyond_all_integers():
+    axes = [f"a.{i}" for i in range(10)]
+    columns = {axis: list(range(200)) for axis in axes}
+    table = SweepTable(pa.table({**columns, "seed": [0] * 200, "test.error": [0.5] * 199 + [None]}), axes)
+    found = table.reach("test.error", "a.0")
+    assert len(found) == 199 and found[3] == ({axis: 3 for axis in axes[1:]}, 1)
+    few = SweepTable(table.table, axes[:2])
+    assert few.reach("test.error", "a.0") == [({"a.1": i}, 1) for i in range(199)]
+    assert SweepTable(table.table, axes[:1]).reach("test.error", "a.0") == [({}, 199)]
 
 
 def test_words_as_axis_and_one_seed(tmp_path):
@@ -139,7 +164,8 @@ def test_errors_over_capacity_are_joined_in_the_order_of_the_rank(tmp_path):
     for row in table:
         row["effective_params"] = used[row["adapter.rank"]] * (1 + 0.01 * row["seed"])
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2, 4, 8]})
-    fold, bought = plots_params.capacity_charts(data, "adapter.rank", Analysis(data))
+    (fold, bought), said = plots_params.capacity_charts(data, "adapter.rank", Analysis(data))
+    assert not said, "all are drawn"
     assert "effective parameters" in fold.title and "along rank" in bought.title
     means = [data.at("effective_params", {"adapter.rank": r}).value for r in (1, 2, 4, 8)]
     from experiments.report import figure

@@ -208,17 +208,22 @@ def test_a_diverged_cell_keeps_its_lines_and_has_empty_ones_for_the_steps_it_did
     assert pq.read_table(out / "cells.parquet").column("test.error").null_count == 1
 
 
+_GONE = "adapter.rank=4 seed=5"
+
+
 def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_says_so(tmp_path):
     """Its last step, where no other run was measured, is no point of the curve."""
     from experiments.descent.curves import judge
+    from experiments.sweep.cell import Outcome
     from experiments.sweep.table import write_table
     from finetune.recording import recorded_steps
 
     out = tmp_path / "s"
-    planned = _cells(out, ["adapter.rank=2"], _done, seeds=7)
+    diverged = Outcome("failed", "the loss is not a finite number", diverged=True)
+    planned = _cells(out, ["adapter.rank=2,4"], lambda c: diverged if c.label == _GONE else _done(c), seeds=7)
     due = recorded_steps(planned[0].resolved.recipe.record, 100)
     for cell in planned:
-        steps = [s for s in due if s <= 20] + [20] if cell.seed == 3 else due
+        steps = [s for s in due if s <= 20] + [20] if cell.seed == 3 else due[:4] if cell.label == _GONE else due
         lines = (json.dumps({"stage": "fine-tune", "step": s, "test.error": (cell.seed + 1) / (s + 2)}) for s in steps)
         (out / "cells" / cell.key / "trace.jsonl").write_text("".join(line + "\n" for line in lines))
         (out / "cells" / cell.key / "trace.json").write_text(json.dumps({"steps": list(due)}))
@@ -228,6 +233,12 @@ def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_s
             write_table(out, planned)
         data = read_run(out).sweep
         assert 20 not in data.trace.levels("step")
-        judged = judge(data.trace, "step", {}, test="test.error")
-        assert judged.verdict.peak.seeds == 6
-        assert "1 of 7 seeds stopped early at step" in " ".join(judged.evidence)
+        for rank, seeds, said in (
+            (2, 6, "1 of 7 seeds stopped early at step"),
+            (4, 5, "2 of 7 seeds ended early at step"),
+        ):
+            judged = judge(data.trace, "step", {"adapter.rank": rank}, test="test.error")
+            assert judged.verdict.peak.seeds == seeds and said in " ".join(judged.evidence)
+        assert data.trace.matrix("test.error", "step", {"adapter.rank": 4}).diverged.any(1).tolist() == [
+            seed == 5 for seed in range(7)
+        ], "and not the one that stopped"

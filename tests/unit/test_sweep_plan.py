@@ -183,6 +183,13 @@ def test_an_axis_may_be_of_a_kind_that_another_axis_sets() -> None:
     axes = parse_grid(["regularizer=mgpo,sam", "regularizer.rho=0.1,0.2"])
     cells = list(plan_cells("double-descent", [], axes, 1))
     assert [c.resolved.recipe.regularizer.kind for c in cells] == ["mgpo", "mgpo", "sam", "sam"]
+    first = parse_grid(["regularizer.rho=0.1,0.2", "regularizer=mgpo,sam"])  # its settings before the component
+    other = list(plan_cells("double-descent", [], first, 1))
+    assert [c.resolved.recipe.regularizer.rho for c in other] == [0.1, 0.1, 0.2, 0.2]
+    assert {c.key for c in other} == {c.key for c in cells} and list(other[0].point) == list(first)
+    drawn = parse_grid(["regularizer=mgpo,sam", "regularizer.rho=0.1..1"])
+    points = list(plan_cells("double-descent", [], drawn, 1, design="random", points=3))
+    assert all(isinstance(c.resolved.recipe.regularizer.rho, float) for c in points)
 
 
 def test_seeds_begin_at_the_recipes_own() -> None:

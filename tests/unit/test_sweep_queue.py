@@ -248,9 +248,12 @@ def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run_cells(tmp_path, cells_that(["ok"] * 4), 1, QUIET, run=behave)
 
 
-def test_signal_to_the_only_process_stops_the_sweep(tmp_path: Path) -> None:
+def test_signal_to_the_only_process_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Interrupted, match="1 of 2 cells finished"):
-        run_cells(tmp_path, cells_that(["ok", "stop once"]), 1, QUIET, run=behave)
+        run_cells(tmp_path / "alone", cells_that(["ok", "stop once"]), 1, QUIET, run=behave)
+    monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
+    with pytest.raises(Interrupted, match="1 of 3 cells finished"):
+        run_cells(tmp_path / "stack", cells_that(["ok", "stop late once", "ok"]), 1, QUIET, run=behave, stack=None)
 
 
 def test_whole_seeds_come_first(tmp_path: Path) -> None:
