@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.config import Recipe
 from experiments.sources import SPLITS, Split, choose, parts_of
-from finetune import assets
+from finetune.assets import beside_weights
 from finetune.cachedir import cache_root
 from finetune.config import Chat, Classify, Completion, Regress, Seq2Seq, Task
 from finetune.data import (
@@ -358,7 +358,7 @@ def _head(recipe: Recipe) -> dict[str, Any] | None:
 def _tokenizer_digest(directory: Path) -> str:
     """The backbone's files that are no weights: its tokenizer, configuration and templates."""
     digest = hashlib.sha256(f"{version('tokenizers')} {version('transformers')}".encode())
-    for file in assets.beside_weights(directory):
+    for file in beside_weights(directory):
         digest.update(f"\x1f{file.name}\x1f".encode())
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
