@@ -77,7 +77,7 @@ class Direction:
     total: int
     """Settings that there are; `settings` are all, or of more than `JUDGED` those that are drawn."""
 
-    @property
+    @cached_property
     def drawn(self) -> list[dict[str, Any]]:
         """At most `PANELS` of `settings`."""
         return chosen(self.table, self.settings, PANELS)

@@ -107,7 +107,7 @@ class _Search:
 
     def __init__(self, base: Base, cell: Cell, search: Bisection, seeds: int) -> None:
         """cell: one of its point."""
-        self.base, self.point, self.laid, self.search, self.seeds = base, cell.point, cell.laid, search, seeds
+        self.base, self.cell, self.search, self.seeds = base, cell, search, seeds
         self.tried: dict[int, list[Cell]] = {}
         self.answer: EMC | None = None
 
@@ -127,7 +127,7 @@ class _Search:
                 train_error, epsilon=epsilon, low=low, high=high, seeds=range(self.seeds)
             )
         except _Wanted as missing:
-            wanted = list(self.base.cells([{**self.laid, self.search.key: missing.rows}], self.seeds))
+            wanted = list(self.base.cells([{**self.cell.laid, self.search.key: missing.rows}], self.seeds))
             self.tried[missing.rows] = wanted
             return wanted
         return []
@@ -149,7 +149,7 @@ class _Search:
             for rows in sorted(self.tried)
         ]
         found = {"emc": self.answer.value, "low": self.answer.low, "high": self.answer.high, "side": self.answer.side}
-        return {"point": self.point, **found, "text": str(self.answer), "tried": tried}
+        return {"point": self.cell.point, **found, "text": str(self.answer), "tried": tried}
 
 
 def bisect(out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seeds: int, run: Run) -> Found:
