@@ -26,7 +26,7 @@ HERE = "benchmarks.sweep_stacked"
 BACKBONE, RANKS, SEEDS, PARITY_STEPS = "flatshift-5m", (1, 4, 16, 64), 8, 50
 SHAPES = {64: (1, 64), 256: (1, 256), 1024: (4, 256)}
 """(rows, length) by tokens per cell and update."""
-ROUNDS = {64: 4, 256: 2, 1024: 1}
+ROUNDS = {64: 6, 256: 4, 1024: 2}
 TURN = {64: 3, 256: 2, 1024: 1}
 """Updates of every cell in one timing."""
 

@@ -17,7 +17,7 @@ from ..config import Adapter, ByExample, Classify, Mesh, Regress, Train
 from ..data.batches import MicroBatch
 from ..memory import at_length, saved_bytes
 from ..numerics import autocast
-from .passes import TOKENS, split
+from .passes import SHARED_TOKENS, split
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +122,7 @@ def estimate(directory: Path, cells: Sequence[tuple[Adapter, Train]], *, device:
 
     sizes = {adapter.rank: Backbone.read(directory, adapter) for adapter, _ in cells}
     # of the pass that keeps most: as many rows as its tokens allow, at least one cell's micro-batch
-    limit = TOKENS.get(device, TOKENS["cuda"])
+    limit = SHARED_TOKENS.get(device, SHARED_TOKENS["cuda"])
     parts = []
     for adapter, train in cells:
         rows = max(train.batch_size, min(len(cells) * train.batch_size, limit // train.max_length))

@@ -15,12 +15,14 @@ from ..data.encoding import IGNORE
 if TYPE_CHECKING:
     from ..data import MicroBatch
 
-TOKENS = {"cpu": 2048, "cuda": 1 << 16}
+TOKENS = {"cpu": 1024, "cuda": 1 << 16}
 """Tokens of one pass: enough that a product is worth its call, few enough that a CPU's caches hold what it makes."""
+SHARED_TOKENS = {"cpu": 2048, "cuda": 1 << 16}
+"""The same where a pass computes some rows once for several cells, which is worth more than what the caches lose."""
 _CALLS = {"cpu": 256, "cuda": 8192}
 """What a pass costs besides its tokens, in tokens: its calls."""
 _LONGEST = 8
-"""How many times `TOKENS` a pass may hold where most of its cost is shared."""
+"""How many times `SHARED_TOKENS` a pass may hold where most of its cost is shared."""
 
 
 def split(
@@ -28,15 +30,17 @@ def split(
 ) -> list[list[int]]:
     """Indices of micro-batches by pass, of least cost: tokens with padding, and `_CALLS` more for each pass.
 
-    Neighbours in the order of width share a pass of at most `TOKENS` tokens; a larger micro-batch has one of its own.
+    Neighbours in the order of width share a pass of at most `TOKENS` tokens, or what costs as much as `SHARED_TOKENS`
+    where some have rows in common; a larger micro-batch has one of its own.
 
     Args:
         shapes: (rows, width) of each micro-batch.
         same: micro-batches of one number have the same rows.
         shared: the share of a token's cost that is paid once for all of the same rows in a pass.
     """
-    limit, calls = TOKENS.get(device, TOKENS["cuda"]), _CALLS.get(device, _CALLS["cuda"])
     kinds = range(len(shapes)) if same is None else same
+    limits = SHARED_TOKENS if shared and len(set(kinds)) < len(shapes) else TOKENS
+    limit, calls = limits.get(device, limits["cuda"]), _CALLS.get(device, _CALLS["cuda"])
     order = sorted(range(len(shapes)), key=lambda i: (-shapes[i][1], kinds[i], i))
     best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first j in order, and where their last pass begins
     for j in range(1, len(order) + 1):
