@@ -11,9 +11,10 @@ from experiments.report import formats
 from experiments.report.figure import RAMP, Chart, evenly, ramp
 from experiments.report.plots_facets import Line, Panel, facets
 from experiments.report.sweepanalysis import main_axis
-from experiments.report.sweepdata import STEP, SweepData
+from experiments.report.sweepdata import SweepData
 from experiments.report.sweepderived import GRADIENT, SHARPNESS
 from experiments.report.sweeptable import SweepTable
+from experiments.report.sweeptraces import STEP
 
 _PANELS = 12
 _FIGURES = 2

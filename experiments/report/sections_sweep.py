@@ -22,7 +22,8 @@ from experiments.report.sections_verdicts import (
 )
 from experiments.report.sweepanalysis import PANELS, Analysis, Direction, chosen, left_out, main_axis
 from experiments.report.sweepaxes import Together
-from experiments.report.sweepdata import STEP, Failure, SweepData
+from experiments.report.sweepdata import Failure, SweepData
+from experiments.report.sweeptraces import STEP
 
 _TOGETHER = 12
 """Verdicts that one table at the top has."""

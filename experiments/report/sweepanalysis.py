@@ -10,8 +10,9 @@ from typing import Any
 from experiments.descent.curves import Judged, is_judged, judge
 from experiments.descent.emc import Crossing, crossing
 from experiments.report.figure import evenly
-from experiments.report.sweepdata import STEP, SweepData
+from experiments.report.sweepdata import SweepData
 from experiments.report.sweeptable import SweepTable
+from experiments.report.sweeptraces import STEP
 from finetune.errors import UserError
 
 PANELS = 6

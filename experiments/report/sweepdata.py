@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from experiments.report.sweepplan import (
     rows_planned,
 )
 from experiments.report.sweeptable import SweepTable, Where
+from experiments.report.sweeptraces import STEP, late_traces
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 INTERPOLATION = 0.1
 """ε of the effective model complexity where no bisection names its own: training data counts as fitted at a mean train
 error of at most this."""
-
-STEP = "step"
-"""The axis of a trace: optimizer updates done."""
 
 
 @dataclass(frozen=True)
@@ -185,14 +183,15 @@ def read_sweep(folder: Path) -> SweepData | None:
     if cells is None or (planned is not None and cells.num_rows < planned):
         late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
     rows = rows_planned(map(_flat_result, late), plan)
-    cells = _with_errors(_joined(cells, rows))
+    cells = _with_errors(_joined([cells], rows))
     axes, fixed = axes_of_table(cells, declared_axes(plan))
     together: list[Together] = []
     if plan.get("design") == "paired":
         axes, together = leading(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
     late += [folder / "cells" / key for key in _untraced(cells, curves)]
-    curves = _joined(curves, _late_traces(late, cells, axes, _steps_of(curves)))
+    traces, rows = late_traces(late, cells, axes, _steps_of(curves))
+    curves = _joined([curves, *traces], rows)
     trace = SweepTable(_one_stage(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
     design = str(plan.get("design") or "grid")
     data = SweepData(
@@ -234,21 +233,20 @@ def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
     return curves.filter(pc.is_in(curves.column("cell"), value_set=cells.column("cell").combine_chunks()))
 
 
-def _joined(table: pa.Table | None, rows: list[dict[str, Any]]) -> pa.Table:
-    """`table` followed by `rows`, absent values null."""
+def _joined(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
+    """All `tables` there are, followed by `rows`; absent values null."""
     import pyarrow as pa
 
-    if table is not None and not rows:
-        return table
-    names = list(dict.fromkeys(key for row in rows for key in row))
-    late = pa.table({name: _array([row.get(name) for row in rows]) for name in names})
-    if table is None:
-        return late
+    there = [table for table in tables if table is not None]
+    if rows or not there:
+        names = list(dict.fromkeys(key for row in rows for key in row))
+        there.append(pa.table({name: _array([row.get(name) for row in rows]) for name in names}))
     try:
-        return pa.concat_tables([table, late], promote_options="permissive")
+        return pa.concat_tables(there, promote_options="permissive") if len(there) > 1 else there[0]
     except pa.ArrowException:  # a column is text in one and a number in the other
-        both = table.to_pylist() + rows
-        return pa.table({n: _array([r.get(n) for r in both]) for n in dict.fromkeys([*table.column_names, *names])})
+        both = [row for table in there for row in table.to_pylist()]
+        names = list(dict.fromkeys(name for table in there for name in table.column_names))
+        return pa.table({name: _array([row.get(name) for row in both]) for name in names})
 
 
 def _array(values: list[Any]) -> pa.Array:
@@ -321,32 +319,3 @@ def _steps_of(curves: pa.Table | None) -> set[int]:
     if curves is None or STEP not in curves.column_names:
         return set()
     return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
-
-
-def _late_traces(
-    folders: Sequence[Path], cells: pa.Table, axes: Sequence[str], steps: Iterable[int]
-) -> list[dict[str, Any]]:
-    """Rows of curves.parquet for cells that are not in it yet; of two lines of a step the later one counts.
-
-    A cell that failed or stopped early has rows without figures for the planned steps that it did not reach: those of
-    its trace.json or, if it ended before that was written, the `steps` that others recorded.
-    """
-    from experiments.sweep.table import ended
-    from finetune.recording import ABOUT, as_planned, read_trace
-
-    if not folders:
-        return []
-    names = [n for n in ("cell", "seed", "status", "diverged", *axes) if n in cells.column_names]
-    about = {row["cell"]: row for row in cells.select(names).to_pylist()}
-    traces = {folder: read_trace(folder) for folder in folders}
-    known = {*steps, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
-    rows = []
-    for folder, lines in traces.items():
-        row = about[folder.name]
-        result = {"status": row.pop("status", None), "diverged": row.pop("diverged", None)}
-        try:
-            planned = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
-            planned = sorted(known) if result["status"] == "failed" else []
-        rows += [{**row, **line} for line in (as_planned(lines, planned, ended(result)) if planned else lines)]
-    return rows

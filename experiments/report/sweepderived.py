@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from experiments.report.sweepdata import STEP, SweepData
+from experiments.report.sweepdata import SweepData
+from experiments.report.sweeptraces import STEP
 
 if TYPE_CHECKING:
     import numpy as np

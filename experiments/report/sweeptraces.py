@@ -1,0 +1,123 @@
+"""What cells recorded along the steps, from their own directories: those that no table of the sweep holds yet."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+STEP = "step"
+"""The axis of a trace: optimizer updates done."""
+
+_TOGETHER = 1000
+"""Files parsed in one go: one that is unlike the others costs no more than its batch."""
+
+
+def late_traces(
+    folders: Sequence[Path], cells: pa.Table, axes: Sequence[str], steps: Iterable[int]
+) -> tuple[list[pa.Table], list[dict[str, Any]]]:
+    """What curves.parquet would hold of cells that are not in it: whole traces as tables, of all others rows.
+
+    A cell that failed or stopped early has rows without figures for the planned steps that it did not reach: those of
+    its trace.json or, if it ended before that was written, the `steps` that others recorded.
+
+    Raises:
+        UserError: a line that is no JSON object, other than a torn last one.
+    """
+    import pyarrow as pa
+
+    if not folders:
+        return [], []
+    names = [n for n in ("cell", "seed", "status", "diverged", *axes) if n in cells.column_names]
+    about = cells.select(names)
+    place = {key: at for at, key in enumerate(about.column("cell").to_pylist())}
+    told = about.select([n for n in names if n not in ("status", "diverged")])
+    tables: list[pa.Table] = []
+    others: list[Path] = []
+    for start in range(0, len(folders), _TOGETHER):
+        batch = folders[start : start + _TOGETHER]
+        lines, counts = _whole(batch)
+        others += [folder for folder in batch if folder not in counts]
+        if lines is None:
+            continue
+        rows = np.repeat([place[folder.name] for folder in counts], list(counts.values()))
+        head = told.take(pa.array(rows))
+        tables.append(pa.table([*head.columns, *lines.columns], names=[*head.column_names, *lines.column_names]))
+    known = {*steps, *(step for table in tables for step in table.column(STEP).unique().to_pylist())}
+    return tables, _one_by_one(others, about, place, known)
+
+
+def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
+    """The traces that can be read as they are, and how many lines of each folder; None and none where there are none.
+
+    As they are: one line for each step that trace.json names, in its order; nothing was undone or written again.
+    """
+    import pyarrow as pa
+
+    from finetune.recording import ABOUT
+    from finetune.rundir import TRACE
+
+    pieces: list[bytes] = []
+    planned: dict[Path, list[int]] = {}
+    for folder in folders:
+        try:
+            lines, steps = (folder / TRACE).read_bytes(), json.loads((folder / ABOUT).read_bytes())["steps"]
+            if lines.endswith(b"\n") and lines.count(b"\n") == len(steps) and b"rewound_to" not in lines:
+                pieces.append(lines)
+                planned[folder] = steps
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    table = _parsed(b"".join(pieces))
+    ends = np.cumsum([0, *map(len, planned.values())]).tolist()
+    if table is None or table.num_rows != ends[-1]:
+        return None, {}
+    found = table.column(STEP).to_pylist()
+    good = [found[i:j] == steps for (i, j), steps in zip(pairwise(ends), planned.values(), strict=True)]
+    counts = {folder: len(steps) for (folder, steps), right in zip(planned.items(), good, strict=True) if right}
+    if not counts:
+        return None, {}
+    return table.filter(pa.array(np.repeat(good, np.diff(ends)))), counts
+
+
+def _parsed(lines: bytes) -> pa.Table | None:
+    """Lines of JSON as a table of numbers and plain text; None where they are something else, or miss their step."""
+    import pyarrow as pa
+    from pyarrow import json as arrow_json
+
+    try:
+        table = arrow_json.read_json(io.BytesIO(lines), read_options=arrow_json.ReadOptions(use_threads=False))
+    except pa.ArrowException:
+        return None
+    types = [field.type for field in table.schema]
+    if any(pa.types.is_nested(t) or pa.types.is_temporal(t) for t in types):
+        return None
+    return table if STEP in table.column_names and pa.types.is_integer(table.column(STEP).type) else None
+
+
+def _one_by_one(
+    folders: Sequence[Path], about: pa.Table, place: dict[str, int], known: set[int]
+) -> list[dict[str, Any]]:
+    """Rows of the traces in `folders`; of two lines of a step the later one counts."""
+    from experiments.sweep.table import ended
+    from finetune.recording import ABOUT, as_planned, read_trace
+
+    traces = {folder: read_trace(folder) for folder in folders}
+    known = {*known, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
+    rows = []
+    for folder, lines in traces.items():
+        (row,) = about.slice(place[folder.name], 1).to_pylist()
+        result = {"status": row.pop("status", None), "diverged": row.pop("diverged", None)}
+        try:
+            planned = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            planned = sorted(known) if result["status"] == "failed" else []
+        rows += [{**row, **line} for line in (as_planned(lines, planned, ended(result)) if planned else lines)]
+    return rows
