@@ -62,19 +62,16 @@ def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
     """
     import pyarrow as pa
 
-    from finetune.recording import ABOUT
     from finetune.rundir import TRACE
 
     pieces: list[bytes] = []
     planned: dict[Path, list[int]] = {}
     for folder in folders:
-        try:
-            lines, steps = (folder / TRACE).read_bytes(), json.loads((folder / ABOUT).read_bytes())["steps"]
-            if lines.endswith(b"\n") and lines.count(b"\n") == len(steps) and b"rewound_to" not in lines:
-                pieces.append(lines)
-                planned[folder] = steps
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+        steps, file = _planned(folder), folder / TRACE
+        lines = file.read_bytes() if steps and file.is_file() else b""
+        if steps and lines.endswith(b"\n") and lines.count(b"\n") == len(steps) and b"rewound_to" not in lines:
+            pieces.append(lines)
+            planned[folder] = steps
     table = _parsed(b"".join(pieces))
     ends = np.cumsum([0, *map(len, planned.values())]).tolist()
     if table is None or table.num_rows != ends[-1]:
@@ -107,7 +104,7 @@ def _one_by_one(
 ) -> list[dict[str, Any]]:
     """Rows of the traces in `folders`; of two lines of a step the later one counts."""
     from experiments.sweep.table import ended
-    from finetune.recording import ABOUT, as_planned, read_trace
+    from finetune.recording import as_planned, read_trace
 
     traces = {folder: read_trace(folder) for folder in folders}
     known = {*known, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
@@ -115,9 +112,19 @@ def _one_by_one(
     for folder, lines in traces.items():
         (row,) = about.slice(place[folder.name], 1).to_pylist()
         result = {"status": row.pop("status", None), "diverged": row.pop("diverged", None)}
-        try:
-            planned = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
+        planned = _planned(folder)
+        if planned is None:
             planned = sorted(known) if result["status"] == "failed" else []
         rows += [{**row, **line} for line in (as_planned(lines, planned, ended(result)) if planned else lines)]
     return rows
+
+
+def _planned(folder: Path) -> list[int] | None:
+    """The steps that trace.json names; None where it does not say."""
+    from finetune.recording import ABOUT
+
+    try:
+        steps = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, list) else None

@@ -88,9 +88,12 @@ def test_also_where_a_value_of_an_axis_is_a_word(tmp_path, monkeypatch):
 def test_whole_traces_are_read_together_and_the_others_one_by_one(tmp_path, monkeypatch):
     seen = []
     plain = sweeptraces._one_by_one
-    monkeypatch.setattr(
-        sweeptraces, "_one_by_one", lambda folders, *rest: seen.extend(folders) or plain(folders, *rest)
-    )
+
+    def noting(folders, *rest):
+        seen.extend(folders)
+        return plain(folders, *rest)
+
+    monkeypatch.setattr(sweeptraces, "_one_by_one", noting)
     monkeypatch.setattr(sweeptraces, "_TOGETHER", 2)
     read_sweep(directory(tmp_path, [WHOLE, TRACES["written again"], TRACES["numbers of two types"], WHOLE, WHOLE]))
     assert [folder.name for folder in seen] == [f"{1:016x}"]
