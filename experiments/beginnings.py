@@ -122,7 +122,7 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
 
     from finetune.adapting.initial import Calibration, needs_rows
     from finetune.backbone import resolve_device
-    from finetune.numerics import autocast
+    from finetune.devices.precision import autocast
 
     count = needs_rows(recipe.adapter)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))[:count]

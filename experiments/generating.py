@@ -87,7 +87,7 @@ def generate_from_run(
     if not asked:
         raise UserError("there is no prompt: give --prompt TEXT, --data FILE, or lines on standard input")
 
-    import torch
+    from finetune.devices.precision import autocast_dtype
 
     start = decoder_start(recipe.backbone) if recipe.task.kind == "seq2seq" else None
     with cpu_threads(recipe.train.threads), console.task("generating", len(asked), "prompts") as bar:
@@ -101,7 +101,7 @@ def generate_from_run(
             decoder_start=start,
             batch_size=batch_size,
             device=engine.device,
-            autocast_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,
+            autocast_dtype=autocast_dtype(recipe.train),
         )
         for done, (place, answer) in enumerate(answers, start=1):
             text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))

@@ -131,7 +131,7 @@ def _evaluated(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
-    import torch
+    from finetune.devices.precision import autocast_dtype
 
     manager = TaskManager(include_path=None if include is None else str(include))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
@@ -149,7 +149,7 @@ def _evaluated(
                 tokenizer=tokenizer,
                 backend="seq2seq" if isinstance(recipe.task, Seq2Seq) else "causal",
                 batch_size=batch_size,
-                mixed_precision_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,
+                mixed_precision_dtype=autocast_dtype(recipe.train),
             ),
             tasks=list(tasks),
             num_fewshot=shots,

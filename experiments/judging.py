@@ -85,7 +85,7 @@ def judge(
     label_names: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
     """`finetune.evaluate.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
-    import torch
+    from finetune.devices.precision import autocast_dtype
 
     return evaluate(
         engine.judged,
@@ -96,7 +96,7 @@ def judge(
         label_names=label_names,
         seed=derive(recipe.train.seed, "bootstrap", split),
         device=engine.device,
-        autocast_dtype=torch.bfloat16 if recipe.train.precision == "bf16" else None,
+        autocast_dtype=autocast_dtype(recipe.train),
         share=engine.evaluation,
     )
 

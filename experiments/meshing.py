@@ -62,7 +62,7 @@ def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
         node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return resolve(
         asked,
-        backbone=_directory(recipe.backbone),
+        backbone=backbone_directory(recipe.backbone),
         adapter=recipe.adapter,
         train=recipe.train,
         task=recipe.task,
@@ -72,7 +72,8 @@ def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
     )
 
 
-def _directory(name: str) -> Path:
+def backbone_directory(name: str) -> Path:
+    """Where the files of the backbone `name` lie; asks the hub, and so imports torch, only for a hub name."""
     found = assets.backbone(name) or Path(name).expanduser()
     if (found / "config.json").is_file():
         return found

@@ -46,6 +46,7 @@ from experiments.preparing import (
     warm_up_task,
 )
 from experiments.recipe import Resolved, resume_recipe
+from experiments.recipe.precision import settled
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
 from experiments.selecting import select_into
@@ -57,6 +58,7 @@ from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
 from finetune.data.chat import template_record
+from finetune.devices.products import peak_rate
 from finetune.errors import UserError
 from finetune.loop import train_stage
 from finetune.memory import plan_lines
@@ -69,7 +71,6 @@ from finetune.parallel.world import World
 from finetune.rates import rate_text
 from finetune.rundir import METRICS, RunDirectory, disk_full_interrupts
 from finetune.seeds import derive
-from finetune.throughput import measured_peak
 from finetune.tracking import Trackers, open_trackers
 from finetune.units import fold_units
 from regularizers import build as build_regularizer
@@ -85,8 +86,10 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     out: directory to make, by default `runs/DATE-TIME-NAME`.
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
+    check_recipe(resolved.recipe)
+    said: list[str] = []
+    resolved = settled(resolved, say=said.append)
     recipe = resolved.recipe
-    check_recipe(recipe)
     out = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
     with _mesh(recipe, path=out) as world:
         # Everything that can be wrong with the input is found before the directory exists.
@@ -105,6 +108,8 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         world.wait()
         run = RunDirectory(out, writes=world.is_main)
         console = Console(quiet=quiet or not world.is_main, log=run.log)
+        for line in said:
+            console.say(line)
         try:
             return execute(run, recipe, prepared, console, world=world)
         except (
@@ -133,12 +138,16 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
     """
     resolved = resume_recipe(path, overrides)
     check_recipe(resolved.recipe)
+    said: list[str] = []
+    resolved = settled(resolved, say=said.append)
     with _mesh(resolved.recipe, path=path) as world:
         if world.is_main:
             RunDirectory.open(path)  # repairs what a killed process left torn
         world.wait()
         run = RunDirectory(path, writes=world.is_main)
         console = Console(quiet=quiet or not world.is_main, log=run.log)
+        for line in said:
+            console.say(line)
         if is_finished(run.path, resolved.recipe):
             console.say(f"{path} is finished: nothing to do")
             return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
@@ -238,10 +247,11 @@ def _peak(recipe: Recipe, world: World, console: Console) -> float:
     if recipe.train.peak_tflops is not None:
         return recipe.train.peak_tflops
     precision = recipe.train.precision
-    peak = measured_peak(str(world.device), precision)
+    peak = peak_rate(str(world.device), precision) / 1e12
     shown = f"{peak:.3g} TFLOP/s" if peak >= 1 else f"{1000 * peak:.3g} GFLOP/s"
-    where = f"{torch.get_num_threads()} threads" if world.device.type == "cpu" else "one device"
-    console.say(f"peak: {shown}, measured: the best large {precision} matrix product on {where}; MFU is a share of it")
+    threads = torch.get_num_threads()
+    where = f"{threads} thread{'s' if threads > 1 else ''}" if world.device.type == "cpu" else "one device"
+    console.say(f"peak: {shown}, measured: the best {precision} matrix product on {where}; MFU is a share of it")
     return peak
 
 

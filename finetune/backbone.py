@@ -14,13 +14,28 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 import torch
 
 from . import assets
-from .config import ByExample, Chat, Completion, LanguageModel, MaskedLM, Quantization, Regress, Seq2Seq, Task
+from .config import (
+    ByExample,
+    Chat,
+    Completion,
+    LanguageModel,
+    MaskedLM,
+    Precision,
+    Quantization,
+    Regress,
+    Seq2Seq,
+    Task,
+    Train,
+)
+from .devices.precision import choose
+from .devices.products import DTYPES, Shape
+from .devices.widened import widen_on_use
 from .errors import UserError, is_out_of_memory
 from .numerics import dropout_rates, uses_dropout
 from .quantised import check_available, import_library, loading_options, scales, settle
@@ -30,7 +45,6 @@ if TYPE_CHECKING:
 
 _PACKAGE = "package:"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
-Precision = Literal["fp32", "bf16"]
 
 
 # --------------------------------------------------------------------------------------------- where it lies
@@ -230,6 +244,7 @@ def load_backbone(
     num_labels: int | None = None,
     label_names: Sequence[str] | None = None,
     precision: Precision = "fp32",
+    narrow: bool = False,
     quantization: Quantization | None = None,
     dropout: float | None = None,
     device: str | torch.device = "cpu",
@@ -239,7 +254,9 @@ def load_backbone(
     Args:
         num_labels: width of the head (Classify); by default the number of `label_names`.
         label_names: class names in head order, kept in the config.
-        precision: `bf16` casts the whole backbone; the adapter attached later is float32 in either case.
+        precision: what the whole backbone is cast to as it is read (`auto`: what `device` does faster); the
+            adapter attached later is float32 in either case.
+        narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.devices.widened`).
         quantization: keep its linear layers in 4 or 8 bits (`finetune.quantised`).
         dropout: its own dropout rates while it trains; None for those of config.json.
 
@@ -256,7 +273,9 @@ def load_backbone(
     where = f"backbone {str(name)!r}"
     # a checkpoint's head for other classes is replaced
     options: dict[str, Any] = {"ignore_mismatched_sizes": True} if isinstance(task, ByExample) else {}
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    if precision == "auto":
+        precision = choose(Train(), torch.device(device), block_shape(name)).precision  # type: ignore[assignment]
+    dtype = torch.bfloat16 if narrow else DTYPES[precision]
     if quantization is not None:
         from .parallel.skeleton import build_skeleton
 
@@ -286,6 +305,8 @@ def load_backbone(
     model, report = loaded
     check_dropout(model, dropout, where)
     finish(model, report, name=name, task=task)
+    if narrow:
+        widen_on_use(model, where=where)
     settle(model)
     return model if quantization is not None else model.to(device)  # quantised on the device itself
 
@@ -409,6 +430,19 @@ def read_config(name: str | Path) -> Any:
 
     with quiet_transformers():
         return AutoConfig.from_pretrained(resolve_backbone(name), trust_remote_code=False)
+
+
+def block_shape(name: str | Path, *, tokens: int = 256) -> Shape:
+    """Of a transformer block of the backbone `name` in a micro-batch of so many tokens; middling where its
+    configuration does not tell, or is not to be had."""
+    try:
+        config = json.loads((resolve_backbone(name) / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
+        width = next((int(config[key]) for key in ("hidden_size", "d_model", "n_embd") if config.get(key)), 512)
+        inner = next((int(config[key]) for key in ("intermediate_size", "d_ff") if config.get(key)), 4 * width)
+    except (UserError, OSError, ValueError, AttributeError, TypeError):  # whoever loads the backbone says what is wrong
+        width = inner = 512
+    return Shape.of(tokens=tokens, width=width, inner=inner)
 
 
 def _reads_both_ways(config: Any) -> bool:

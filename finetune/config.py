@@ -183,6 +183,11 @@ class Spikes:
         check_bounds(self, window=(4, None), threshold=(1, None), back=(0, None), skip=(1, None), most=(1, None))
 
 
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+WIDTHS = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a value by `train.precision`; what is not settled yet may turn out to be the widest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """How long, how much at once, and how often to look and to save."""
@@ -209,13 +214,23 @@ class Train:
     group: Literal["length"] | None = None
     """`length`: rows of like length share a micro-batch, drawn anew in every window of 50 micro-batches, which saves
     padding; for tasks that are not packed. Null: rows meet by chance."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute precision; bf16 is autocast over a bf16 backbone."""
+    precision: Precision = "auto"
+    """What a step computes in: autocast over a backbone kept in the same. `auto` takes what the device at hand does
+    fastest: bf16 on CUDA devices that multiply it, fp16 with loss scaling on older ones, and on a CPU what a short
+    measurement says. What it took is printed, written into the run's recipe, and kept on every later machine. fp16 is
+    for CUDA."""
+    tf32: bool = False
+    """Let float32 products on CUDA round their inputs to 10 bits (TF32), several times as fast; for precision fp32."""
+    backbone_precision: Literal["auto", "same", "bf16"] = "auto"
+    """How frozen weights are kept: as they compute (`same`), or in half of float32's memory in bf16, each widened when
+    it is used (`bf16`; precision fp32, one process, 1.1 to 1.3 times the time). `auto` is `same` unless that does not
+    fit into memory and bf16 does."""
     quantization: Quantization | None = None
     """Keep the backbone's linear layers in 4 bits (`nf4`; `nf4-double` quantises the scales too) or 8 (`int8`); they
     compute with the dequantised values in `train.precision`. Needs the extra `quant`."""
-    adapter_precision: Literal["fp32", "bf16"] = "fp32"
-    """How adapters are kept; bf16 halves what their inputs cost in memory, the optimizer keeps float32 masters."""
+    adapter_precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """How adapters are kept: in float32 (`auto`); bf16 halves what their inputs cost in memory, the optimizer keeps
+    float32 masters. Not in fp16, where their gradients would vanish."""
     backbone_dropout: float | None = None
     """The backbone's own dropout rates while it trains; 0 turns them off. Null: those of its config.json."""
     checkpointing: Literal["none", "selective", "full"] = "none"

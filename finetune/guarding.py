@@ -52,7 +52,8 @@ class Guard:
 
         losses: of each pass, the first at the weights themselves.
         """
-        values, norm = [loss.item() for loss in losses], self._engine.clip(None).item()
+        values = [loss.item() for loss in losses]
+        norm = self._engine.clip(None).item() / self._engine.loss_scale
         if not all(map(math.isfinite, [*values, norm])):
             return Verdict(next((value for value in values if not math.isfinite(value)), values[0]), norm)
         if self._train.spikes is None:

@@ -47,6 +47,8 @@ class Progress:
     """Updates left out because their loss or gradient was not a finite number."""
     skipped_in_a_row: int = 0
     """Of them, those since the last one that was made."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+    """State of `finetune.devices.loss_scale`; empty unless the stage computes in fp16."""
     recent: list[float] = field(default_factory=list)
     """Losses of the last updates, as many as `train.spikes.window`."""
     left_out: list[list[int]] = field(default_factory=list)

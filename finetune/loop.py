@@ -24,12 +24,14 @@ from .checkpoint import clone
 from .compiling import Compiled
 from .config import ByExample, Classify, Evaluate, Optimizer, Seq2Seq, Task, Train
 from .course import batch_index
+from .devices.loss_scale import LossScale
+from .devices.precision import autocast, float32_products, settled
 from .errors import Interrupted
 from .guarding import Diverged as Diverged  # is told of by its users under this module's name
 from .guarding import Guard, Undone, Verdict
 from .keeping import Keeper
 from .loss import answered_right, batch_loss, loss_sum
-from .numerics import autocast, cpu_threads, seeded, uses_dropout, without_input_casts
+from .numerics import cpu_threads, seeded, uses_dropout, without_input_casts
 from .optimizer import AdapterOptimizer
 from .parallel import watch
 from .parallel.engine import Engine
@@ -103,13 +105,14 @@ def stage_work(
             another adapter, a recording on a mesh.
     """
     engine = model if isinstance(model, Engine) else Engine.alone(model)
+    train = settled(train, engine.model)
     check_length(engine, batches)
     check_best(train, task)
     done = ended(run, stage, train)
     if done is not None:
         engine.load_adapter(run.stage(stage) / "adapter")
         return done
-    with cpu_threads(train.threads):
+    with cpu_threads(train.threads), float32_products(train, engine.device):
         loop = _Loop(
             engine, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed, recording
         )
@@ -161,6 +164,7 @@ class _Loop:
         self.optimizer = AdapterOptimizer(self.parameters, optimizer)
         self.device = engine.device
         self.random = uses_dropout(engine.model)
+        self.scale = LossScale(on=train.precision == "fp16")
         self.compiled = Compiled(engine.model) if train.compile else None
         self.keeper = Keeper(
             engine, self.optimizer, regularizer, run, stage=stage, train=train, settings=optimizer, seed=seed
@@ -169,7 +173,7 @@ class _Loop:
         with self._precision():
             if batches.packed:
                 # bf16 rounds differently where shapes differ; a leak moves logits by far more than that
-                refuse_leaks(engine.judged, tolerance=0.1 if train.precision == "bf16" else 1e-3)
+                refuse_leaks(engine.judged, tolerance=1e-3 if train.precision == "fp32" else 0.1)
             self.head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=task)
         engine.settle()
         self.recorder = Recorder(
@@ -234,6 +238,7 @@ class _Loop:
         started = time.monotonic() - state.seconds
         self.engine.model.train()
         self.callbacks.restore(state.callbacks)
+        self.scale.restore(state.loss_scale)
         if state.step == 0:
             self.recorder.at(state, self.keeper.attempt)
             if train.spikes is not None:
@@ -292,6 +297,7 @@ class _Loop:
         """A checkpoint, unless there is one of this step."""
         before = self.keeper.saved_step
         self.keeper.progress.callbacks = self.callbacks.states()
+        self.keeper.progress.loss_scale = self.scale.state()
         self.keeper.save()
         if self.keeper.saved_step != before:
             self.callbacks.fire("save")
@@ -306,19 +312,27 @@ class _Loop:
         self.engine.beat = partial(watch.progress, step, self.stage)
         count = self.batches.supervised(place)
         rate = learning_rate(step, steps=self.train.steps, optimizer=self.settings)
-        losses: list[torch.Tensor] = []
-        verdict = None
-        try:
-            with self.regularizer.step(step) as passes:
-                for _ in passes:
-                    micros, context = self.batches.at(place), partial(self._context, step)
-                    work = Work(self.engine, self.task, micros, count, self.head, context, self.meter, self.compiled)
-                    losses.append((yield work))
-                if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:
-                    raise Undone
-        except Undone:
-            assert verdict is not None
-            return self.undo(verdict, rate)
+        verdict, overflowed = None, True
+        while overflowed:
+            losses: list[torch.Tensor] = []
+            self.engine.loss_scale, overflowed = self.scale.value, False
+            try:
+                with self.regularizer.step(step, loss_scale=self.scale.value) as passes:
+                    for _ in passes:
+                        micros, context = self.batches.at(place), partial(self._context, step)
+                        work = Work(
+                            self.engine, self.task, micros, count, self.head, context, self.meter, self.compiled
+                        )
+                        losses.append((yield work))
+                    if self.scale.on and (overflowed := self.overflows(losses)):
+                        raise Undone
+                    if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:
+                        raise Undone
+            except Undone:
+                if verdict is not None:
+                    return self.undo(verdict, rate)
+                self.optimizer.drop_gradients()
+        self.scale.undo(self.parameters.values())
         with self.recorder.update(step + 1):
             norm = self.engine.clip(self.settings.clip)
             value, norm_value = losses[0].item(), norm.item()  # of two passes, the first is at the weights themselves
@@ -330,8 +344,16 @@ class _Loop:
         state.step += 1
         state.tokens += count
         self.guard.made(value)
+        self.scale.made()
         line = {"loss": value, "tokens": state.tokens, "lr": rate, "grad_norm": norm_value}
         return {**line, **self.regularizer.metrics()}
+
+    def overflows(self, losses: Sequence[torch.Tensor]) -> bool:
+        """Whether the scaled gradients are too large for fp16 while the losses are numbers; the scale is halved then.
+        The same on every rank."""
+        if all(math.isfinite(loss.item()) for loss in losses) and not math.isfinite(self.engine.clip(None).item()):
+            return self.scale.shrink()
+        return False
 
     def undo(self, verdict: Verdict, rate: float) -> dict[str, Any] | Verdict:
         """Leave the update out and return its line, or the verdict where the stage is to go back."""
@@ -359,6 +381,7 @@ class _Loop:
         self.engine.model.train()
         self.keeper.progress.seconds = time.monotonic() - started
         self.callbacks.restore(self.keeper.progress.callbacks)
+        self.scale.restore(self.keeper.progress.loss_scale)
         self._now()
         self.log(**line, split=SPIKE, time_s=round(self.keeper.progress.seconds, 4))
 

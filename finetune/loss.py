@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ByExample, Classify, MaskedLM, Regress, Seq2Seq, Task
+from .devices.widened import WidenedLinear
 from .numerics import attention
 
 IGNORED = -100
@@ -156,7 +157,9 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multip
 
     def watched(hidden: Tensor) -> Tensor:
         out = usual(hidden)
-        own = hasattr(linear, "vocabulary") or torch.equal(F.linear(hidden, linear.weight, linear.bias), out)
+        own = hasattr(linear, "vocabulary") or torch.equal(
+            F.linear(hidden, linear.weight.to(hidden.dtype), linear.bias), out
+        )
         seen.append((hidden, out, own))
         return out
 
@@ -184,9 +187,9 @@ def _logits(model: nn.Module, inputs: dict[str, Tensor], head: Head, forward: Ca
 
 
 def _plain(linear: nn.Linear) -> bool:
-    """Whether the class is nn.Linear itself, or the one FSDP2 makes of it."""
+    """Whether the class is nn.Linear itself, the one that is kept narrow, or the one FSDP2 makes of it."""
     kinds = type(linear).__mro__
-    return kinds[0] is nn.Linear or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
+    return kinds[0] in (nn.Linear, WidenedLinear) or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
 
 
 def _supervised(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:

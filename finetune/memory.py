@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from .adapter import trainable
 from .adapting.projector import blank_features
 from .config import Optimizer, OptimizerKind, Train
+from .devices.precision import autocast, settled
 from .lowbit import state_bytes
-from .numerics import SHORT, attention, autocast, without_input_casts
+from .numerics import SHORT, attention, without_input_casts
 from .quantised import scales
 
 _PROBE = (SHORT + 8, SHORT + 24)
@@ -50,6 +51,7 @@ class MemoryPlan:
 
 def memory_plan(model: nn.Module, *, train: Train, kind: OptimizerKind = "adamw") -> MemoryPlan:
     """Count and measure (see the module's text); the model's mode and the global random state are left as they were."""
+    train = settled(train, model)
     adapter = sum(p.nbytes for p in trainable(model).values())
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *scales(model).values())}

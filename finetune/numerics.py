@@ -1,4 +1,4 @@
-"""How a step is computed: optimizer, precision, randomness and device. Nothing here knows of stages or files."""
+"""How a step is computed: casts, attention, randomness and threads. Nothing here knows of stages or files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SHORT = 32
 
 @contextlib.contextmanager
 def without_input_casts(model: nn.Module, train: Train) -> Iterator[None]:
-    """Under bf16 autocast PEFT casts each adapted layer's input up to float32, only for autocast to cast it down again.
+    """Under autocast PEFT casts each adapted layer's input up to float32, only for autocast to cast it down again.
 
     Both are exact, so leaving them out changes no bit and saves the copies that would be kept for the backward pass.
     """
-    if train.precision != "bf16":
+    if train.precision in ("auto", "fp32"):
         yield
         return
     from peft.helpers import disable_input_dtype_casting
@@ -44,13 +44,6 @@ def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
             yield from dropout_rates(value)
         elif "drop" in key and type(value) in (int, float):
             yield config, key, value
-
-
-def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """bf16 autocast where `train.precision` asks for it, else nothing."""
-    if train.precision == "bf16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext()
 
 
 def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:

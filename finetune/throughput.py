@@ -6,8 +6,6 @@ the device is made to do: padding, and what checkpointing computes again, too.
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -108,6 +106,7 @@ class Meter:
             model, hardware = (float(w) / sums.seconds / world.size / 1e12 for w in work)
             figures["tflops"] = model
             if self._peak is not None:
+                self._peak = max(self._peak, hardware)  # what was done can be done: a busy machine was measured
                 figures |= {"mfu": model / self._peak, "hfu": hardware / self._peak}
         return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
@@ -154,27 +153,3 @@ def _runs(positions: Tensor) -> Tensor:
     """Lengths of the runs 0, 1, 2, … that a row's positions are made of."""
     starts = (positions == 0).nonzero().flatten()
     return torch.diff(starts, append=torch.tensor([len(positions)], device=starts.device))
-
-
-@functools.lru_cache(maxsize=4)
-def measured_peak(device: str, precision: str, size: int = 1024) -> float:
-    """TFLOP/s of one device in a square matrix product: the best of five, after one that is not counted.
-
-    What a kernel of this machine reaches, not what its maker promises: an MFU against it is of the attainable.
-
-    Args:
-        precision: `fp32` or `bf16`.
-        size: of the matrices (four times as large on CUDA).
-    """
-    size *= 4 if device.startswith("cuda") else 1
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    a = torch.full((size, size), 0.5, dtype=dtype, device=device)
-    best = float("inf")
-    for turn in range(6):
-        started = time.perf_counter()
-        torch.mm(a, a)
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        if turn:
-            best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best / 1e12

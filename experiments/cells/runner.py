@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from experiments.cells.files import Result, cell_file, is_final, read_result
 from experiments.cells.lock import LOCK, locked
+from experiments.cells.study import RECIPE
 from experiments.console import Console, Task
 from experiments.sweep import start_worker
 from finetune.atomic import sweep_leftovers
@@ -62,7 +63,7 @@ def claimed(out: Path, recipe_yaml: str, what: str) -> Iterator[None]:
     from finetune.atomic import write_text
     from finetune.rundir import write_provenance
 
-    marker = out / "study.recipe.yaml"
+    marker = out / RECIPE
     own = ("cells", LOCK)
     if out.exists() and any(entry.name not in own for entry in out.iterdir()) and not marker.is_file():
         raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")

@@ -5,33 +5,52 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from experiments.console import Console
-from experiments.recipe import Resolved, load_recipe
-from experiments.recipe.resolve import recipe_tree
+from experiments.recipe import Resolved
+from experiments.recipe.resolve import recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Tree, merge
 from finetune.atomic import write_json, write_text
 from finetune.errors import Interrupted, UserError
 
-P = TypeVar("P")
+RECIPE = "study.recipe.yaml"
+
+
+class Planned(Protocol):
+    """What a kind of study plans its cells by."""
+
+    @property
+    def resolved(self) -> Resolved:
+        """Its recipe."""
+
+
+P = TypeVar("P", bound=Planned)
 Document = dict[str, Any]
 
 
-def study_recipe(reference: str, overrides: Sequence[Branch], *, block: str, example: str) -> tuple[Resolved, Branch]:
-    """The recipe of a study, and the tree that its cells are resolved from, which knows nothing of the study.
+def study_recipe(
+    reference: str, overrides: Sequence[Branch], *, block: str, example: str, out: Path | None = None
+) -> tuple[Resolved, Branch]:
+    """The recipe of a study, its precision settled, and the tree that its cells are resolved from, which knows nothing
+    of the study.
 
     Args:
         block: the recipe's key that makes it a study.
         example: shipped recipe to start from, for the refusal.
+        out: the study's directory; what it has settled holds.
 
     Raises:
         UserError: a recipe without the block, or one that cannot be built.
     """
-    resolved = load_recipe(reference, overrides)
+    from experiments.recipe.precision import settled_tree
+
     tree: Tree = recipe_tree(reference)
     for override in overrides:
         tree = merge(tree, override)
+    name = Path(reference).stem
+    tree = settled_tree(tree, name=name, kept=None if out is None else out / RECIPE)
+    resolved = resolve_tree(tree, (), name=name)
     assert isinstance(tree, Branch)
     if getattr(resolved.recipe, block) is None:
         raise UserError(
@@ -58,9 +77,11 @@ def carry_out(
     """
     if jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")
-    planned = plan()
+    planned, console = plan(), Console(quiet=quiet)
+    train = planned.resolved.recipe.train
+    console.say(f"precision: {train.precision} ({planned.resolved.origins.get('train.precision', 'default')})")
     try:
-        found = measure(planned, Console(quiet=quiet))
+        found = measure(planned, console)
     except KeyboardInterrupt as error:
         raise Interrupted("finished cells are kept; the same command goes on from there") from error
     document = {**found, "command": f"flatshift compare {recipe} --data DIR --out OUT"}

@@ -32,17 +32,17 @@ _SETTLING = 3
 
 def fresh_engine(recipe: Recipe, task: Task, labels: tuple[str, ...] | None) -> Engine:
     """A copy of the pristine backbone with a fresh adapter, as `finetune.parallel.build.build_engine` lays it out."""
-    import torch
-
     from finetune.adapter import attach_adapter
+    from finetune.devices.precision import adapter_dtype
     from finetune.parallel.activation import checkpoint_activations
     from finetune.parallel.engine import Engine
 
     train = recipe.train
-    pristine = _pristine(recipe.backbone, task, labels, train.precision, train.backbone_dropout, train.device)
+    narrow = train.backbone_precision == "bf16"
+    pristine = _pristine(recipe.backbone, task, labels, train.precision, narrow, train.backbone_dropout, train.device)
     backbone = copy.deepcopy(pristine)
     refuse_beginning(recipe)
-    dtype = torch.bfloat16 if train.adapter_precision == "bf16" else torch.float32
+    dtype = adapter_dtype(train)
     model = attach_adapter(backbone, recipe.adapter, task=task, seed=train.seed, dtype=dtype)
     checkpoint_activations(model, train.checkpointing)
     return Engine.alone(model)
@@ -50,7 +50,13 @@ def fresh_engine(recipe: Recipe, task: Task, labels: tuple[str, ...] | None) -> 
 
 @functools.lru_cache(maxsize=12)
 def _pristine(
-    backbone: str, task: Task, labels: tuple[str, ...] | None, precision: Any, dropout: float | None, device: str
+    backbone: str,
+    task: Task,
+    labels: tuple[str, ...] | None,
+    precision: Any,
+    narrow: bool,
+    dropout: float | None,
+    device: str,
 ) -> Any:
     from finetune.backbone import load_backbone, resolve_device
 
@@ -59,6 +65,7 @@ def _pristine(
         task=task,
         label_names=labels,
         precision=precision,
+        narrow=narrow,
         dropout=dropout,
         device=resolve_device(device),
     )
@@ -125,15 +132,14 @@ def judge_examples(
     recipe: Recipe, engine: Engine, tokenizer: Any, examples: Sequence[Example], task: Task
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
-    import torch
-
+    from finetune.devices.precision import autocast_dtype
     from finetune.evaluate import class_scores, document_nats, evaluating, judge_classes
 
     how: dict[str, Any] = {
         "batch_size": recipe.eval.batch_size,
         "pad_id": int(tokenizer.pad_token_id),
         "device": engine.device,
-        "autocast_dtype": torch.bfloat16 if recipe.train.precision == "bf16" else None,
+        "autocast_dtype": autocast_dtype(recipe.train),
     }
     with evaluating(engine.judged):
         if isinstance(task, Classify):

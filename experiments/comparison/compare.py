@@ -46,7 +46,7 @@ def compare(
         return analyse(plan, run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell))
 
     def plan() -> Plan:
-        return Plan(recipe, overrides, data=data, methods=methods, tasks=tasks)
+        return Plan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
 
     return carry_out(recipe, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)
 

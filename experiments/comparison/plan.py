@@ -15,6 +15,7 @@ from experiments.comparison.settings import Comparison
 from experiments.comparison.tuning import Setting, first_trials
 from experiments.config import Recipe
 from experiments.recipe import from_override, recipe_key
+from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
 from finetune.config import Classify
@@ -64,12 +65,14 @@ class Plan:
         overrides: Sequence[Branch],
         *,
         data: Path | None = None,
+        out: Path | None = None,
         methods: Sequence[str] = (),
         tasks: Sequence[str] = (),
     ) -> None:
         """
         Args:
             reference: recipe file or shipped name with a `comparison` block.
+            out: directory of the study, whose earlier choice of `train.precision: auto` holds.
             data: directory that tasks' files are relative to; None: the working directory.
             methods: only these and the baseline; empty: all.
             tasks: only these; empty: all.
@@ -77,7 +80,9 @@ class Plan:
         Raises:
             UserError: no such block, an unknown name, a missing file, a method that cannot be built.
         """
-        self.resolved, self._tree = study_recipe(reference, overrides, block="comparison", example="flat-comparison")
+        self.resolved, self._tree = study_recipe(
+            reference, overrides, block="comparison", example="flat-comparison", out=out
+        )
         assert self.resolved.recipe.comparison is not None
         self.study = _only(self.resolved.recipe.comparison, methods, tasks)
         self.files = {
@@ -160,7 +165,7 @@ class Plan:
             ("--", changes or {}),
         ):
             laid += [from_override(key, value, where) for key, value in keys.items()]
-        return resolve_tree(self._tree, laid, name=self.resolved.name).recipe
+        return settled(resolve_tree(self._tree, laid, name=self.resolved.name)).recipe
 
 
 def _only(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:

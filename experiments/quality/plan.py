@@ -15,6 +15,7 @@ from experiments.quality.checks import check_cells, check_method, check_study
 from experiments.quality.settings import Quality
 from experiments.recipe import from_override, recipe_key
 from experiments.recipe.key import settings_tree, short_hash
+from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
 from finetune.errors import UserError
@@ -30,6 +31,7 @@ class Plan:
         overrides: Sequence[Branch],
         *,
         data: Path | None = None,
+        out: Path | None = None,
         selectors: Sequence[str] = (),
         targets: Sequence[str] = (),
         budgets: Sequence[int] = (),
@@ -37,6 +39,7 @@ class Plan:
         """
         Args:
             reference: recipe file or shipped name with a `quality` block.
+            out: directory of the study, whose earlier choice of `train.precision: auto` holds.
             data: directory that files are relative to; None: the working directory.
             selectors: only these arms and the baseline; empty: all.
             targets: only these; empty: all.
@@ -45,7 +48,9 @@ class Plan:
         Raises:
             UserError: no such block, an unknown name, a missing file, settings that cannot serve.
         """
-        self.resolved, self._tree = study_recipe(reference, overrides, block="quality", example="selection-quality")
+        self.resolved, self._tree = study_recipe(
+            reference, overrides, block="quality", example="selection-quality", out=out
+        )
         whole = self.resolved.recipe.quality
         assert whole is not None
         check_study(self.resolved.recipe, whole)
@@ -188,7 +193,7 @@ class Plan:
             ("--", changes or {}),
         ):
             laid += [from_override(key, value, where) for key, value in keys.items()]
-        return resolve_tree(self._tree, laid, name=self.resolved.name).recipe
+        return settled(resolve_tree(self._tree, laid, name=self.resolved.name)).recipe
 
     # ---------------------------------------------------------------------------------------- inputs
 

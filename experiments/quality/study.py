@@ -47,7 +47,7 @@ def study_quality(
         return analyse(plan, run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell))
 
     def plan() -> Plan:
-        return Plan(recipe, overrides, data=data, selectors=selectors, targets=targets, budgets=budgets)
+        return Plan(recipe, overrides, data=data, out=out, selectors=selectors, targets=targets, budgets=budgets)
 
     return carry_out(recipe, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)
 

@@ -19,6 +19,8 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "compile"): False,
     ("train", "skip_nonfinite"): 0,
     ("train", "weigh"): "rows",
+    ("train", "tf32"): False,
+    ("train", "backbone_precision"): "same",
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
 }
@@ -37,6 +39,10 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
     for name in (*_PLACES, "peak_tflops"):
         tree["train"].pop(name)
     tree["data"].pop("cache")
+    if tree["train"]["adapter_precision"] == "auto":
+        tree["train"]["adapter_precision"] = "fp32"
+    if tree["train"]["backbone_precision"] == "auto":
+        tree["train"]["backbone_precision"] = "same"
     _forget_later(tree)
     return short_hash([_present(tree), inputs])
 

@@ -90,13 +90,16 @@ class Outcome:
 def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:
     """The cell of a resolved recipe, keyed by all that its result depends on.
 
-    That is every value but the sweep block itself, device and threads, and the bytes of the input files, of a backbone
+    That is every value but the sweep block itself, device and threads (of `train.precision: auto` what it comes to
+    here), and the bytes of the input files, of a backbone
     that is a local directory (its tokenizer too), and of an adapter that it begins with.
     """
     from experiments.pipeline import recipe_inputs
+    from experiments.recipe.precision import settled
     from finetune.config import Chat
     from finetune.data.chat import template_record
 
+    resolved = settled(resolved)
     digests = [_digest(path) for path in recipe_inputs(resolved.recipe)]
     digests += _backbone_digests(resolved.recipe.backbone)
     task = resolved.recipe.task

@@ -20,19 +20,18 @@ from typing import Any
 from experiments.cells.lock import locked
 from experiments.config import Sweep
 from experiments.console import Console
-from experiments.recipe import load_recipe
 from experiments.recipe.tree import Branch
 from experiments.sweep.axes import Axes, Design, as_values, parse_grid
 from experiments.sweep.bisection import Bisection, bisect, parse_bisection
 from experiments.sweep.cell import Cell
 from experiments.sweep.directory import check_directory, claim, count_others, results_of, stale, write_marker
 from experiments.sweep.placing import choose_devices
-from experiments.sweep.plan import Base, plan_cells
+from experiments.sweep.plan import Base
 from experiments.sweep.queue import run_cells
 from experiments.sweep.table import Row, write_table
 from finetune.config import Record
 from finetune.errors import Interrupted, UserError
-from finetune.rundir import disk_full_interrupts
+from finetune.rundir import RECIPE, disk_full_interrupts
 
 
 def sweep(
@@ -63,18 +62,19 @@ def sweep(
     Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's, before any cell
     runs; Interrupted when stopped or when the disk is full.
     """
-    asked = _asked(recipe, overrides, grid, seeds, design, points, bisection, epsilon, stack)
+    console = Console(quiet=quiet)
+    base = Base.of(recipe, overrides, kept=out / RECIPE, say=console.say)
+    asked = _asked(base, grid, seeds, design, points, bisection, epsilon, stack)
     placed = choose_devices(devices, asked.base.recipe.train.device)
     workers = jobs if jobs is not None else max(1, len(placed))
     if workers < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")
     if devices != "auto" and workers < len(placed):
         raise UserError(f"--jobs {jobs} leaves some of --devices {devices} without work; give at least {len(placed)}")
-    cells = list(plan_cells(recipe, overrides, asked.axes, asked.seeds, design=asked.design, points=asked.points))
+    cells = list(base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
     check_directory(out)
-    console = Console(quiet=quiet)
     with locked(out):
-        before = claim(out, asked.document(cells), load_recipe(recipe, overrides))
+        before = claim(out, asked.document(cells), base.resolved)
         if before == 1:
             console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")
         if _could_record(asked):
@@ -149,8 +149,7 @@ def _could_record(asked: _Asked) -> bool:
 
 
 def _asked(
-    recipe: str,
-    overrides: Sequence[Branch],
+    base: Base,
     grid: Sequence[str] | None,
     seeds: int | None,
     design: Design | None,
@@ -159,7 +158,6 @@ def _asked(
     epsilon: float | None,
     stack: str | None,
 ) -> _Asked:
-    base = Base.of(recipe, overrides)
     block = base.recipe.sweep or Sweep()
     if grid is not None:
         if not grid:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,7 @@ def plan_cells(
     own on. points: how many to draw (design: random), by the recipe's own train.seed.
     Raises UserError for an unknown key, a wrong value, or axes that do not suit the design.
     """
-    base = Base.of(recipe, overrides)
-    whole = base.check(axes)
-    drawn = points_of(whole, design, count=points, seed=base.recipe.train.seed)
-    yield from base.cells(drawn, seeds)
+    yield from Base.of(recipe, overrides).plan(axes, seeds, design=design, points=points)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +43,42 @@ class Base:
 
     tree: Tree
     name: str
-    recipe: Recipe
+    resolved: Resolved
 
     @classmethod
-    def of(cls, recipe: str, overrides: Sequence[Branch]) -> Base:
-        """The recipe file or shipped recipe with `overrides` laid over it."""
+    def of(
+        cls,
+        recipe: str,
+        overrides: Sequence[Branch],
+        *,
+        kept: Path | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> Base:
+        """The recipe file or shipped recipe with `overrides` laid over it, and its precision settled.
+
+        kept, say: as in `experiments.recipe.precision.settled`.
+        """
+        from experiments.recipe.precision import settled_tree
+
         tree: Tree = recipe_tree(recipe)
         for override in overrides:
             tree = merge(tree, override)
         name = Path(recipe).stem
-        return cls(tree, name, resolve_tree(tree, (), name=name).recipe)
+        tree = settled_tree(tree, name=name, kept=kept, say=say)
+        resolved = resolve_tree(tree, (), name=name)
+        return cls(tree, name, resolved)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What every cell begins from."""
+        return self.resolved.recipe
+
+    def plan(
+        self, axes: Mapping[str, Values], seeds: int, *, design: Design = "grid", points: int | None = None
+    ) -> Iterator[Cell]:
+        """Every cell of a sweep over `axes`, as `plan_cells`."""
+        drawn = points_of(self.check(axes), design, count=points, seed=self.recipe.train.seed)
+        yield from self.cells(drawn, seeds)
 
     def check(self, axes: Mapping[str, Values]) -> Axes:
         """The axes, ranges over whole-number settings marked so. Raises UserError for a key that no axis can be."""

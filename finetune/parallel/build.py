@@ -18,6 +18,7 @@ import torch
 from ..adapter import Calibration, attach_adapter, attach_on_meta, initial_value
 from ..backbone import load_backbone
 from ..config import Adapter, Mesh, Task, Train
+from ..devices.precision import adapter_dtype
 from ..errors import UserError
 from ..memory import size
 from ..quantised import describe, unwrap_packed
@@ -55,6 +56,7 @@ def build_engine(
             task=task,
             label_names=label_names,
             precision=train.precision,
+            narrow=train.backbone_precision == "bf16",
             quantization=train.quantization,
             dropout=train.backbone_dropout,
             device=world.device,
@@ -64,7 +66,7 @@ def build_engine(
             adapter,
             task=task,
             seed=train.seed,
-            dtype=_adapter_dtype(train),
+            dtype=adapter_dtype(train),
             initial=initial,
             calibration=calibration,
         )
@@ -78,10 +80,6 @@ def build_engine(
     return _on_mesh(
         backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world, label_names=label_names, say=say
     )
-
-
-def _adapter_dtype(train: Train) -> torch.dtype:
-    return torch.bfloat16 if train.adapter_precision == "bf16" else torch.float32
 
 
 def refuse_parameters(model: Any) -> None:
@@ -137,7 +135,7 @@ def _on_mesh(
         skeleton = build_skeleton(
             backbone, task=task, label_names=label_names, precision=train.precision, dropout=train.backbone_dropout
         )
-        return attach_on_meta(skeleton, adapter, task=task, dtype=_adapter_dtype(train))
+        return attach_on_meta(skeleton, adapter, task=task, dtype=adapter_dtype(train))
 
     model = whole()
     refuse_parameters(model)

@@ -72,6 +72,8 @@ class Engine:
         self.sharding, self.runner, self.tokens = sharding, runner, tokens
         self.parameters: dict[str, nn.Parameter] = trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
+        self.loss_scale = 1.0
+        """By how much the gradients of `forward_backward` are larger than true (`finetune.devices.loss_scale`)."""
         self.beat: Callable[[], None] = lambda: None
         """Called after every micro-batch: a sign of life for whoever watches the job."""
 
@@ -180,7 +182,8 @@ class Engine:
     def forward_backward(
         self, micros: Sequence[MicroBatch], count: int, *, task: Task, head: Head | None, context: Context
     ) -> Tensor:
-        """Gradients of Σ loss ÷ `count` over all micro-batches of the update and all ranks; returns that loss.
+        """Gradients of Σ loss ÷ `count` over all micro-batches of the update and all ranks, times `loss_scale`; returns
+        that loss, not scaled.
 
         Args:
             micros: this rank's rows.
@@ -188,13 +191,13 @@ class Engine:
         Returns:
             float32 scalar on the device, the same on every rank.
         """
+        scale = self.gradient_scale * self.loss_scale
         if self.runner is not None:
             total = self.runner.forward_backward(
-                micros, count, task=task, head=head, context=context, scale=self.gradient_scale, beat=self.beat
+                micros, count, task=task, head=head, context=context, scale=scale, beat=self.beat
             )
         else:
             total = torch.zeros((), device=self.device)
-            scale = self.gradient_scale
             for index, micro in enumerate(micros):
                 if self.sharding is not None:
                     self.sharding.set_sync(last=index + 1 == len(micros))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..adapting.patterns import by_pattern
-from ..config import Adapter, Mesh, Train
+from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 
 _BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
@@ -137,13 +137,14 @@ def footprint(backbone: Backbone, *, mesh: Mesh, adapter: Adapter, train: Train,
     Args:
         rows: of a micro-batch on one rank; by default its share of `train.batch_size`.
     """
-    width = 2 if train.precision == "bf16" else 4
-    kept = _PACKED_BYTES.get(train.quantization or "", width)
+    width = WIDTHS[train.precision]
+    stored = 2 if train.backbone_precision == "bf16" else width
+    kept = _PACKED_BYTES.get(train.quantization or "", stored)
     shards = mesh.dp * mesh.cp
-    block, end = max(backbone.blocks) * kept, max(backbone.ends, default=0) * width
+    block, end = max(backbone.blocks) * kept, max(backbone.ends, default=0) * stored
     unit = int(max(block, end)) // mesh.tp
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
-    outside = sum(backbone.ends) * width if mesh.pp == 1 else end
+    outside = sum(backbone.ends) * stored if mesh.pp == 1 else end
     stage = int(layers * block + outside) // mesh.tp
     gathered = 0
     if shards > 1 and mesh.zero == 3:

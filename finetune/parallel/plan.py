@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import Mesh, Optimizer, Train
+from ..config import WIDTHS, Mesh, Optimizer, Train
 from ..memory import size
 from ..quantised import scales
 from .engine import Engine
@@ -23,8 +23,8 @@ def mesh_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Optimizer
     frozen = sum(local(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
     frozen += sum(part.nbytes for part in scales(engine.model).values())
     adapter = sum(local(p).nbytes for p in engine.parameters.values())
-    masters = 0 if train.adapter_precision == "fp32" else 2 * adapter
-    moments = 2 * (adapter if train.adapter_precision == "fp32" else 2 * adapter)
+    masters = 2 * adapter if train.adapter_precision == "bf16" else 0
+    moments = 2 * (2 * adapter if train.adapter_precision == "bf16" else adapter)
     rows = [
         ("backbone, frozen", frozen, "on this rank"),
         ("adapter", adapter, "on this rank"),
@@ -89,7 +89,7 @@ def _activation_bytes(engine: Engine, train: Train) -> int:
     hidden = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
     rows = train.batch_size // engine.share[1]
     tokens = train.max_length // engine.world.width("cp")
-    return rows * tokens * hidden * (2 if train.precision == "bf16" else 4)
+    return rows * tokens * hidden * WIDTHS[train.precision]
 
 
 def _key_value_bytes(engine: Engine, train: Train) -> int:
@@ -98,5 +98,5 @@ def _key_value_bytes(engine: Engine, train: Train) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = train.batch_size // engine.share[1]
-    each = 2 if train.precision == "bf16" else 4
+    each = WIDTHS[train.precision]
     return 2 * rows * train.max_length * heads // engine.world.width("tp") * width * each

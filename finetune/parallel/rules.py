@@ -199,7 +199,30 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "train.adapter_precision: bf16", REQUIRES, "train.precision: bf16", "a float32 layer cannot take bf16 factors",
-        "set train.precision: bf16", lambda s: s.train.adapter_precision == "bf16" and s.train.precision != "bf16",
+        "set train.precision: bf16 (auto may come to fp32), or leave train.adapter_precision out",
+        lambda s: s.train.adapter_precision == "bf16" and s.train.precision != "bf16",
+    ),
+    Rule(
+        "train.precision: fp16", INCOMPATIBLE, "train.device: cpu", "a CPU has no fast fp16 products",
+        "take auto, fp32 or bf16", lambda s: s.train.precision == "fp16" and s.train.device == "cpu",
+    ),
+    Rule(
+        "train.tf32", REQUIRES, "train.precision: fp32", "it rounds the inputs of float32 products",
+        "set train.precision: fp32, or leave train.tf32 off", lambda s: s.train.tf32 and s.train.precision != "fp32",
+    ),
+    Rule(
+        "train.tf32", REQUIRES, "a CUDA device", "no other has such products", "leave it off",
+        lambda s: s.train.tf32 and s.train.device == "cpu",
+    ),
+    Rule(
+        "train.backbone_precision: bf16", REQUIRES, "train.precision: fp32",
+        "elsewhere weights are kept in the narrow type anyway", "set train.precision: fp32, or leave it at auto",
+        lambda s: s.train.backbone_precision == "bf16" and s.train.precision != "fp32",
+    ),
+    Rule(
+        "train.backbone_precision: bf16", REQUIRES, "one rank, and no train.quantization",
+        "shards and packed weights have layers of their own", "use mesh.dp, which divides the weights, or leave it out",
+        lambda s: s.train.backbone_precision == "bf16" and (s.mesh.size > 1 or s.train.quantization is not None),
     ),
     Rule(
         "train.quantization", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "packed weights are quantised whole",

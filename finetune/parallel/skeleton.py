@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ..backbone import (
-    Precision,
     auto_class,
     check_dropout,
     configured,
@@ -25,7 +24,8 @@ from ..backbone import (
     refusal,
     resolve_backbone,
 )
-from ..config import Task
+from ..config import Precision, Task
+from ..devices.products import DTYPES
 from ..errors import UserError
 from .keys import Checkpoint
 
@@ -53,7 +53,7 @@ def build_skeleton(
     directory = resolve_backbone(name)
     auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
     where = f"backbone {str(name)!r}"
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = DTYPES[precision]
     try:
         model: Any = empty_model(auto, directory, dtype=dtype, dropout=dropout, **options)
     except UserError:

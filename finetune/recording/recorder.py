@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..atomic import write_json
 from ..config import Evaluate, Optimizer, Record, Task, Train
 from ..data import Example, iterate_eval, limit_rows
+from ..devices.precision import autocast_dtype
 from ..errors import UserError
 from ..loss import Head, batch_loss
 from ..optimizer import AdapterOptimizer
@@ -183,7 +183,7 @@ class Recorder:
             batch_size=self._evaluate.batch_size,
             pad_id=self._pad_id,
             device=self._engine.device,
-            autocast_dtype=torch.bfloat16 if self._train.precision == "bf16" else None,
+            autocast_dtype=autocast_dtype(self._train),
             head=self._head,
         )
 

@@ -15,8 +15,8 @@ import torch
 
 from ..config import Adapter, ByExample, Classify, Mesh, Regress, Train
 from ..data.batches import MicroBatch
+from ..devices.precision import autocast
 from ..memory import at_length, saved_bytes
-from ..numerics import autocast
 from .passes import SHARED_TOKENS, split
 
 if TYPE_CHECKING:

@@ -41,7 +41,11 @@ def refusal(task: Task, adapter: Adapter, train: Train, regularizer: Regularizer
         return "train.backbone_dropout: the masks are drawn by each cell in a forward pass of its own"
     if train.quantization is not None:
         return "train.quantization: the products with quantised weights are the library's own"
-    if train.adapter_precision != "fp32":
+    if train.precision == "fp16":
+        return "train.precision: fp16 scales each cell's loss by itself"
+    if train.backbone_precision == "bf16":
+        return "train.backbone_precision: bf16 widens weights in each cell's own forward pass"
+    if train.adapter_precision == "bf16":
         return "train.adapter_precision: stacked adapters are kept in float32"
     if train.checkpointing != "none":
         return "train.checkpointing: blocks that are computed again would be computed for all cells"

@@ -16,7 +16,7 @@ from finetune.config import Adapter, Classify, LanguageModel
 from finetune.parallel.activation import checkpoint_activations
 from finetune.parallel.engine import Engine
 from finetune.rates import rate_text
-from finetune.throughput import EVERY, Meter, measured_peak
+from finetune.throughput import EVERY, Meter
 from tests.finetune_models import Micro, RandomBatches, save_backbone
 
 LM = LanguageModel()

@@ -1,0 +1,125 @@
+"""`auto` of a recipe's precisions, settled once: what is printed, written down, and kept on every later machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.config import Recipe
+from experiments.recipe.build import build
+from experiments.recipe.resolve import Resolved, resolve_tree
+from experiments.recipe.tree import Tree, from_override, merge, parse_file
+from finetune.config import Precision, Train
+from finetune.errors import UserError
+
+PRECISION, BACKBONE = "precision", "backbone_precision"
+
+
+def settled(
+    resolved: Resolved, *, say: Callable[[str], None] = lambda line: None, kept: Path | None = None
+) -> Resolved:
+    """`resolved` with `train.precision` and `train.backbone_precision` for the device at hand in place of `auto`, and
+    where they come from.
+
+    Among ranks that a launcher started, rank 0 decides for all; each of them must call this.
+
+    Args:
+        say: told what was decided, by which figures, and that a precision asked for by name is the slower one.
+        kept: the resolved recipe of an earlier call for the same directory; what that has settled holds.
+    Raises:
+        UserError: the device does not have the precision that is asked for, or is not there.
+    """
+    from finetune.parallel import agree
+
+    recipe, train = resolved.recipe, resolved.recipe.train
+    values: dict[str, tuple[str, str]] = {}
+    before = build(Recipe, parse_file(kept)).train if kept is not None and kept.is_file() else None
+    if train.precision == "auto" and before is not None and before.precision != "auto":
+        values[PRECISION] = before.precision, "auto: as this directory began"
+    else:
+        tokens = train.batch_size * train.max_length
+        word = json.dumps(_decide(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens))
+        decided = json.loads(agree.word_of_main(PRECISION, word))
+        if decided["note"]:
+            say(f"note: {decided['note']}")
+        if train.precision == "auto":
+            say(f"precision: {decided['precision']} (auto: {decided['why']})")
+            values[PRECISION] = decided["precision"], f"auto: {decided['why']}"
+    if train.backbone_precision == "auto":
+        if before is not None and before.backbone_precision != "auto":
+            values[BACKBONE] = before.backbone_precision, "auto: as this directory began"
+        else:
+            values[BACKBONE] = _kept_in(_with(resolved, values).recipe)
+            if values[BACKBONE][0] != "same":
+                say(f"backbone: kept in {values[BACKBONE][0]} ({values[BACKBONE][1]})")
+    return _with(resolved, values)
+
+
+def settled_tree(tree: Tree, *, name: str, kept: Path | None, say: Callable[[str], None] = lambda line: None) -> Tree:
+    """The same for a recipe's tree that cells are to be made of; keyword arguments as in `settled`."""
+    resolved = resolve_tree(tree, (), name=name)
+    found = settled(resolved, say=say, kept=kept)
+    if found is resolved:
+        return tree
+    for key in (PRECISION, BACKBONE):
+        value = getattr(found.recipe.train, key)
+        if value != getattr(resolved.recipe.train, key):
+            tree = merge(tree, from_override(f"train.{key}", value, found.origins[f"train.{key}"]))
+    return tree
+
+
+@functools.cache
+def _decide(
+    precision: Precision, tf32: bool, device: str, threads: int | None, backbone: str, tokens: int
+) -> dict[str, str | None]:
+    """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
+    from finetune.backbone import block_shape, resolve_device
+    from finetune.devices.precision import choose
+    from finetune.numerics import cpu_threads
+    from finetune.parallel import voice
+
+    if voice.rank() != 0:
+        return {}
+    asked = Train(precision=precision, tf32=tf32)
+    # rows are padded to the longest of their micro-batch, which is seldom as long as it may be
+    shape = block_shape(backbone, tokens=tokens // 2)
+    with cpu_threads(threads):
+        return dataclasses.asdict(choose(asked, resolve_device(device), shape))
+
+
+def _kept_in(recipe: Recipe) -> tuple[str, str]:
+    """`train.backbone_precision` for `auto`, and why: narrow weights only where wide ones do not fit."""
+    from experiments.meshing import backbone_directory
+    from finetune.parallel.devices import at_hand
+    from finetune.parallel.footprint import Backbone, footprint, gib
+    from finetune.parallel.rules import Settings, broken_rule
+
+    train = recipe.train
+    narrow = dataclasses.replace(train, backbone_precision="bf16")
+    settings = Settings(recipe.mesh, narrow, recipe.adapter, recipe.task, recipe.optimizer)
+    devices = at_hand(train.device)
+    room = devices.each(1)
+    if room is None or devices.kind != "cpu" or recipe.mesh.auto or broken_rule(settings) is not None:
+        return "same", "auto"
+    try:
+        backbone = Backbone.read(backbone_directory(recipe.backbone), recipe.adapter)
+    except UserError:  # whoever loads it says what is wrong
+        return "same", "auto"
+    wide, less = (footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=t).total for t in (train, narrow))
+    if wide <= room or less > room:
+        return "same", "auto"
+    return "bf16", f"auto: {gib(wide)} with float32 weights, {gib(room)} are there"
+
+
+def _with(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:
+    """`resolved` with (value, origin) by key of its `train` block."""
+    if not values:
+        return resolved
+    laid: dict[str, Any] = {key: value for key, (value, _) in values.items()}
+    recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(resolved.recipe.train, **laid))
+    origins = {f"train.{key}": origin for key, (_, origin) in values.items()}
+    return Resolved(recipe, resolved.name, {**resolved.origins, **origins})

@@ -1,0 +1,62 @@
+"""Loss scaling for fp16 (Micikevicius et al. 1710.03740, §3.2): gradients of activations below 6e-8 would be zero.
+
+The loss is multiplied by a power of two before backward and gradients are divided by it afterwards, which changes no
+bit of a float32 gradient. Where one of them overflows, the update is computed again from the same rows with half the
+scale, so no row is lost and a step means what it means elsewhere; torch's `GradScaler` leaves such updates out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..parallel.placing import local
+
+FIRST = 2.0**16
+LARGEST = 2.0**24
+GROWTH_EVERY = 2000
+"""Updates in a row without an overflow after which the scale is doubled."""
+
+
+class LossScale:
+    """The scale of one stage. Off (1, whatever happens) unless the stage computes in fp16."""
+
+    def __init__(self, *, on: bool) -> None:
+        self.on = on
+        self.value = FIRST if on else 1.0
+        self.good = 0
+        """Updates in a row without an overflow."""
+
+    def shrink(self) -> bool:
+        """Halve the scale after an overflow; False where it is 1 already, and the gradient itself is no number."""
+        if self.value <= 1.0:
+            return False
+        self.value, self.good = self.value / 2, 0
+        return True
+
+    def made(self) -> None:
+        """An update was made."""
+        if not self.on:
+            return
+        self.good += 1
+        if self.good >= GROWTH_EVERY:
+            self.value, self.good = min(2 * self.value, LARGEST), 0
+
+    @torch.no_grad()
+    def undo(self, parameters: Iterable[Tensor]) -> None:
+        """Divide the gradients of `parameters` (or this rank's parts of them) by the scale, in place."""
+        if self.value != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    local(parameter.grad).mul_(1.0 / self.value)
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint; empty where scaling is off."""
+        return {"value": self.value, "good": self.good} if self.on else {}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Take over a `state`."""
+        if self.on and state:
+            self.value, self.good = float(state["value"]), int(state["good"])

@@ -1,0 +1,147 @@
+"""In what a step computes: the values of `train.precision`, what each means to torch, and what `auto` takes.
+
+    choice = choose(train, device, shape)        # fp32, bf16 or fp16, with its figures in a line
+    with autocast(train, device): ...
+
+On a CPU bf16 is between five times as fast as float32 (AMX) and a hundredth of it (AVX2, where torch multiplies
+element by element: pytorch#146508), and the instruction flags do not tell which: AVX512 without BF16 is slower, too,
+and even AVX512_BF16 loses to float32 where the products' inputs must be converted. So `auto` times both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Train
+from ..errors import UserError
+from .products import DTYPES, Rates, Shape, cpu_rates
+from .widened import WidenedLinear
+
+GAIN = 1.2
+"""How much faster bf16 must be to be taken for float32: a product of `products.PRODUCT`, and the LoRA block."""
+_BLOCK_GAIN = 1.1
+"""The same of a whole block, in which the products' gain is diluted already."""
+_BF16_FROM, _FP16_FROM = (8, 0), (7, 0)
+"""CUDA compute capability from which on tensor cores multiply bf16 (Ampere) and fp16 (Volta)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `train.precision` comes to on a device."""
+
+    precision: str
+    why: str
+    """Its figures, for a person and for the resolved recipe."""
+    note: str | None = None
+    """What the user should know besides: bf16 that he asked for and that is slow, a kept measurement that was bad."""
+
+
+def choose(train: Train, device: torch.device, shape: Shape) -> Choice:
+    """Settle `train.precision` for `device`.
+
+    shape: of a feed-forward block of the run, which a CPU is timed with.
+    Raises UserError for a precision that the device does not have.
+    """
+    asked = train.precision
+    if device.type == "cuda":
+        return cuda_choice(asked, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    if asked == "fp16":
+        raise UserError(
+            "train.precision: fp16 is for CUDA devices (a CPU has no fast fp16 products); take auto, fp32 or bf16"
+        )
+    if train.tf32:
+        raise UserError("train.tf32 is for CUDA devices; leave it off")
+    if asked == "fp32":
+        return Choice("fp32", "asked for")
+    rates, wrong = cpu_rates(shape)
+    if asked == "bf16":
+        slow = (
+            f"precision: bf16 as asked, but on this CPU it is slower than fp32, by a factor of {1 / rates.gain:.3g} "
+            f"({rates}); train.precision: auto takes fp32"
+        )
+        return Choice("bf16", "asked for", slow if rates.gain < 1 else wrong)
+    return Choice(faster(rates), f"{rates}", wrong)
+
+
+def faster(rates: Rates) -> str:
+    """`bf16` where both its product and a whole block are faster by enough, else `fp32`."""
+    enough = rates.bf16 >= GAIN * rates.fp32 and rates.block is not None and rates.block >= _BLOCK_GAIN
+    return "bf16" if enough else "fp32"
+
+
+def cuda_choice(asked: str, name: str, capability: tuple[int, int]) -> Choice:
+    """`choose` for the CUDA device `name` of that compute capability."""
+    where = f"{name} (sm {capability[0]}.{capability[1]})"
+    if asked == "bf16" and capability < _BF16_FROM:
+        other = "fp16" if capability >= _FP16_FROM else "fp32"
+        raise UserError(f"train.precision: bf16: {where} has no bf16 instructions; take auto or {other}")
+    if asked == "fp16" and capability < _FP16_FROM:
+        raise UserError(f"train.precision: fp16: {where} has no fast fp16 products; take auto or fp32")
+    if asked != "auto":
+        return Choice(asked, "asked for")
+    if capability >= _BF16_FROM:
+        return Choice("bf16", f"{where} multiplies bf16 natively")
+    if capability >= _FP16_FROM:
+        return Choice("fp16", f"{where} multiplies fp16 and not bf16 natively; losses are scaled")
+    return Choice("fp32", f"{where} has neither bf16 nor fast fp16 products")
+
+
+# --------------------------------------------------------------------------------------------- what it means to torch
+
+
+def settled(train: Train, model: nn.Module) -> Train:
+    """`train` with `precision: auto` read off what `model` keeps its frozen weights in: whoever loaded it has chosen.
+
+    Commands settle it before they load (`choose`); this is for stages that are trained from Python.
+    """
+    if train.precision != "auto":
+        return train
+    if any(isinstance(module, WidenedLinear) for module in model.modules()):
+        return dataclasses.replace(train, precision="fp32")
+    kept = {p.dtype for p in model.parameters() if not p.requires_grad}
+    found = next((name for name in ("bf16", "fp16") if DTYPES[name] in kept), "fp32")
+    return dataclasses.replace(train, precision=found)  # type: ignore[arg-type]
+
+
+def compute_dtype(train: Train) -> torch.dtype:
+    """The dtype of a step's products. `train.precision` must be settled."""
+    assert train.precision != "auto", "train.precision is settled before anything computes"
+    return DTYPES[train.precision]
+
+
+def autocast_dtype(train: Train) -> torch.dtype | None:
+    """The dtype that autocast takes; None for float32, which needs none."""
+    dtype = compute_dtype(train)
+    return None if dtype == torch.float32 else dtype
+
+
+def adapter_dtype(train: Train) -> torch.dtype:
+    """The dtype that adapters are kept in: float32, unless asked otherwise."""
+    return DTYPES["fp32" if train.adapter_precision == "auto" else train.adapter_precision]
+
+
+@contextlib.contextmanager
+def float32_products(train: Train, device: torch.device) -> Iterator[None]:
+    """TF32 in float32 products on CUDA inside, where `train.tf32` asks for it; what was set before comes back."""
+    if not (train.tf32 and device.type == "cuda"):
+        yield
+        return
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast in the precision of `train`; float32 needs none."""
+    dtype = autocast_dtype(train)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
