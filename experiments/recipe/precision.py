@@ -37,7 +37,7 @@ def settled(
 
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
-    before = build(Recipe, parse_file(kept)).train if kept is not None and kept.is_file() else None
+    before = _train_of(kept)
     if train.precision == "auto" and before is not None and before.precision != "auto":
         values[PRECISION] = before.precision, "auto: as this directory began"
     else:
@@ -70,6 +70,14 @@ def settled_tree(tree: Tree, *, name: str, kept: Path | None, say: Callable[[str
         if value != getattr(resolved.recipe.train, key):
             tree = merge(tree, from_override(f"train.{key}", value, found.origins[f"train.{key}"]))
     return tree
+
+
+def _train_of(kept: Path | None) -> Train | None:
+    """What a directory's recipe says of training; None without one, or if other code wrote it."""
+    try:
+        return build(Recipe, parse_file(kept)).train if kept is not None and kept.is_file() else None
+    except UserError:
+        return None
 
 
 @functools.cache

@@ -92,6 +92,23 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"adapter_precision": "bf16"},
         {"adapter_precision": "bf16", "precision": "bf16"},
     ),
+    ("train.precision: fp16", "train.device: cpu"): (
+        {"precision": "fp16", "device": "cpu"},
+        {"precision": "fp16", "device": "cuda"},
+    ),
+    ("train.tf32", "train.precision: fp32"): ({"tf32": True}, {"tf32": True, "precision": "fp32"}),
+    ("train.tf32", "a CUDA device"): (
+        {"tf32": True, "precision": "fp32", "device": "cpu"},
+        {"tf32": True, "precision": "fp32", "device": "cuda"},
+    ),
+    ("train.backbone_precision: bf16", "train.precision: fp32"): (
+        {"backbone_precision": "bf16", "precision": "bf16"},
+        {"backbone_precision": "bf16", "precision": "fp32"},
+    ),
+    ("train.backbone_precision: bf16", "one rank, and no train.quantization"): (
+        {"backbone_precision": "bf16", "precision": "fp32", "dp": 2},
+        {"precision": "fp32", "dp": 2},
+    ),
     ("adapter.init other than default", "one rank"): ({"init": "pissa", "replicate": 2}, {"init": "pissa"}),
     ("adapter.init: loftq", "train.quantization: nf4 or nf4-double"): (
         {"init": "loftq", "quantization": "int8"},

@@ -1,0 +1,263 @@
+"""`train.precision`: what auto takes by which figures, what is refused, and that a settled value stays."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+
+from experiments.recipe import from_override, load_recipe, recipe_key
+from experiments.recipe.precision import settled
+from finetune.config import Train
+from finetune.devices import precision, products
+from finetune.devices.precision import Choice, choose, cuda_choice, faster
+from finetune.devices.products import Rates, Shape, cpu_rates, measure_rates, peak_rate
+from finetune.errors import UserError
+from finetune.parallel.rules import Settings, check_settings
+
+SHAPE = Shape.of(tokens=128, width=256, inner=688)
+CPU = torch.device("cpu")
+NARROW = Rates(fp32=6e10, bf16=2e11, rows=256, block=1.6)
+WIDE = Rates(fp32=6e10, bf16=7e8, rows=32, block=None)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATSHIFT_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def slow_bf16(monkeypatch):
+    """A CPU like most that are a few years old."""
+    monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
+
+
+@pytest.mark.parametrize(
+    ("rates", "taken"),
+    [
+        (NARROW, "bf16"),
+        (WIDE, "fp32"),
+        (Rates(1e11, 1.15e11, 256, 1.3), "fp32"),  # the product gains less than 1.2
+        (Rates(1e11, 4e11, 256, 0.9), "fp32"),  # so small a step that casts cost more than products save
+        (Rates(1e11, 4e11, 256, None), "fp32"),
+    ],
+)
+def test_bf16_is_taken_where_a_product_and_a_block_are_faster(rates, taken):
+    assert faster(rates) == taken
+
+
+def test_auto_takes_the_faster_dtype_of_this_machine(cache):
+    """Whatever machine that is: the choice agrees with a product of its own, timed here by the CPU time of a thread."""
+    before = torch.get_num_threads()
+    rates, wrong = cpu_rates(SHAPE)
+    assert wrong is None and torch.get_num_threads() == before
+    choice = choose(Train(), CPU, SHAPE)
+    assert choice.precision == faster(rates) and str(rates) in choice.why
+    x, w = torch.ones(64, 512), torch.ones(512, 512)
+    torch.set_num_threads(1)
+    try:
+        wide, narrow = products.interleaved(
+            [lambda: x @ w, lambda: x.bfloat16() @ w.bfloat16()], turns=3, clock=time.thread_time
+        )
+    finally:
+        torch.set_num_threads(before)
+    if narrow > 2 * wide:  # beyond doubt
+        assert choice.precision == "fp32"
+
+
+def test_a_measurement_is_kept_and_costs_a_third_of_a_second(cache, monkeypatch):
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    started = time.process_time()
+    measure_rates(SHAPE)
+    assert time.process_time() - started < 2.0  # 0.03 to 0.3 s; room for a slow machine, none for a slow product
+    rates, _ = cpu_rates(SHAPE)
+    monkeypatch.setattr(products, "measure_rates", lambda shape: pytest.fail("measured again"))
+    assert cpu_rates(SHAPE) == (rates, None)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"machine": {}}', "{}", "null"])
+def test_a_torn_or_foreign_measurement_is_made_anew_and_told(cache, monkeypatch, text):
+    monkeypatch.setattr(products, "measure_rates", lambda shape: NARROW)
+    cpu_rates(SHAPE)
+    (file,) = cache.glob("products-*.json")
+    whole = file.read_text()
+    file.write_text(text)
+    rates, wrong = cpu_rates(SHAPE)
+    assert rates == NARROW and wrong is not None and str(file) in wrong
+    assert file.read_text() == whole
+    other = json.loads(whole)
+    other["machine"]["cpu"] = "another"
+    file.write_text(json.dumps(other))
+    assert "another machine" in (cpu_rates(SHAPE)[1] or "")
+    for rate in (0, -1.0, "x", None):
+        other = json.loads(whole)
+        other["rates"]["fp32"] = rate
+        file.write_text(json.dumps(other))
+        assert "torn" in (cpu_rates(SHAPE)[1] or "")
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("FLATSHIFT_CACHE", str(file))
+    monkeypatch.setattr(products, "measure_rates", lambda shape: NARROW)
+    assert cpu_rates(SHAPE)[0] == NARROW
+
+
+def test_bf16_by_name_is_obeyed_with_a_line_that_says_by_how_much_it_is_slower(slow_bf16):
+    choice = choose(Train(precision="bf16"), CPU, SHAPE)
+    assert choice.precision == "bf16"
+    assert "factor of 85.7" in (choice.note or "") and "auto takes fp32" in (choice.note or "")
+    assert choose(Train(precision="fp32"), CPU, SHAPE) == Choice("fp32", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "taken"),
+    [
+        ("auto", (9, 0), "bf16"),
+        ("auto", (8, 0), "bf16"),
+        ("auto", (7, 5), "fp16"),
+        ("auto", (7, 0), "fp16"),
+        ("auto", (6, 1), "fp32"),
+        ("fp32", (9, 0), "fp32"),
+        ("fp16", (9, 0), "fp16"),
+        ("bf16", (8, 6), "bf16"),
+    ],
+)
+def test_cuda_devices_take_what_they_multiply(asked, capability, taken):
+    assert cuda_choice(asked, "a device", capability).precision == taken
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "other"), [("bf16", (7, 5), "fp16"), ("bf16", (6, 1), "fp32"), ("fp16", (6, 1), "fp32")]
+)
+def test_a_cuda_device_without_the_instructions_is_named(asked, capability, other):
+    with pytest.raises(UserError, match=f"Tesla T4.*take auto or {other}"):
+        cuda_choice(asked, "Tesla T4", capability)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"precision": "fp16", "device": "cpu"}, "train.precision: fp16 does not go with train.device: cpu"),
+        ({"tf32": True}, "train.tf32 needs train.precision: fp32"),
+        ({"tf32": True, "precision": "fp32", "device": "cpu"}, "train.tf32 needs a CUDA device"),
+        ({"adapter_precision": "bf16"}, "auto may come to fp32"),
+        ({"backbone_precision": "bf16"}, "set train.precision: fp32"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(settings, words):
+    recipe = load_recipe("classify").recipe
+    train = dataclasses.replace(recipe.train, **settings)
+    with pytest.raises(ValueError, match=words):
+        check_settings(Settings(recipe.mesh, train, recipe.adapter, recipe.task))
+
+
+def test_fp16_and_tf32_are_refused_on_a_cpu_that_auto_found():
+    for asked, word in ((Train(precision="fp16"), "fp16 is for CUDA"), (Train(precision="fp32", tf32=True), "tf32")):
+        with pytest.raises(UserError, match=word):
+            choose(asked, CPU, SHAPE)
+
+
+# ------------------------------------------------------------------------------------------- of a recipe
+
+
+def _settled(monkeypatch, rates, overrides=(), **more):
+    monkeypatch.setattr(precision, "cpu_rates", lambda shape: (rates, None))
+    from experiments.recipe import precision as of_recipes
+
+    of_recipes._decide.cache_clear()
+    said: list[str] = []
+    resolved = load_recipe("classify", [from_override(k, v) for k, v in overrides])
+    found = settled(resolved, say=said.append, **more)
+    of_recipes._decide.cache_clear()
+    return found, said
+
+
+def test_every_shipped_recipe_leaves_the_precision_to_the_machine():
+    from experiments.recipe import shipped_recipes
+
+    assert {load_recipe(name).recipe.train.precision for name in shipped_recipes()} == {"auto"}
+
+
+@pytest.mark.parametrize(("rates", "taken"), [(NARROW, "bf16"), (WIDE, "fp32")])
+def test_what_auto_came_to_is_told_and_written_down_with_its_figures(monkeypatch, rates, taken):
+    found, said = _settled(monkeypatch, rates)
+    assert found.recipe.train.precision == taken
+    assert said == [f"precision: {taken} (auto: {rates})"]
+    (line,) = [line for line in found.to_yaml().splitlines() if line.strip().startswith("precision:")]
+    assert line == f"  precision: {taken}  # auto: {rates}"
+
+
+def test_a_directory_keeps_what_it_began_with_on_any_machine(monkeypatch, tmp_path):
+    first, _ = _settled(monkeypatch, NARROW)
+    kept = tmp_path / "recipe.resolved.yaml"
+    kept.write_text(first.to_yaml())
+    again, said = _settled(monkeypatch, WIDE, kept=kept)
+    assert again.recipe == first.recipe and said == []
+    kept.write_text("train: {nonsense: 1}")
+    assert _settled(monkeypatch, WIDE, kept=kept)[0].recipe.train.precision == "fp32"
+
+
+def test_a_name_holds_what_auto_came_to_and_a_precision_by_name_is_the_same_run(monkeypatch):
+    wide, narrow = (_settled(monkeypatch, rates)[0].recipe for rates in (WIDE, NARROW))
+    named, _ = _settled(monkeypatch, NARROW, [("train.precision", "fp32")])
+    assert recipe_key(wide, []) == recipe_key(named.recipe, []) != recipe_key(narrow, [])
+
+
+def test_cells_are_settled_when_they_are_planned(monkeypatch):
+    from experiments.sweep.plan import Base
+
+    monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
+    from experiments.recipe import precision as of_recipes
+
+    of_recipes._decide.cache_clear()
+    base = Base.of("double-descent", [])
+    cells = list(base.cells([{"adapter.rank": 1}], 2))
+    of_recipes._decide.cache_clear()
+    assert {cell.resolved.recipe.train.precision for cell in cells} == {"fp32"}
+    assert base.resolved.origins["train.precision"].startswith("auto: a product")
+
+
+def test_rank_0_decides_for_all(monkeypatch):
+    """The others are told, whatever they would have taken themselves."""
+    from finetune.parallel import agree
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    word = {"precision": "bf16", "why": "rank 0 says so", "note": None}
+    monkeypatch.setattr(agree, "word_of_main", lambda name, text: json.dumps(word))
+    found, _ = _settled(monkeypatch, WIDE)
+    assert found.recipe.train.precision == "bf16" and found.origins["train.precision"] == "auto: rank 0 says so"
+
+
+def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
+    from finetune.parallel import devices, footprint
+
+    resolved = load_recipe("classify", [from_override("train.precision", "fp32")])
+    recipe = resolved.recipe
+    from experiments.meshing import backbone_directory
+
+    backbone = footprint.Backbone.read(backbone_directory(recipe.backbone), recipe.adapter)
+    narrow = dataclasses.replace(recipe.train, backbone_precision="bf16")
+    wide, less = (
+        footprint.footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=train).total
+        for train in (recipe.train, narrow)
+    )
+    assert wide - less == 2 * backbone.elements
+    said: list[str] = []
+    for room, taken in ((wide, "same"), (wide - 1, "bf16"), (less, "bf16"), (less - 1, "same")):
+        monkeypatch.setattr(devices, "at_hand", lambda device, room=room: devices.Devices("cpu", 2, room, None))
+        assert settled(resolved, say=said.append).recipe.train.backbone_precision == taken
+    assert len(said) == 2 and all(line.startswith("backbone: kept in bf16 (auto: ") for line in said)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_a_peak_is_a_rate_of_this_machine_and_cheap(name):
+    before = torch.get_num_threads()
+    started = time.process_time()
+    rate = peak_rate("cpu", name, 256)
+    assert 1e7 < rate < 1e15 and torch.get_num_threads() == before
+    assert time.process_time() - started < 3.0
