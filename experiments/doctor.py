@@ -67,6 +67,10 @@ def doctor(*, deep: bool = False) -> dict[str, Any]:
     if _nvidia_driver() and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
         fix = f"pip install --force-reinstall 'torch{versions['torch']['wanted']}' without the index of CPU builds"
         notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
+    known = platform.system() == "Linux"  # elsewhere no flags are read
+    if known and not result["cpu"]["bf16"] and not (result["devices"] or {}).get("cuda"):
+        what = "this CPU has no bf16 instructions: `train.precision: auto` takes fp32; bf16 by name would be many times"
+        notes.append({"what": f"{what} slower", "fix": ""})
     result["ok"] = not problems
     return result
 
@@ -309,7 +313,23 @@ def devices(problems: list[dict[str, str]]) -> dict[str, Any]:
         "mps": torch.backends.mps.is_available(),
         "distributed": backends,
         "quantization": quantization(problems, ["cpu", *(["cuda"] if gpus else [])]),
+        "precision": precision(problems),
     }
+
+
+def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
+    """What `train.precision: auto` comes to on the device that `train.device: auto` takes, and by which figures."""
+    try:
+        from finetune.backbone import resolve_device
+        from finetune.config import Train
+        from finetune.devices.precision import choose
+        from finetune.devices.products import Shape
+
+        choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))
+    except Exception as error:  # a foreign `finetune`, which check_shadows has named, or a device that fails
+        problems.append({"what": f"train.precision: auto cannot be settled: {error}", "fix": ""})
+        return None
+    return {"auto": choice.precision, "why": choice.why}
 
 
 def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str, list[str]] | None:
@@ -415,6 +435,9 @@ def render(result: Mapping[str, Any]) -> str:
         names = [f"cpu ({found['threads']} threads)", *gpus, *(["mps"] if found["mps"] else [])]
         lines.append(f"devices: {', '.join(names)}; torch {found['torch']}")
         lines.append(f"process groups: {', '.join(found['distributed']) or 'none'}")
+        chosen = found["precision"]
+        if chosen is not None:
+            lines.append(f"train.precision: auto takes {chosen['auto']}: {chosen['why']}")
         kinds = found["quantization"]
         if kinds is not None:
             served = [f"{kind} on {' and '.join(places)}" for kind, places in kinds.items() if places]

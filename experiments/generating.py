@@ -16,6 +16,7 @@ from experiments.config import Recipe
 from experiments.console import Console
 from experiments.judging import lay_out
 from experiments.recipe import resume_recipe
+from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
 from finetune.atomic import replacing
 from finetune.config import Chat, Mesh
@@ -151,7 +152,7 @@ def _say_skipped(skipped: Sequence[str], console: Console) -> None:
 
 def finished_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
     """The recipe of a run that has an adapter for its backbone as it is now; raises UserError otherwise."""
-    recipe = resume_recipe(path, overrides).recipe
+    recipe = readable(resume_recipe(path, overrides).recipe)
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
     check_backbone(path, recipe)

@@ -18,6 +18,7 @@ from experiments.console import Console
 from experiments.judging import lay_out, lost_lines
 from experiments.preparing import prepare, prepare_apart
 from experiments.recipe import resume_recipe
+from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
 from experiments.report.sections_sharpness import adapter_digest, measure_name
 from finetune.atomic import write_json
@@ -62,7 +63,7 @@ def measure_run(
         RegularizerError: the model cannot be measured in one of the spaces.
     """
     settings = settings or Sharpness()
-    recipe = resume_recipe(path, overrides).recipe
+    recipe = readable(resume_recipe(path, overrides).recipe)
     _check(path, recipe, batches, split, data)
     console = Console(quiet=quiet)
     with cpu_threads(recipe.train.threads):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,26 @@ def settled(
             if values[BACKBONE][0] != "same":
                 say(f"backbone: kept in {values[BACKBONE][0]} ({values[BACKBONE][1]})")
     return _with(resolved, values)
+
+
+def readable(recipe: Recipe) -> Recipe:
+    """`recipe` of a run that is only judged, on a device that may have another precision than it was trained in.
+
+    An fp16 run is computed in float32 on a CPU. Says on stderr what changes, and where the run's own is slow here.
+    """
+    from finetune.backbone import resolve_device
+
+    train = recipe.train
+    if train.precision == "fp16" and resolve_device(train.device).type == "cpu":
+        print("note: the run was trained in fp16, which a CPU has not; computing in fp32", file=sys.stderr)
+        return dataclasses.replace(recipe, train=dataclasses.replace(train, precision="fp32"))
+    if train.tf32 and resolve_device(train.device).type == "cpu":
+        return dataclasses.replace(recipe, train=dataclasses.replace(train, tf32=False))
+    tokens = train.batch_size * train.max_length
+    decided = _decide(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens)
+    if decided.get("note"):
+        print(f"note: {decided['note']}", file=sys.stderr)
+    return recipe
 
 
 def settled_tree(tree: Tree, *, name: str, kept: Path | None, say: Callable[[str], None] = lambda line: None) -> Tree:

@@ -254,6 +254,23 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
     assert len(said) == 2 and all(line.startswith("backbone: kept in bf16 (auto: ") for line in said)
 
 
+def test_a_run_is_judged_where_its_precision_is_not_to_be_had(monkeypatch, capsys):
+    from experiments.recipe import precision as of_recipes
+
+    recipe = load_recipe("classify", [from_override("train.device", "cpu")]).recipe
+    half = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp16"))
+    assert of_recipes.readable(half).train.precision == "fp32"
+    assert "trained in fp16, which a CPU has not" in capsys.readouterr().err
+    monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
+    of_recipes._decide.cache_clear()
+    narrow = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="bf16"))
+    assert of_recipes.readable(narrow) == narrow
+    assert "slower than fp32" in capsys.readouterr().err
+    of_recipes._decide.cache_clear()
+    wide = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"))
+    assert of_recipes.readable(wide) == wide and capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_a_peak_is_a_rate_of_this_machine_and_cheap(name):
     before = torch.get_num_threads()
