@@ -324,7 +324,7 @@ class _Loop:
                             self.engine, self.task, micros, count, self.head, context, self.meter, self.compiled
                         )
                         losses.append((yield work))
-                    if self.scale.on and (overflowed := self.overflows(losses)):
+                    if self.scale.on and (overflowed := self.scale.overflows(losses, self.engine.clip)):
                         raise Undone
                     if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:
                         raise Undone
@@ -347,13 +347,6 @@ class _Loop:
         self.scale.made()
         line = {"loss": value, "tokens": state.tokens, "lr": rate, "grad_norm": norm_value}
         return {**line, **self.regularizer.metrics()}
-
-    def overflows(self, losses: Sequence[torch.Tensor]) -> bool:
-        """Whether the scaled gradients are too large for fp16 while the losses are numbers; the scale is halved then.
-        The same on every rank."""
-        if all(math.isfinite(loss.item()) for loss in losses) and not math.isfinite(self.engine.clip(None).item()):
-            return self.scale.shrink()
-        return False
 
     def undo(self, verdict: Verdict, rate: float) -> dict[str, Any] | Verdict:
         """Leave the update out and return its line, or the verdict where the stage is to go back."""

@@ -7,7 +7,8 @@ scale, so no row is lost and a step means what it means elsewhere; torch's `Grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +36,13 @@ class LossScale:
             return False
         self.value, self.good = self.value / 2, 0
         return True
+
+    def overflows(self, losses: Sequence[Tensor], norm: Callable[[None], Tensor]) -> bool:
+        """Whether the scaled gradients, of that global norm, are too large for fp16 while the losses are numbers; the
+        scale is halved then. The same on every rank."""
+        if all(math.isfinite(loss.item()) for loss in losses) and not math.isfinite(norm(None).item()):
+            return self.shrink()
+        return False
 
     def made(self) -> None:
         """An update was made."""
