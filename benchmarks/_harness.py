@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -258,28 +258,31 @@ class Benchmark:
         print(_line(row), flush=True)
         return row
 
-    def finish(self, path: Path | None = None) -> Path:
-        """Print the table, write the JSON, return its path."""
+    def finish(self, path: Path | None = None, *, place: Mapping[str, Any] | None = None) -> Path:
+        """Print the table, write the JSON, return its path.
+
+        place: `commit`, `dirty`, `machine` and `versions` of rows that were measured earlier; None: here and now.
+        """
         if not self.rows:
             raise ValueError(f"benchmark {self.name!r} has no rows")
         path = path or RESULTS / f"{self.name}.json"
-        write_json(
-            path,
-            {
-                "name": self.name,
-                "command": self.command,
-                "commit": _git("rev-parse", "HEAD"),
-                "dirty": bool(_git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")),
-                "machine": machine(),
-                "versions": versions(self.packages),
-                "rows": self.rows,
-            },
-        )
+        place = place or where(self.packages)
+        write_json(path, {"name": self.name, "command": self.command, **place, "rows": self.rows})
         print(table(self.rows))
         failed = sum(row["holds"] is False for row in self.rows)
         shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
         print(f"{shown}: {len(self.rows)} rows, {failed} bars missed")
         return path
+
+
+def where(packages: Sequence[str]) -> dict[str, Any]:
+    """What the results file says of the tree, the machine and the packages that rows are measured with."""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")),
+        "machine": machine(),
+        "versions": versions(packages),
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -348,4 +351,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _git(*arguments: str) -> str:
+    """What git says; empty where there is no git, or no repository."""
+    if shutil.which("git") is None:
+        return ""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()

@@ -15,6 +15,8 @@ from finetune.atomic import write_text
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 EQUALITIES = ROOT / "docs" / "equalities.md"
+MANY = 8
+"""Rows of one reason that have a line each."""
 HEAD = """# How do I know it is right?
 
 Every speed, memory and quality claim is a benchmark that runs our path and a peer's side by side, interleaved in one
@@ -44,7 +46,7 @@ def section(result: dict[str, Any]) -> str:
         "| what | ours | peer | unit | ratio (min – max) | runs | bar | holds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    notes = []
+    notes: dict[str, list[str]] = {}
     for row in result["rows"]:
         ratio = ""
         if row["ratio_median"] is not None:
@@ -60,8 +62,16 @@ def section(result: dict[str, Any]) -> str:
         cells = [what, number(row["ours"]), peer, row["unit"], ratio, str(row["runs"]), row["bar"] or "", holds]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if row.get("reason"):
-            notes.append(f"- {row['what']}: {row['reason']}")
-    return "\n".join([*lines, *(["", "Not measured, or noted:", "", *notes] if notes else [])]) + "\n"
+            notes.setdefault(row["reason"], []).append(row["what"])
+    told = [line for reason, rows in notes.items() for line in noted(reason, rows)]
+    return "\n".join([*lines, *(["", "Not measured, or noted:", "", *told] if told else [])]) + "\n"
+
+
+def noted(reason: str, rows: list[str]) -> list[str]:
+    """A line for each row of that reason; one for all of them where they are many."""
+    if len(rows) > MANY:
+        return [f"- {len(rows)} rows: {reason}"]
+    return [f"- {what}: {reason}" for what in rows]
 
 
 def number(value: float | None) -> str:

@@ -32,9 +32,17 @@ TURN = {64: 3, 256: 2, 1024: 1}
 
 
 def _cells(
-    shape: tuple[int, int], steps: int, folder: Path, device: str, *, noisy: bool = False, last: bool = False
+    shape: tuple[int, int],
+    steps: int,
+    folder: Path,
+    device: str,
+    *,
+    noisy: bool = False,
+    last: bool = False,
+    ranks: Sequence[int] = RANKS,
+    seeds: int = SEEDS,
 ) -> tuple[Any, list[Any]]:
-    """The backbone, and for every cell how to make its engine and its stage.
+    """The backbone, and for every cell how to make its engine and its stage: `seeds` of each of the `ranks`.
 
     noisy: every second cell trains with GGPO. last: adapters in the last block, and the same rows for all cells.
     """
@@ -78,7 +86,7 @@ def _cells(
 
         return adapter, train, stage
 
-    return backbone, [cell(rank, number) for rank in RANKS for number in range(SEEDS)]
+    return backbone, [cell(rank, number) for rank in ranks for number in range(seeds)]
 
 
 def _linear(backbone: Any) -> list[str]:
@@ -133,7 +141,15 @@ class _Alone:
                 self.waiting[place] = stage.send(loss)
 
 
-def times(tokens: int, rounds: int, turn: int, device: str = "cpu", last: bool = False) -> dict[str, list[float]]:
+def times(
+    tokens: int,
+    rounds: int,
+    turn: int,
+    device: str = "cpu",
+    last: bool = False,
+    ranks: Sequence[int] = RANKS,
+    seeds: int = SEEDS,
+) -> dict[str, list[float]]:
     """Seconds per cell and update: `stacked`, `alone` (paired), and `floor`; of CPU time, or of wall time on a GPU."""
     limit_threads(1)
 
@@ -147,7 +163,7 @@ def times(tokens: int, rounds: int, turn: int, device: str = "cpu", last: bool =
         return time.perf_counter() - started
 
     with tempfile.TemporaryDirectory() as folder:
-        backbone, cells = _cells(SHAPES[tokens], 10_000, Path(folder), device, last=last)
+        backbone, cells = _cells(SHAPES[tokens], 10_000, Path(folder), device, last=last, ranks=ranks, seeds=seeds)
         alone = _Alone(backbone, cells)  # before the backbone serves the stack
         stacked = _Stacked(backbone, cells)
         stacked.update(1)
@@ -159,7 +175,8 @@ def times(tokens: int, rounds: int, turn: int, device: str = "cpu", last: bool =
             measure=cpu_seconds if device == "cpu" else wall_seconds,
         )
         each = len(cells) * turn
-        floor = floor_seconds(backbone, SHAPES[tokens]) if device == "cpu" and not last else 0.0
+        whole = device == "cpu" and not last and (tuple(ranks), seeds) == (RANKS, SEEDS)
+        floor = floor_seconds(backbone, SHAPES[tokens]) if whole else 0.0
     return {"stacked": [t / each for t in mine], "alone": [t / each for t in theirs], "floor": [floor]}
 
 

@@ -28,8 +28,21 @@ from scripts.pretrain_backbone import EOS, documents, stream_loss, token_stream
 
 TARGETS = ("scicite", "banking", "snli")
 PASSAGES_PER_DOMAIN = 100
-ORDERS = (3, 5)
-SAME_BUDGET = f"{max(ORDERS)}-gram, as many tokens as the backbone saw"
+COMMAND = (
+    *("hidden", "layers", "heads", "kv_heads", "vocabulary", "sequence", "batch", "lr", "seed"),
+    *("minutes", "epochs", "judge_every"),
+)
+"""Settings that the card's command names."""
+
+
+def same_budget(order: int) -> str:
+    """Name of the n-gram that sees no more tokens than the backbone did."""
+    return f"{order}-gram, as many tokens as the backbone saw"
+
+
+def orders_of(vocabulary: int) -> tuple[int, int]:
+    """Orders of the n-grams beside the backbone: 3, and 5 or the highest whose keys 63 bits hold."""
+    return 3, next(order for order in (5, 4) if vocabulary**order < 2**63)
 
 
 def bits(nats: float, size: int) -> float:
@@ -112,24 +125,26 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     general["unigram"] = row(-float(unigram_log_probabilities(train, scored, tokenizer.vocab_size).mean()))
     # A second model of the highest order sees no more tokens than the backbone did.
     budget = train[: card["tokens_seen"]]
+    orders = orders_of(tokenizer.vocab_size)
     ngrams: dict[str, KneserNey] = {}
-    for order in ORDERS:
+    for order in orders:
         ngrams[f"{order}-gram"] = KneserNey(order, tokenizer.vocab_size).fit(train)
         general[f"{order}-gram"] = row(-float(ngrams[f"{order}-gram"].log_probabilities(scored).mean()))
-    same_budget = KneserNey(max(ORDERS), tokenizer.vocab_size).fit(budget)
-    general[SAME_BUDGET] = row(-float(same_budget.log_probabilities(scored).mean()))
-    del same_budget
+    if len(budget) < len(train):
+        fewer = KneserNey(max(orders), tokenizer.vocab_size).fit(budget)
+        general[same_budget(max(orders))] = row(-float(fewer.log_probabilities(scored).mean()))
+        del fewer
     with lzma.open(data / "general-val.jsonl.xz", "rt", encoding="utf-8") as lines:
         held_out_rows = [json.loads(line) for line in lines]
     general["uniform"] = row(math.log(tokenizer.vocab_size))
 
-    best = ngrams[f"{max(ORDERS)}-gram"]
+    best = ngrams[f"{max(orders)}-gram"]
     elsewhere: dict[str, dict[str, float]] = {}
     for name, group in shipped_texts(card["args"]["seed"]).items():
         group_bytes = sum(len(text.encode()) for text in group)
         elsewhere[name] = {
             "backbone": round(bits(text_nats(model, tokenizer, group), group_bytes), 3),
-            f"{max(ORDERS)}-gram": round(bits(ngram_nats(best, tokenizer, group), group_bytes), 3),
+            f"{max(orders)}-gram": round(bits(ngram_nats(best, tokenizer, group), group_bytes), 3),
             "bytes_per_token": round(group_bytes / len(token_stream(tokenizer, iter(group))[0]), 2),
         }
         print(name, elsewhere[name], flush=True)
@@ -152,35 +167,39 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ("---",) * len(head), *rows])
 
 
-def render(card: dict[str, Any], config: dict[str, Any]) -> str:
-    """The model card, Markdown with YAML front matter."""
+def render(card: dict[str, Any], config: dict[str, Any], name: str = "flatshift-5m") -> str:
+    """The model card of the backbone `name`, Markdown with YAML front matter."""
     measured = card["baselines"]
     general, elsewhere = measured["validation"], measured["bits_per_byte_elsewhere"]
-    top = f"{max(ORDERS)}-gram"
+    orders = orders_of(config["vocab_size"])
+    top, all_read = f"{max(orders)}-gram", measured["ngram_train_tokens"]
     window = card["args"].get("seq") or card["args"]["sequence"]
     parameters, seen, all_tokens = card["parameters"], card["tokens_seen"], card["train_tokens"]
+    megabytes, more = card.get("train_bytes", measured["ngram_train_bytes"]) / 1e6, and_passages(card)
+    longest = config["max_position_embeddings"]
+    beyond = f"accepts {longest:,}, but positions beyond {window} are untrained" if window < longest else "no more"
     names = {
-        "backbone": "**flatshift-5m** (this model)",
+        "backbone": f"**{name}** (this model)",
         "unigram": "unigram, add-one",
-        **{f"{k}-gram": f"{k}-gram, Kneser–Ney, on all {all_tokens / 1e6:.1f} M training tokens" for k in ORDERS},
-        SAME_BUDGET: f"{top}, Kneser–Ney, on {seen / 1e6:.2f} M tokens, as many as this model saw",
+        **{f"{k}-gram": f"{k}-gram, Kneser–Ney, on all {all_read / 1e6:.1f} M training tokens" for k in orders},
+        same_budget(max(orders)): f"{top}, Kneser–Ney, on {seen / 1e6:.2f} M tokens, as many as this model saw",
         "uniform": "uniform over the vocabulary",
     }
     against = table(
         ("model", "nats per token", "bits per byte"),
         (
-            (names[name], f"{row['nats_per_token']:.3f}", f"{row['bits_per_byte']:.3f}")
-            for name, row in sorted(general.items(), key=lambda item: item[1]["bits_per_byte"])
+            (names[which], f"{row['nats_per_token']:.3f}", f"{row['bits_per_byte']:.3f}")
+            for which, row in sorted(general.items(), key=lambda item: item[1]["bits_per_byte"])
         ),
     )
     gap = table(
-        ("text", "flatshift-5m", top, "bytes per token"),
+        ("text", name, top, "bytes per token"),
         (
-            (name, f"{row['backbone']:.2f}", f"{row[top]:.2f}", f"{row['bytes_per_token']:.2f}")
-            for name, row in elsewhere.items()
+            (text, f"{row['backbone']:.2f}", f"{row[top]:.2f}", f"{row['bytes_per_token']:.2f}")
+            for text, row in elsewhere.items()
         ),
     )
-    behind = [name for name, row in elsewhere.items() if row["backbone"] > row[top]]
+    behind = [text for text, row in elsewhere.items() if row["backbone"] > row[top]]
     what = table(
         ("", ""),
         (
@@ -194,11 +213,10 @@ def render(card: dict[str, Any], config: dict[str, Any]) -> str:
             ("tokenizer", f"own byte-level BPE, {config['vocab_size']:,} entries; any text round-trips"),
             (
                 "context",
-                f"trained on windows of {window} tokens; accepts {config['max_position_embeddings']:,}, "
-                f"but positions beyond {window} are untrained",
+                f"trained on windows of {window} tokens; {beyond}",
             ),
-            ("tokens seen", f"{seen:,} in {card['steps']:,} steps: {100 * seen / all_tokens:.0f} % of one epoch"),
-            ("made in", f"{card['minutes']:.0f} minutes on two CPU cores, bf16 autocast over fp32 weights"),
+            ("tokens seen", f"{seen:,} in {card['steps']:,} steps: {epochs(seen / all_tokens)}"),
+            ("made in", f"{card['minutes']:.0f} minutes on {made_on(card)}, bf16 autocast over fp32 weights"),
         ),
     )
     return f"""---
@@ -206,21 +224,20 @@ license: cc-by-sa-4.0
 language: en
 library_name: transformers
 pipeline_tag: text-generation
-tags: [llama, causal-lm, undertrained, warm-up]
+tags: [llama, causal-lm, {"undertrained" if seen < 20 * parameters else "small"}, warm-up]
 ---
 
-# flatshift-5m
+# {name}
 
 A {parameters / 1e6:.1f} M-parameter decoder that ships inside Flatshift, so that every journey works on a laptop
-without a network. It is a real pretrained model, and a weak one: **undertrained**, at {seen / parameters:.1f} training
-tokens per parameter where about 20 are usual. It is there to be adapted, measured and compared, not to be talked to.
+without a network. {trained_how_far(card)} It is there to be adapted, measured and compared, not to be talked to.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.assets import backbone
 
-model = AutoModelForCausalLM.from_pretrained(backbone("flatshift-5m"))
-tokenizer = AutoTokenizer.from_pretrained(backbone("flatshift-5m"))
+model = AutoModelForCausalLM.from_pretrained(backbone("{name}"))
+tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))
 ```
 
 ## What it is
@@ -231,9 +248,9 @@ The tokenizer does not add `<bos>` or `<eos>` by itself; in pretraining every do
 
 ## Data and licence
 
-{all_tokens:,} tokens ({measured["ngram_train_bytes"] / 1e6:.1f} MB of text): English Wikipedia articles of 2015
+{all_tokens:,} tokens ({megabytes:.1f} MB of text): English Wikipedia articles of 2015
 (CC BY-SA 3.0, Wikipedia contributors) and English novels published between 1839 and 1930 (public domain in the United
-States). **The model was trained on CC BY-SA text**; its weights are offered under CC BY-SA 4.0. Attributions:
+States){more}. **The model was trained on CC BY-SA text**; its weights are offered under CC BY-SA 4.0. Attributions:
 `NOTICE`. No text was filtered for content.
 
 ## How good it is
@@ -264,13 +281,7 @@ read Victorian novels and an encyclopaedia, and repeats their views of people wi
 
 ## How it was made
 
-```
-python -m scripts.pretrain_backbone --data DIR --out DIR
-```
-
-repeats the recipe with a fixed token budget. The shipped weights come from the first version of that script, whose
-learning rate followed the clock for {card["minutes"]:.0f} minutes: what the script makes now has the same tokenizer,
-byte for byte, and the same size and budget, but other weights. The numbers above come from
+{how_made(card)}
 
 ```
 python -m scripts.backbone_card --data DIR
@@ -278,6 +289,60 @@ python -m scripts.backbone_card --data DIR
 
 and are kept in `card.json`.
 """
+
+
+def epochs(count: float) -> str:
+    """In words."""
+    return f"{100 * count:.0f} % of one epoch" if count < 1 else f"{count:.1f} epochs"
+
+
+def made_on(card: dict[str, Any]) -> str:
+    """The device; cards from before it was noted are of the first backbone's."""
+    device = card.get("device", "two CPU cores")
+    return "CPU cores" if device == "cpu" else device
+
+
+def and_passages(card: dict[str, Any]) -> str:
+    """What was read beside articles and novels."""
+    if not card.get("passages"):
+        return ""
+    return (
+        ", and the openly licensed passages (CC BY-SA, CC BY, CC0, PSF-2.0, public domain) of the pool that "
+        "`sample:pool`\nis drawn from; no text that ships as a sample is among them, and the n-grams below have not "
+        "read them"
+    )
+
+
+def how_made(card: dict[str, Any]) -> str:
+    """The command and how near it comes, for the card's last chapter."""
+    if "device" in card:
+        chosen = {name: value for name, value in card["args"].items() if value is not None and name in COMMAND}
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
+        more = " --passages … --tags …" if card.get("passages") else ""
+        by = "\nThe learning rate followed the clock, which no seed can reproduce." if chosen.get("minutes") else ""
+        command = f"python -m scripts.pretrain_backbone --data DIR --out DIR{more} {flags}"
+        return f"```\n{command}\n```\n{by}\nThe numbers above come from"
+    return f"""```
+python -m scripts.pretrain_backbone --data DIR --out DIR
+```
+
+repeats the recipe with a fixed token budget. The shipped weights come from the first version of that script, whose
+learning rate followed the clock for {card["minutes"]:.0f} minutes: what the script makes now has the same tokenizer,
+byte for byte, and the same size and budget, but other weights. The numbers above come from"""
+
+
+def trained_how_far(card: dict[str, Any]) -> str:
+    """How much text there was for each parameter, for the card's first paragraph."""
+    per = card["tokens_seen"] / card["parameters"]
+    if per < 20:
+        return (
+            f"It is a real pretrained model, and a weak one: **undertrained**, at {per:.1f} training\n"
+            "tokens per parameter where about 20 are usual."
+        )
+    return (
+        f"It is a real pretrained model, and a small one: {per:.0f} training\n"
+        f"tokens per parameter, {card['train_tokens'] / card['parameters']:.1f} of them different."
+    )
 
 
 def main() -> None:
@@ -288,7 +353,7 @@ def main() -> None:
     card = measure(options.backbone, options.data)
     config = json.loads((options.backbone / "config.json").read_text(encoding="utf-8"))
     atomic.write_json(options.backbone / "card.json", card)
-    atomic.write_text(options.backbone / "README.md", render(card, config))
+    atomic.write_text(options.backbone / "README.md", render(card, config, options.backbone.name))
     print(json.dumps(card["baselines"]["validation"], indent=2))
 
 

@@ -2,24 +2,34 @@
 
     python -m scripts.pretrain_backbone --data DIR --out DIR                     # the shipped size and token budget
     python -m scripts.pretrain_backbone --data DIR --out DIR --minutes 45        # as far as 45 minutes reach
-    python -m scripts.pretrain_backbone --data DIR --out DIR --device cuda --hidden 384 --tokens 100e6
+    python -m scripts.pretrain_backbone --data DIR --out DIR --device cuda \\
+        --passages POOL.jsonl.xz --tags TAGS.tsv.xz --hidden 384 --layers 10 --heads 6 --kv-heads 3 \\
+        --vocabulary 8192 --sequence 1024 --batch 96 --lr 3e-3 --compile --judge-every 500 --minutes 14 --stop-after 9
 
-DIR holds `general-train-*.jsonl.xz` and `general-val.jsonl.xz` with a `text` per line. What is made: a byte-level BPE
-tokenizer trained on the first training file, a decoder with tied embeddings in bf16 safetensors, and `card.json`. The
-folder appears whole or not at all, and loads through `AutoModelForCausalLM` and `AutoTokenizer`.
+DIR holds `general-train-*.jsonl.xz` and `general-val.jsonl.xz` with a `text` per line; `--passages` adds a pool, of
+which `--tags` leaves the openly licensed rows, and never a text that ships as a sample. What is made: a byte-level BPE
+tokenizer trained on the first training file and the passages, a decoder with tied embeddings in bf16 safetensors, and
+`card.json` with the validation loss and its bits per byte. The folder appears whole or not at all, and loads through
+`AutoModelForCausalLM` and `AutoTokenizer`; `scripts.backbone_card` then judges it and writes its card.
 
-With `--tokens` the learning rate follows a cosine over the token budget, and every draw comes from `--seed`: the same
-machine, thread count and arguments give the same weights. With `--minutes` it follows the clock, which no seed can
-reproduce; the shipped backbone was made that way (42 minutes, 14,761,984 tokens), so this script remakes its recipe
-and its quality, not its bits.
+The learning rate follows a cosine over the token budget (`--tokens`, or `--epochs` of the text), or with `--minutes`
+over the time spent. Every draw comes from `--seed`: with a token budget the same machine, thread count and arguments
+give the same weights; the clock no seed can reproduce. The shipped backbone was made by the clock (42 minutes,
+14,761,984 tokens), so this script remakes its recipe and its quality, not its bits.
+
+Beside OUT lies OUT.work (`--work`): the tokenizer, the tokens in mapped files, and the state of training, written every
+few minutes and when `--stop-after` or a signal ends the command before the budget does: it then leaves with code 3, and
+the same command goes on from there. With `--judge-every` the weights that end up in OUT are those with the lowest
+validation loss, which over many epochs need not be the last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import math
+import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,18 +38,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from finetune import atomic
 from finetune.seeds import numpy_generator, torch_generator
+from scripts.packed_tokens import BOS as BOS
+from scripts.packed_tokens import EOS as EOS
+from scripts.packed_tokens import PAD as PAD
+from scripts.packed_tokens import documents as documents
+from scripts.packed_tokens import pack, passages, shipped
+from scripts.packed_tokens import token_stream as token_stream
+from scripts.pretrain_state import Standing, State, Stopped
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-PAD, BOS, EOS = 0, 1, 2
 MAX_LENGTH = 1024
 WARM_UP_STEPS = 150
 FINAL_LR_SHARE = 0.05
+SAVE_MINUTES = 2.0
+LARGEST = 20_000_000
+"""Parameters of a backbone that may ship: 40 MB in bf16."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +75,15 @@ class Pretraining:
     batch: int = 16
     lr: float = 2e-3
     seed: int = 0
-    tokens: int = 14_761_984  # the budget; ignored when `minutes` is set
+    tokens: int = 14_761_984  # the budget; ignored when `minutes` or `epochs` is set
     minutes: float | None = None
+    epochs: float | None = None
     tokenizer_characters: int = 4000  # of each document, for training the tokenizer
+    judge_every: int = 0  # steps from one validation to the next; 0: only at the end
 
-
-def documents(folder: Path, pattern: str) -> Iterator[str]:
-    """The texts of all .jsonl.xz files of `folder` that match, in name order."""
-    files = sorted(folder.glob(pattern))
-    if not files:
-        raise SystemExit(f"{folder} has no {pattern}")
-    for file in files:
-        with lzma.open(file, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)["text"]
+    def __post_init__(self) -> None:
+        if not 1 <= self.sequence <= MAX_LENGTH:
+            raise SystemExit(f"--sequence {self.sequence}: windows are of 1 to {MAX_LENGTH} tokens")
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int, characters: int) -> PreTrainedTokenizerFast:
@@ -89,17 +104,6 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, characters: int) -> P
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=MAX_LENGTH
     )
-
-
-def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> tuple[np.ndarray, int]:
-    """All documents as one int32 stream, each as `<bos> … <eos>`, and the number of UTF-8 bytes of their texts."""
-    parts: list[np.ndarray] = []
-    size = 0
-    for text in texts:
-        size += len(text.encode())
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        parts.append(np.array([BOS, *ids, EOS], dtype=np.int32))
-    return np.concatenate(parts), size
 
 
 def build_model(config: Pretraining) -> LlamaForCausalLM:
@@ -129,30 +133,58 @@ def build_model(config: Pretraining) -> LlamaForCausalLM:
     return model
 
 
-def window(stream: np.ndarray, indices: np.ndarray, length: int) -> torch.Tensor:
+def window(stream: np.ndarray, indices: np.ndarray, length: int) -> Tensor:
     """Windows `indices` of the stream, (B, length + 1) int64: inputs are [:, :-1], labels [:, 1:]."""
     return torch.from_numpy(np.stack([stream[i * length : (i + 1) * length + 1] for i in indices]).astype(np.int64))
 
 
+def window_there(stream: Tensor, indices: np.ndarray, length: int) -> Tensor:
+    """The same from a stream that lies on a device, (T,) int32: only the indices travel, and nothing waits for them."""
+    starts = torch.from_numpy(np.ascontiguousarray(indices)) * length
+    if stream.is_cuda:
+        starts = starts.pin_memory()
+    places = starts.to(stream.device, non_blocking=True)[:, None] + torch.arange(length + 1, device=stream.device)
+    return stream[places].long()
+
+
+def batch_of(stream: np.ndarray | Tensor, indices: np.ndarray, length: int, device: str) -> Tensor:
+    """Windows on the device, wherever the stream lies."""
+    if isinstance(stream, Tensor):
+        return window_there(stream, indices, length)
+    return window(stream, indices, length).to(device)
+
+
+def on_device(stream: np.ndarray, device: str) -> np.ndarray | Tensor:
+    """A mapped stream as training reads it: of a GPU's memory it takes next to nothing, from the host it would wait."""
+    if device == "cpu":
+        return stream
+    return torch.from_numpy(np.asarray(stream).astype(np.int32)).to(device)
+
+
 @torch.no_grad()
 def stream_loss(
-    model: LlamaForCausalLM, stream: np.ndarray, *, length: int, batch: int, device: str, autocast: bool
+    model: LlamaForCausalLM,
+    stream: np.ndarray | Tensor,
+    *,
+    length: int,
+    batch: int,
+    device: str,
+    autocast: bool,
 ) -> float:
     """Mean nats per token over consecutive windows of the stream, each with no context but its own.
 
     The last, shorter window is left out.
     """
     model.eval()
-    total, count = 0.0, 0
+    total = torch.zeros((), dtype=torch.float64, device=device)
     windows = (len(stream) - 1) // length
     for start in range(0, windows, batch):
-        ids = window(stream, np.arange(start, min(windows, start + batch)), length).to(device)
+        ids = batch_of(stream, np.arange(start, min(windows, start + batch)), length, device)
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
             logits = model(ids[:, :-1]).logits
-        total += cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
-        count += ids[:, 1:].numel()
+        total += cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").double()
     model.train()
-    return total / count
+    return total.item() / (windows * length)
 
 
 def learning_rate(config: Pretraining, step: int, progress: float) -> float:
@@ -161,98 +193,258 @@ def learning_rate(config: Pretraining, step: int, progress: float) -> float:
     return config.lr * min(1.0, (step + 1) / WARM_UP_STEPS) * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
 
 
+def adamw(model: LlamaForCausalLM, config: Pretraining) -> torch.optim.Optimizer:
+    """Fused AdamW; matrices decay, norms do not."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    norms = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
 def train(
     model: LlamaForCausalLM,
-    stream: np.ndarray,
+    stream: np.ndarray | Tensor,
     config: Pretraining,
     *,
     device: str,
     log: Callable[[str], None] = print,
+    held_out: np.ndarray | Tensor | None = None,
+    state: State | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    compiled: bool = False,
 ) -> tuple[int, int]:
-    """Train in place; returns (steps, tokens seen). Windows are drawn without replacement within an epoch."""
+    """Train in place; returns (steps, tokens seen). Windows are drawn without replacement within an epoch.
+
+    held_out: tokens of the validations that `judge_every` asks for; the best weights are put back at the end. state:
+    where to go on from, and to save to. stop: asked after each step; True saves and raises Stopped.
+    """
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = adamw(model, config)
     windows = (len(stream) - 1) // config.sequence
     if windows < config.batch:
         raise SystemExit(f"{len(stream)} training tokens are less than one batch of {config.batch} × {config.sequence}")
     per_epoch = windows // config.batch
     per_step = config.batch * config.sequence
-    order = np.empty(0, dtype=np.int64)
-    start = time.perf_counter()
-    step = 0
+    budget = config.tokens if config.epochs is None else int(config.epochs * windows * config.sequence)
+    standing, best = state.restore(model, optimizer) if state else (Standing(), {})
+    forward = torch.compile(model) if compiled else model
+    order, drawn = np.empty(0, dtype=np.int64), -1
+    spent, start = standing.seconds, time.perf_counter()
+    saved, first = start, standing.step
     while True:
-        elapsed = time.perf_counter() - start
-        progress = step * per_step / config.tokens if config.minutes is None else elapsed / (60 * config.minutes)
+        standing.seconds = spent + time.perf_counter() - start
+        step = standing.step
+        progress = step * per_step / budget if config.minutes is None else standing.seconds / (60 * config.minutes)
         if progress >= 1:
-            return step, step * per_step
+            break
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step, progress)
         epoch, position = divmod(step, per_epoch)
-        if position == 0:
+        if epoch != drawn:
             order = numpy_generator(config.seed, "pretrain", "order", epoch).permutation(windows)
-        chosen = order[position * config.batch : (position + 1) * config.batch]
-        ids = window(stream, chosen, config.sequence).to(device)
+            drawn = epoch
+        ids = batch_of(stream, order[position * config.batch : (position + 1) * config.batch], config.sequence, device)
         with torch.autocast(torch.device(device).type, torch.bfloat16):
-            logits = model(ids[:, :-1]).logits
+            logits = forward(ids[:, :-1]).logits
         loss = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        step += 1
+        standing.step = step = step + 1
         if step % 100 == 0:
-            rate = step * per_step / (time.perf_counter() - start)
-            log(f"step {step}  {step * per_step / 1e6:.1f} M tokens  loss {loss.item():.3f}  {rate:,.0f} tokens/s")
+            told, took = loss.item(), time.perf_counter() - start  # waits for the device
+            rate = (step - first) * per_step / took
+            seen = f"{step * per_step / 1e6:.1f} M tokens, {step / per_epoch:.1f} epochs"
+            log(f"step {step}  {seen}  loss {told:.3f}  {rate:,.0f} tokens/s  {100 * progress:.0f} %")
+        if config.judge_every and held_out is not None and step % config.judge_every == 0:
+            _judge(model, held_out, config, standing, best, device, log)
+        if state is not None and time.perf_counter() - saved > 60 * SAVE_MINUTES:
+            state.save(model, optimizer, standing, best)
+            saved = time.perf_counter()
+        if stop():
+            if state is not None:
+                standing.seconds = spent + time.perf_counter() - start
+                state.save(model, optimizer, standing, best)
+            raise Stopped(f"stopped after step {step}, {100 * progress:.0f} % of the budget")
+    if config.judge_every and held_out is not None:
+        _judge(model, held_out, config, standing, best, device, log)
+        _put_back(model, best)
+        log(f"the best of the validations: {standing.best:.4f} nats per token after step {standing.best_step}")
+    if state is not None:
+        state.seconds = standing.seconds
+    return standing.step, standing.step * per_step
 
 
-def pretrain(data: Path, out: Path, config: Pretraining, *, device: str) -> dict[str, object]:
-    """Make tokenizer, model and card in `out`; returns the card."""
-    tokenizer = train_tokenizer(
-        documents(data, "general-train-0.jsonl.xz"), config.vocabulary, config.tokenizer_characters
-    )
-    stream, _ = token_stream(tokenizer, documents(data, "general-train-*.jsonl.xz"))
-    held_out, held_out_bytes = token_stream(tokenizer, documents(data, "general-val.jsonl.xz"))
+def _judge(
+    model: LlamaForCausalLM,
+    held_out: np.ndarray | Tensor,
+    config: Pretraining,
+    standing: Standing,
+    best: dict[str, Tensor],
+    device: str,
+    log: Callable[[str], None],
+) -> None:
+    """One validation; keeps the weights in `best` where it is the lowest so far."""
+    nats = stream_loss(model, held_out, length=config.sequence, batch=config.batch, device=device, autocast=True)
+    log(f"step {standing.step}  validation {nats:.4f} nats per token")
+    if standing.best is None or nats < standing.best:
+        standing.best, standing.best_step = nats, standing.step
+        best.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+
+
+@torch.no_grad()
+def _put_back(model: LlamaForCausalLM, best: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(best[name])
+
+
+@dataclass(frozen=True)
+class Text:
+    """Where text comes from."""
+
+    data: Path
+    passages: tuple[Path, ...] = ()
+    tags: tuple[Path, ...] = ()
+    """Of each file of passages; none: all rows."""
+
+    def tokenizer(self) -> Iterator[str]:
+        """What the tokenizer is trained on."""
+        yield from documents(self.data, "general-train-0.jsonl.xz")
+        yield from self._passages()
+
+    def training(self) -> Iterator[str]:
+        """What the model is trained on."""
+        yield from documents(self.data, "general-train-*.jsonl.xz")
+        yield from self._passages()
+
+    def _passages(self) -> Iterator[str]:
+        without = shipped() if self.passages else frozenset()
+        for place, file in enumerate(self.passages):
+            yield from passages(file, self.tags[place] if self.tags else None, without=without)
+
+    @property
+    def of(self) -> str:
+        """The files, by name and size."""
+        files = [*sorted(self.data.glob("general-*.jsonl.xz")), *self.passages, *self.tags]
+        return ", ".join(f"{file.name} {file.stat().st_size}" for file in files)
+
+
+def pretrain(
+    data: Path,
+    out: Path,
+    config: Pretraining,
+    *,
+    device: str,
+    text: Text | None = None,
+    work: Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    compiled: bool = False,
+) -> dict[str, object]:
+    """Make tokenizer, model and card in `out`; returns the card. Raises Stopped where `stop` says so.
+
+    work: where tokens and state lie until it is done; by default OUT.work.
+    """
+    text = text or Text(data)
+    work = work or out.with_name(f"{out.name}.work")
+    work.mkdir(parents=True, exist_ok=True)
+    atomic.sweep_leftovers(work)
+    tokenizer = _tokenizer(work / "tokenizer", text, config)
+    packed = pack(work, "train", tokenizer, text.training(), of=text.of)
+    judged = pack(work, "validation", tokenizer, documents(data, "general-val.jsonl.xz"), of=text.of)
+    stream, held_out = on_device(packed.tokens, device), on_device(judged.tokens, device)
     model: Any = build_model(config)
     model.to(device)
     parameters = model.num_parameters()
-    print(f"{parameters:,} parameters; {len(stream):,} training and {len(held_out):,} validation tokens")
-    start = time.perf_counter()
-    steps, seen = train(model, stream, config, device=device)
-    minutes = (time.perf_counter() - start) / 60
+    print(f"{parameters:,} parameters; {len(stream):,} training and {len(held_out):,} validation tokens", flush=True)
+    if parameters > LARGEST:
+        print(f"more than the {LARGEST:,} parameters of a backbone that may ship", flush=True)
+    state = State(work / "state", {"text": text.of, **asdict(config)})
+    steps, seen = train(
+        model, stream, config, device=device, held_out=held_out, state=state, stop=stop, compiled=compiled,
+        log=lambda line: print(line, flush=True),
+    )  # fmt: skip
     nats = stream_loss(model, held_out, length=config.sequence, batch=config.batch, device=device, autocast=True)
     card: dict[str, object] = {
         "parameters": parameters,
         "tokens_seen": seen,
         "steps": steps,
-        "minutes": round(minutes, 2),
+        "minutes": round(state.seconds / 60, 2),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "val_nats_per_token": nats,
-        "val_bits_per_byte": nats * (len(held_out) - 1) / math.log(2) / held_out_bytes,
+        "val_bits_per_byte": nats * (len(held_out) - 1) / math.log(2) / judged.bytes,
         "train_tokens": len(stream),
+        "train_bytes": packed.bytes,
+        "train_documents": packed.documents,
+        "passages": [file.name for file in text.passages],
         "args": asdict(config),
     }
     with atomic.replacing_directory(out) as folder:
         tokenizer.save_pretrained(folder)
         model.to(torch.bfloat16).save_pretrained(folder)
         atomic.write_json(folder / "card.json", card)
+    shutil.rmtree(work)
     return card
+
+
+def _tokenizer(folder: Path, text: Text, config: Pretraining) -> PreTrainedTokenizerFast:
+    """Trained once, and then read back."""
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        trained = train_tokenizer(text.tokenizer(), config.vocabulary, config.tokenizer_characters)
+        with atomic.replacing_directory(folder) as temporary:
+            trained.save_pretrained(temporary)
+    found: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
+    if len(found) > config.vocabulary:
+        raise SystemExit(f"{folder} has {len(found)} entries, not {config.vocabulary}; name another --work")
+    return found
+
+
+def _stopper(minutes: float | None) -> Callable[[], bool]:
+    """True once so many minutes are over, or a signal asks this process to end."""
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: asked.append(received))
+    ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    return lambda: bool(asked) or time.monotonic() >= ends
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--passages", type=Path, nargs="+", default=[], help="more text, .jsonl.xz with `id` and `text`"
+    )
+    parser.add_argument("--tags", type=Path, nargs="+", default=[], help="of each file of passages: only open rows")
+    parser.add_argument("--work", type=Path, help="where tokens and state lie until it is done; by default OUT.work")
+    parser.add_argument("--stop-after", type=float, metavar="MINUTES", help="leave with code 3, to be gone on with")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the forward and backward pass")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--tokens", type=lambda text: int(float(text)), default=Pretraining.tokens)
+    length.add_argument("--epochs", type=float, default=None)
     length.add_argument("--minutes", type=float, default=None)
-    for name in ("hidden", "layers", "heads", "kv_heads", "vocabulary", "sequence", "batch", "seed"):
+    for name in ("hidden", "layers", "heads", "kv_heads", "vocabulary", "sequence", "batch", "seed", "judge_every"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Pretraining, name))
     parser.add_argument("--lr", type=float, default=Pretraining.lr)
     options = vars(parser.parse_args())
-    data, out, device = options.pop("data"), options.pop("out"), options.pop("device")
+    data, out, device, work = (options.pop(name) for name in ("data", "out", "device", "work"))
+    text = Text(data, tuple(options.pop("passages")), tuple(options.pop("tags")))
+    stop, compiled = _stopper(options.pop("stop_after")), options.pop("compile")
+    if text.tags and len(text.tags) != len(text.passages):
+        parser.error(f"--tags names {len(text.tags)} files and --passages {len(text.passages)}; give one for each")
     if out.exists():
         parser.error(f"--out {out} exists already; name a new folder")
-    print(json.dumps(pretrain(data, out, Pretraining(**options), device=device), indent=2))
+    try:
+        card = pretrain(
+            data, out, Pretraining(**options), device=device, text=text, work=work, stop=stop, compiled=compiled
+        )
+    except Stopped as stopped:
+        print(f"{stopped}; the same command goes on from there", flush=True)
+        raise SystemExit(3) from None
+    print(json.dumps(card, indent=2))
 
 
 if __name__ == "__main__":

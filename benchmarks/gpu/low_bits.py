@@ -1,0 +1,138 @@
+"""A backbone in NF4 on the GPU beside the same in bf16: what it learns, what an update takes, and memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.devices import Device
+from benchmarks.gpu.llama import SEED, Padder, backbone, batches
+from benchmarks.gpu.measurements import Figures
+from benchmarks.gpu.parity import objective
+from benchmarks.gpu.speed import NEVER, shape_of
+
+MISSING = "not installed: bitsandbytes (the extra `quant`)"
+
+
+def learnt(
+    *,
+    device: str,
+    kind: str = "nf4",
+    steps: int = 100,
+    tail: int = 20,
+    rows: int = 4,
+    length: int = 128,
+    limit: int = 2000,
+) -> Figures:
+    """Mean loss of the last updates on shipped rows, in 4 bits and in bf16."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return {
+            "loss": {"ours": None, "peer": [_mean(None, device, steps, tail, rows, length, limit)], "reason": MISSING}
+        }
+    found = {kept: _mean(kept, device, steps, tail, rows, length, limit) for kept in (kind, None)}
+    return {"loss": {"ours": found[kind], "peer": [found[None]]}}
+
+
+def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int, limit: int) -> float:
+    from finetune.adapter import attach_adapter
+    from finetune.backbone import load_backbone
+    from finetune.config import Adapter
+
+    made = objective("completion", rows=rows, length=length, limit=limit)
+    loaded = load_backbone(made.backbone, task=made.task, precision="bf16", quantization=kind, device=device)
+    model = attach_adapter(loaded, Adapter(rank=8), task=made.task, seed=SEED)
+    losses: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        stage = _stage(model, made.tokenizer, made.task, made.batches, device, steps, Path(folder) / "run")
+        work = next(stage)
+        for _ in range(steps - 1):
+            loss = work.compute()
+            losses.append(loss.item())
+            work = stage.send(loss)
+        losses.append(work.compute().item())
+        stage.close()
+    return sum(losses[-tail:]) / tail
+
+
+def _stage(model: Any, tokenizer: Any, task: Any, batches: Any, device: str, steps: int, folder: Path) -> Any:
+    from finetune.config import Evaluate, Optimizer, Train
+    from finetune.loop import stage_work
+    from finetune.rundir import RunDirectory
+    from regularizers import Plain, build
+
+    return stage_work(
+        model,
+        tokenizer,
+        stage="fine-tune",
+        task=task,
+        batches=batches,
+        dev=[],
+        optimizer=Optimizer(lr=2e-3 if steps < NEVER else 1e-4, warmup=0.05),
+        train=Train(
+            steps=steps,
+            precision="bf16",
+            accumulate=batches.accumulate,
+            max_length=batches.max_length,
+            save_every=0,
+            device=device,
+        ),
+        evaluate=Evaluate(),
+        regularizer=build(Plain()),
+        run=RunDirectory.create(folder),
+        seed=SEED,
+    )
+
+
+def sized(
+    *,
+    device: str,
+    shape: str | Sequence[Any],
+    sequence: int,
+    rows: int,
+    kind: Any = "nf4",
+    rank: int = 16,
+    warm: int = 2,
+    updates: int = 4,
+) -> Figures:
+    """Seconds of an update and its peak memory, in 4 bits and in bf16, of a Llama that is written down and read."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return {figure: {"reason": MISSING} for figure in ("seconds", "memory", "frozen")}
+    from finetune.adapter import attach_adapter
+    from finetune.backbone import load_backbone
+    from finetune.config import Adapter, LanguageModel
+    from finetune.quantised import scales
+
+    where, sizes, task = Device(device), shape_of(shape), LanguageModel(pack=False)
+    found: dict[str, dict[Any, Any]] = {"seconds": {}, "memory": {}, "frozen": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        backbone(sizes, device).save_pretrained(Path(folder) / "backbone")
+        for kept in (None, kind):
+            where.clear()
+            loaded = load_backbone(
+                Path(folder) / "backbone",
+                task=task,
+                precision="bf16",
+                quantization=kept,
+                device=device,
+            )
+            model = attach_adapter(loaded, Adapter(rank=rank), task=task, seed=SEED)
+            frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
+            found["frozen"][kept] = float(sum(frozen.values()) + sum(t.nbytes for t in scales(model).values()))
+            rows_of = batches(sizes, rows=rows, sequence=sequence)
+            stage = _stage(model, Padder(), task, rows_of, device, NEVER, Path(folder) / f"run-{kept}")
+            work = next(stage)
+            took = []
+            for _ in range(warm + updates):
+                start = where.now()
+                work = stage.send(work.compute())
+                took.append(where.now() - start)
+            found["seconds"][kept] = statistics.median(took[warm:])
+            found["memory"][kept] = where.peak_bytes()
+            stage.close()
+            del loaded, model, stage, work
+            where.clear()
+    return {figure: {"ours": values[kind], "peer": [values[None]]} for figure, values in found.items()}

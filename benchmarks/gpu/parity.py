@@ -1,0 +1,280 @@
+"""The same run on the CPU and on the GPU, for every objective, and a run that is killed and goes on.
+
+The shipped backbones train a few updates on shipped rows: on the CPU in fp32, which is the reference, on the device in
+fp32 and in bf16 autocast over a bf16 backbone. Compared are the losses of all updates, each relative to the
+reference's, and what training changed: |Δ − Δ_ref| ÷ |Δ_ref| over all trained tensors together, Δ their distance from
+where they started.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks._harness import ROOT
+from benchmarks.gpu.measurements import Figures
+
+SEED = 0
+EPS = 1e-5
+"""AdamW's ε: a gradient that is nothing but rounding must not become as large a step as any."""
+KINDS = (
+    "language-model",
+    "completion",
+    "chat",
+    "classify",
+    "classify multi",
+    "regress",
+    "seq2seq",
+    "masked-lm",
+)
+REGULARIZERS = ("plain", "ggpo", "mgpo")
+BACKBONES = {"seq2seq": "flatshift-t5-3m", "masked-lm": "flatshift-encoder-3m"}
+"""Those that are not `flatshift-5m`."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A task on a shipped backbone, with rows."""
+
+    backbone: str
+    task: Any
+    batches: Any
+    tokenizer: Any
+    labels: tuple[str, ...] | None
+
+
+def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
+    """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens."""
+    from finetune import config
+    from finetune.backbone import decoder_start, load_tokenizer
+    from finetune.data import Batches, Masking, Row, encode, read_rows, required_columns
+
+    task: Any = {
+        "language-model": config.LanguageModel(),
+        "completion": config.Completion(prompt="{text}\nintent:"),
+        "chat": config.Chat(template="plain", max_truncated=1.0, max_unsupervised=1.0),
+        "classify": config.Classify(),
+        "classify multi": config.Classify(multi=True),
+        "regress": config.Regress(standardise=False),
+        "seq2seq": config.Seq2Seq(prompt="{text}", target="{label}: {text}", max_truncated=1.0),
+        "masked-lm": config.MaskedLM(),
+    }[kind]
+    source = "sample:gsm8k/train" if kind == "chat" else "sample:scicite/train"
+    rows_of_kind = read_rows([source], required=required_columns(task))
+    found = [row for row, _ in zip(rows_of_kind, range(limit), strict=False)]
+    labels: tuple[str, ...] | None = None
+    if kind == "classify":
+        labels = ("background", "method", "result")
+    if kind == "classify multi":  # what can be told of a text without knowing it
+        labels = ("long", "figures")
+        found = [
+            Row({**row.values, "label": _classes(row.values["text"])}, row.id, row.where, row.record, row.index)
+            for row in found
+        ]
+    if kind == "regress":
+        found = [
+            Row({**row.values, "label": len(row.values["text"]) / 100}, row.id, row.where, row.record, row.index)
+            for row in found
+        ]
+    backbone = BACKBONES.get(kind, "flatshift-5m")
+    tokenizer = load_tokenizer(backbone)
+    examples = encode(
+        found,
+        task=task,
+        tokenizer=tokenizer,
+        max_length=length,
+        label_names=labels,
+        bad_rows="skip",
+        decoder_start=decoder_start(backbone) if kind == "seq2seq" else None,
+    ).examples
+    batches = Batches(
+        examples,
+        task=task,
+        batch_size=rows,
+        accumulate=2,
+        seed=SEED,
+        max_length=length,
+        pad_id=int(tokenizer.pad_token_id),
+        masking=Masking.of(task, tokenizer) if kind == "masked-lm" else None,
+    )
+    return Objective(backbone, task, batches, tokenizer, labels)
+
+
+def _classes(text: str) -> tuple[str, ...]:
+    return tuple(name for name, has in (("long", len(text) > 150), ("figures", any(map(str.isdigit, text)))) if has)
+
+
+def trained(
+    made: Objective,
+    *,
+    updates: int,
+    device: str,
+    precision: Any,
+    regularizer: str,
+    folder: Path,
+    save_every: int = 0,
+    on_step: Any = None,
+) -> tuple[list[float], dict[str, Any]]:
+    """Losses of the updates, and by how much each trained tensor moved (CPU, float64)."""
+    from finetune.adapter import attach_adapter, trainable
+    from finetune.backbone import load_backbone
+    from finetune.config import Adapter, Evaluate, Optimizer, Train
+    from finetune.loop import train_stage
+    from finetune.rundir import RunDirectory
+    from regularizers import build, config
+
+    known: dict[str, Any] = {"plain": config.Plain(), "ggpo": config.GGPO(), "mgpo": config.MGPO()}
+    backbone = load_backbone(
+        made.backbone, task=made.task, label_names=made.labels, precision=precision, dropout=0.0, device=device
+    )
+    model = attach_adapter(backbone, Adapter(rank=8), task=made.task, seed=SEED)
+    start = {name: p.detach().cpu().double() for name, p in trainable(model).items()}
+    losses: list[float] = []
+
+    def note(line: dict[str, Any]) -> None:
+        losses.append(line["loss"])
+        if on_step is not None:
+            on_step(line)
+
+    train_stage(
+        model,
+        made.tokenizer,
+        stage="fine-tune",
+        task=made.task,
+        batches=made.batches,
+        dev=[],
+        optimizer=Optimizer(lr=1e-3, warmup=0.0, eps=EPS),
+        train=Train(
+            steps=updates, precision=precision, accumulate=2, save_every=save_every, keep=2, device=device, threads=None
+        ),
+        evaluate=Evaluate(),
+        regularizer=build(known[regularizer]),
+        run=RunDirectory.open(folder) if folder.exists() else RunDirectory.create(folder),
+        seed=SEED,
+        label_names=made.labels,
+        on_step=note,
+    )
+    return losses, {name: p.detach().cpu().double() - start[name] for name, p in trainable(model).items()}
+
+
+def distances(mine: tuple[list[float], Any], theirs: tuple[list[float], Any]) -> tuple[float, float]:
+    """Largest relative difference of the losses, and of what training changed."""
+    (losses, moved), (wanted, reference) = mine, theirs
+    if not len(losses) == len(wanted) > 0:
+        raise RuntimeError(f"{len(losses)} losses beside {len(wanted)}")
+    apart = sum(float((moved[name] - by).square().sum()) for name, by in reference.items())
+    whole = sum(float(by.square().sum()) for by in reference.values())
+    if whole == 0:
+        raise RuntimeError("the reference did not train")
+    loss = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+    return loss, (apart / whole) ** 0.5
+
+
+def equal(
+    *,
+    device: str,
+    kind: str,
+    updates: int = 6,
+    rows: int = 4,
+    length: int = 96,
+    limit: int = 200,
+    regularizers: Sequence[str] = REGULARIZERS,
+) -> Figures:
+    """The worst distance over the regularizers, in fp32 and in bf16, from the CPU in fp32."""
+    made = objective(kind, rows=rows, length=length, limit=limit)
+    worst: dict[str, tuple[float, str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for regularizer in regularizers:
+            runs = {
+                name: trained(
+                    made,
+                    updates=updates,
+                    device=where,
+                    precision=precision,
+                    regularizer=regularizer,
+                    folder=Path(folder) / f"{regularizer}-{name}",
+                )
+                for name, where, precision in (
+                    ("reference", "cpu", "fp32"),
+                    ("fp32", device, "fp32"),
+                    ("bf16", device, "bf16"),
+                )
+            }
+            for name in ("fp32", "bf16"):
+                for figure, value in zip(("loss", "adapter"), distances(runs[name], runs["reference"]), strict=True):
+                    worst[f"{figure}|{name}"] = max(worst.get(f"{figure}|{name}", (-1.0, "")), (value, regularizer))
+    return {
+        name: {"ours": value, "reason": f"the largest is that of {which}"} for name, (value, which) in worst.items()
+    }
+
+
+# --------------------------------------------------------------------------------------------- kill and resume
+
+
+def resumed(
+    *,
+    device: str,
+    precision: str = "bf16",
+    updates: int = 8,
+    killed_after: int = 5,
+    rows: int = 4,
+    length: int = 96,
+    limit: int = 200,
+) -> Figures:
+    """Bits of a run that a process of its own is killed in, and that goes on, beside a run that nobody killed.
+
+    The other figure is that of two runs that nobody killed: where those differ, it is not the resume that does it.
+    """
+    made = objective("language-model", rows=rows, length=length, limit=limit)
+
+    def run(folder: Path) -> dict[str, Any]:
+        return trained(
+            made,
+            updates=updates,
+            device=device,
+            precision=precision,
+            regularizer="ggpo",
+            folder=folder,
+            save_every=2,
+        )[1]
+
+    with tempfile.TemporaryDirectory() as place:
+        whole, again = run(Path(place) / "whole"), run(Path(place) / "again")
+        arguments = (device, precision, updates, killed_after, rows, length, limit, str(Path(place) / "killed"))
+        code = f"from benchmarks.gpu.parity import die; die{arguments!r}"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"the run that was to be killed ended with {done.returncode}: {done.stderr[-300:]}")
+        resumed = run(Path(place) / "killed")
+    return {
+        "resumed": {"ours": float(_unlike(resumed, whole))},
+        "repeated": {"ours": float(_unlike(again, whole))},
+    }
+
+
+def die(device: str, precision: str, updates: int, after: int, rows: int, length: int, limit: int, folder: str) -> None:
+    """The same run in this process, which ends by SIGKILL after an update."""
+    made = objective("language-model", rows=rows, length=length, limit=limit)
+    trained(
+        made,
+        updates=updates,
+        device=device,
+        precision=precision,
+        regularizer="ggpo",
+        folder=Path(folder),
+        save_every=2,
+        on_step=lambda line: os.kill(os.getpid(), signal.SIGKILL) if line["step"] == after else None,
+    )
+
+
+def _unlike(mine: dict[str, Any], theirs: dict[str, Any]) -> int:
+    """Trained numbers that are not the same."""
+    assert mine.keys() == theirs.keys()
+    return sum(int((mine[name] != other).sum()) for name, other in theirs.items())
