@@ -137,7 +137,7 @@ class Optimizer:
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; biases, norms and other vectors (DoRA's magnitudes) have none."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam moment decays."""
     eps: float = 1e-8
