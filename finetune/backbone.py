@@ -34,6 +34,7 @@ from .config import (
     Train,
 )
 from .devices.precision import choose
+from .devices.presence import look, missing
 from .devices.products import DTYPES, Shape
 from .devices.widened import widen_on_use
 from .errors import UserError, is_out_of_memory
@@ -500,7 +501,8 @@ def checksum(model: torch.nn.Module) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there."""
+    """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there, with the reason
+    (`finetune.devices.presence`)."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -510,7 +512,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in {"cpu", "cuda"}:
         raise UserError(f"train.device: {name!r} is not served; take auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device: {name!r} is not there ({torch.cuda.device_count()} CUDA devices); take cpu")
+        raise UserError(f"train.device: {missing(name, look())}")
     return device
 
 
