@@ -26,6 +26,7 @@ from .config import ByExample, Classify, Evaluate, Optimizer, Seq2Seq, Task, Tra
 from .course import batch_index
 from .devices.loss_scale import LossScale
 from .devices.precision import autocast, float32_products, settled
+from .devices.shortage import Shortage, noted
 from .errors import Interrupted
 from .guarding import Diverged as Diverged  # is told of by its users under this module's name
 from .guarding import Guard, Undone, Verdict
@@ -112,10 +113,15 @@ def stage_work(
     if done is not None:
         engine.load_adapter(run.stage(stage) / "adapter")
         return done
-    with cpu_threads(train.threads), float32_products(train, engine.device):
+    with (
+        cpu_threads(train.threads),
+        float32_products(train, engine.device),
+        Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
+    ):
         loop = _Loop(
             engine, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed, recording
         )
+        short.keeper = loop.keeper
         loop.listen(callbacks, track or (lambda line: None), peak_tflops or train.peak_tflops)
         loop.attach()
         try:
@@ -403,7 +409,7 @@ class _Loop:
     def judge(self, started: float) -> None:
         """Dev loss of the live adapter; keep it if it is the best so far, count a miss otherwise."""
         state = self.keeper.progress
-        with watch.unhurried("dev evaluation"):
+        with watch.unhurried("dev evaluation"), noted(f"the dev evaluation after update {state.step}"):
             figures = self.dev_metrics()
         line = {"attempt": self.keeper.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
         self.log(**line, time_s=round(time.monotonic() - started, 4))

@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
         return _fail(f"error: unknown command {name!r}; {hint}", 2)
 
     try:
-        from finetune.errors import Interrupted, UserError
+        from finetune.errors import Interrupted, OutOfMemory, UserError
         from regularizers.errors import RegularizerError
         from selection.errors import SelectionError
     except ImportError as error:  # another distribution's `finetune` or `selection` stands in front of ours
@@ -93,6 +93,8 @@ def run(argv: Sequence[str]) -> int:
         return _end(f"error: {error}", 2)
     except Interrupted as error:
         return _end(f"interrupted: {error}", 3, patient=True)
+    except OutOfMemory as error:
+        return _end(f"{'interrupted' if error.resumable else 'error'}: {error}", 3 if error.resumable else 2)
     except KeyboardInterrupt:
         again = "finished parts are kept; a run with --out resumes with `flatshift train --resume`"
         return _end(f"interrupted: {again if name == 'train' else 'run the same command again'}", 3)
