@@ -24,6 +24,7 @@ from .checkpoint import clone
 from .compiling import Compiled
 from .config import ByExample, Classify, Evaluate, Optimizer, Seq2Seq, Task, Train
 from .course import batch_index
+from .data.prefetch import fed
 from .devices.loss_scale import LossScale
 from .devices.precision import autocast, float32_products, settled
 from .devices.shortage import Shortage, noted
@@ -116,10 +117,11 @@ def stage_work(
     with (
         cpu_threads(train.threads),
         float32_products(train, engine.device),
+        fed(batches, engine.device) as source,
         Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
     ):
         loop = _Loop(
-            engine, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed, recording
+            engine, tokenizer, stage, task, source, dev, optimizer, train, evaluate, regularizer, run, seed, recording
         )
         short.keeper = loop.keeper
         loop.listen(callbacks, track or (lambda line: None), peak_tflops or train.peak_tflops)

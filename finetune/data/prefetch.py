@@ -1,0 +1,157 @@
+"""The next update's micro-batches, made and copied to a CUDA device while the current update computes.
+
+Batches are a pure function of the step, so asking for the next one early changes nothing: the same tensors come in the
+same order, and a stage that stops or jumps to another step throws away at most one update's rows. One thread makes
+them, pins them and queues the copy on a stream of its own; what computes waits for that copy on the device, not on the
+host. On a CPU there is nothing to hide, and the loop asks its batches itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..devices.cuda import is_cuda
+from .batches import MicroBatch
+
+
+class Source(Protocol):
+    """What is asked for batches (`finetune.data.batches.Batches`)."""
+
+    @property
+    def packed(self) -> bool: ...
+
+    def at(self, step: int) -> list[MicroBatch]: ...
+
+    def supervised(self, step: int) -> int: ...
+
+
+class Lane(Protocol):
+    """How tensors come to a device beside what computes there."""
+
+    device: torch.device
+
+    def send(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        """Queue the copies of host tensors; (the pinned ones, those on the device, a token to wait for)."""
+
+    def join(self, tensors: dict[str, Tensor], token: Any) -> None:
+        """Let the computation that is queued from here on wait for the copies behind `token`."""
+
+
+class CudaLane:
+    """A stream for copies from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        """See `Lane`."""
+        pinned = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            there = {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return pinned, there, copied
+
+    def join(self, tensors: dict[str, Tensor], token: Any) -> None:
+        """See `Lane`."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(token)
+        for tensor in tensors.values():
+            tensor.record_stream(current)  # else its memory could be given away while this stream still reads
+
+
+@dataclass(frozen=True)
+class Sent(MicroBatch):
+    """A micro-batch in pinned host memory whose copy to a device is under way."""
+
+    lane: Lane = field(repr=False, compare=False)
+    there: dict[str, Tensor] = field(repr=False, compare=False)
+    """Inputs by name, and the labels under the empty name."""
+    token: Any = field(repr=False, compare=False)
+
+    @classmethod
+    def over(cls, lane: Lane, micro: MicroBatch) -> Sent:
+        """Send `micro` over `lane`."""
+        pinned, there, token = lane.send({**micro.inputs, "": micro.labels})
+        host = {each.name: getattr(micro, each.name) for each in fields(MicroBatch)}
+        host |= {"labels": pinned[""], "inputs": {name: tensor for name, tensor in pinned.items() if name}}
+        return cls(**host, lane=lane, there=there, token=token)
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The copy on the lane's device, which what computes next waits for; another device's is made anew."""
+        if torch.device(device) != self.lane.device:
+            return MicroBatch(self.inputs, self.labels, self.supervised, self.samples, self.rows).to(device)
+        self.lane.join(self.there, self.token)
+        inputs = {name: tensor for name, tensor in self.there.items() if name}
+        return MicroBatch(inputs, self.there[""], self.supervised, self.samples, self.rows)
+
+
+@dataclass(frozen=True)
+class _Update:
+    step: int
+    micros: list[MicroBatch]
+    supervised: int
+
+
+class Prefetch:
+    """`at` and `supervised` of `source`, of which the step after the last one asked for is made meanwhile.
+
+    All work of `source` is done by one thread, in order. An error in it is raised where its step is asked for.
+    """
+
+    def __init__(self, source: Source, lane: Lane) -> None:
+        self.packed = source.packed
+        self._source, self._lane = source, lane
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._asked: dict[int, Future[_Update]] = {}
+        """The last step asked for and the one after it."""
+
+    def at(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of an update, on their way to the device; those of the next one are begun."""
+        made = self._of(step).micros
+        self._begin(step + 1)
+        return made
+
+    def supervised(self, step: int) -> int:
+        """The divisor of an update's loss."""
+        return self._of(step).supervised
+
+    def _of(self, step: int) -> _Update:
+        self._begin(step)
+        for other in [other for other in self._asked if other not in (step, step + 1)]:
+            self._asked.pop(other).cancel()
+        return self._asked[step].result()
+
+    def _begin(self, step: int) -> None:
+        if step not in self._asked:
+            self._asked[step] = self._thread.submit(self._make, step)
+
+    def _make(self, step: int) -> _Update:
+        count = self._source.supervised(step)
+        return _Update(step, [Sent.over(self._lane, micro) for micro in self._source.at(step)], count)
+
+    def close(self) -> None:
+        """Drop what nobody asked for yet and end the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._asked.clear()
+
+
+@contextlib.contextmanager
+def fed(batches: Any, device: torch.device) -> Iterator[Any]:
+    """`batches` themselves, or on CUDA what makes them ahead; its thread ends with the block, however that ends."""
+    if not is_cuda(device):
+        yield batches
+        return
+    ahead = Prefetch(batches, CudaLane(device))
+    try:
+        yield ahead
+    finally:
+        ahead.close()
