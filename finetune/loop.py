@@ -117,7 +117,7 @@ def stage_work(
     with (
         cpu_threads(train.threads),
         float32_products(train, engine.device),
-        fed(batches, engine.device) as source,
+        fed(batches, engine, train=train, say=run.log) as source,
         Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
     ):
         loop = _Loop(

@@ -9,16 +9,24 @@ host. On a CPU there is nothing to hide, and the loop asks its batches itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..config import Train
 from ..devices.cuda import is_cuda
+from ..devices.packed_attention import as_mask, rows_apart, starts
 from .batches import MicroBatch
+
+if TYPE_CHECKING:
+    from ..parallel.engine import Engine
+
+_LABELS, _STARTS = "labels", "sample starts"
+"""Names beside those of the inputs while they travel."""
 
 
 class Source(Protocol):
@@ -74,24 +82,31 @@ class Sent(MicroBatch):
 
     lane: Lane = field(repr=False, compare=False)
     there: dict[str, Tensor] = field(repr=False, compare=False)
-    """Inputs by name, and the labels under the empty name."""
+    """Inputs by name, labels under `_LABELS`, and where samples begin under `_STARTS`."""
     token: Any = field(repr=False, compare=False)
+    longest: int = 0
+    """Tokens of the longest sample, where the model is told where samples begin."""
 
     @classmethod
-    def over(cls, lane: Lane, micro: MicroBatch) -> Sent:
-        """Send `micro` over `lane`."""
-        pinned, there, token = lane.send({**micro.inputs, "": micro.labels})
+    def over(cls, lane: Lane, micro: MicroBatch, *, apart: bool = False) -> Sent:
+        """Send `micro` over `lane`; apart: with the places where the samples of packed rows begin."""
+        tensors, longest = {**micro.inputs, _LABELS: micro.labels}, 0
+        if apart and "position_ids" in micro.inputs:
+            tensors[_STARTS], longest = starts(micro.inputs["position_ids"])
+        pinned, there, token = lane.send(tensors)
         host = {each.name: getattr(micro, each.name) for each in fields(MicroBatch)}
-        host |= {"labels": pinned[""], "inputs": {name: tensor for name, tensor in pinned.items() if name}}
-        return cls(**host, lane=lane, there=there, token=token)
+        host |= {"labels": pinned[_LABELS], "inputs": {name: pinned[name] for name in micro.inputs}}
+        return cls(**host, lane=lane, there=there, token=token, longest=longest)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The copy on the lane's device, which what computes next waits for; another device's is made anew."""
         if torch.device(device) != self.lane.device:
             return MicroBatch(self.inputs, self.labels, self.supervised, self.samples, self.rows).to(device)
         self.lane.join(self.there, self.token)
-        inputs = {name: tensor for name, tensor in self.there.items() if name}
-        return MicroBatch(inputs, self.there[""], self.supervised, self.samples, self.rows)
+        inputs = {name: self.there[name] for name in self.inputs}
+        if self.longest:
+            inputs["attention_mask"] = as_mask(self.there[_STARTS], self.longest)
+        return MicroBatch(inputs, self.there[_LABELS], self.supervised, self.samples, self.rows)
 
 
 @dataclass(frozen=True)
@@ -107,9 +122,10 @@ class Prefetch:
     All work of `source` is done by one thread, in order. An error in it is raised where its step is asked for.
     """
 
-    def __init__(self, source: Source, lane: Lane) -> None:
+    def __init__(self, source: Source, lane: Lane, *, apart: bool = False) -> None:
+        """apart: the model is told where the samples of packed rows begin (`finetune.devices.packed_attention`)."""
         self.packed = source.packed
-        self._source, self._lane = source, lane
+        self._source, self._lane, self._apart = source, lane, apart
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._asked: dict[int, Future[_Update]] = {}
         """The last step asked for and the one after it."""
@@ -136,7 +152,8 @@ class Prefetch:
 
     def _make(self, step: int) -> _Update:
         count = self._source.supervised(step)
-        return _Update(step, [Sent.over(self._lane, micro) for micro in self._source.at(step)], count)
+        micros = [Sent.over(self._lane, micro, apart=self._apart) for micro in self._source.at(step)]
+        return _Update(step, list(micros), count)
 
     def close(self) -> None:
         """Drop what nobody asked for yet and end the thread."""
@@ -145,13 +162,16 @@ class Prefetch:
 
 
 @contextlib.contextmanager
-def fed(batches: Any, device: torch.device) -> Iterator[Any]:
-    """`batches` themselves, or on CUDA what makes them ahead; its thread ends with the block, however that ends."""
-    if not is_cuda(device):
+def fed(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None]) -> Iterator[Any]:
+    """`batches` themselves, or on CUDA what makes them ahead; its thread ends with the block, however that ends.
+
+    There, packed rows are attended to sample by sample where that is possible, and `say` is told.
+    """
+    if not is_cuda(engine.device):
         yield batches
         return
-    ahead = Prefetch(batches, CudaLane(device))
-    try:
+    with contextlib.ExitStack() as around:
+        apart = batches.packed and around.enter_context(rows_apart(engine, train, engine.device, say))
+        ahead = Prefetch(batches, CudaLane(engine.device), apart=apart)
+        around.callback(ahead.close)
         yield ahead
-    finally:
-        ahead.close()
