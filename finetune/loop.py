@@ -206,6 +206,7 @@ class _Loop:
         self.meter = Meter(self.engine, peak_tflops=peak)
         if self.compiled is not None:
             self.meter.ahead(self.batches.at(0)[0], task=self.task, head=self.head, around=self._precision())
+            self.engine.settle()
         self.track = track if self.engine.is_main else lambda line: None
         self.callbacks = Callbacks(
             callbacks,

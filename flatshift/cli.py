@@ -120,6 +120,15 @@ def _unexpected(error: Exception) -> int:
     return voice.speak_of(error)
 
 
+def _set_allocator() -> None:
+    """Before anything imports torch; ranks and cells of a sweep inherit it."""
+    try:
+        from finetune.devices.allocator import growing_segments
+    except ImportError:  # a foreign `finetune`, of which `run` tells
+        return
+    os.environ.update(growing_segments(os.environ))
+
+
 def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, _on_terminate)
@@ -127,6 +136,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    _set_allocator()
     if "RANK" not in os.environ:
         code = run(sys.argv[1:])
         sys.stdout.flush()

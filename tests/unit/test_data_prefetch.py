@@ -13,6 +13,8 @@ from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Completion, LanguageModel, MaskedLM, Optimizer, Train
 from finetune.data import Batches, Masking, encode, prefetch
 from finetune.data.prefetch import Prefetch, fed
+from finetune.parallel.engine import Engine
+from finetune.parallel.world import World
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 from tests.stage_runs import run_or_stop
@@ -143,11 +145,12 @@ def test_an_error_is_raised_where_its_step_is_asked_for():
 
 
 def test_a_cpu_asks_its_batches_itself():
-    batches = batches_of(LanguageModel())
-    with fed(batches, CPU) as source:
-        assert source is batches
-    with fed(batches, torch.device("meta")) as source:
-        assert source is batches
+    batches, said = batches_of(LanguageModel()), []
+    for device in (CPU, torch.device("meta")):
+        engine = Engine(torch.nn.Linear(1, 1), World.alone(device))
+        with fed(batches, engine, train=Train(), say=said.append) as source:
+            assert source is batches
+    assert not said
 
 
 @pytest.fixture
@@ -194,8 +197,8 @@ def test_a_stage_that_fails_leaves_no_thread(tmp_path, source, rehearsed):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device_the_copies_arrive():
     device = torch.device("cuda")
-    plain = batches_of(LanguageModel())
-    with fed(batches_of(LanguageModel()), device) as ahead:
+    plain, engine = batches_of(LanguageModel(pack=False)), Engine(torch.nn.Linear(1, 1), World.alone(device))
+    with fed(batches_of(LanguageModel(pack=False)), engine, train=Train(), say=lambda line: None) as ahead:
         for step in range(20):
             for mine, theirs in zip(ahead.at(step), plain.at(step), strict=True):
                 assert mine.labels.is_pinned()
