@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from ..config import Train
 from ..errors import UserError
-from ..numerics import autocast, dropout_rates
+from ..numerics import dropout_rates
 from .cuda import is_cuda
+from .precision import autocast
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine

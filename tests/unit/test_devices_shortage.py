@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 
-from experiments import pipeline
 from finetune.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
@@ -183,7 +182,7 @@ def test_changes_are_those_that_the_run_allows(source):
 def test_savings_are_those_of_the_plan(source):
     engine = engine_of(source, Engine)
     plan = plan_of(backbone=1 << 20, activations=8 << 20)
-    settings = Train(batch_size=4, max_length=12)
+    settings = Train(batch_size=4, max_length=12, precision="fp32")
     found = {c.setting: c.saves for c in changes(engine, plan, train=settings, optimizer=Optimizer())}
     assert found["train.batch_size 2 with train.accumulate 2"] == 4 << 20
     inputs = 4 * 12 * 32 * 4 * 2  # rows × tokens × width × float32 × blocks
@@ -212,9 +211,13 @@ def test_the_front_door_ends_as_the_contract_says(tmp_path, monkeypatch, capsys,
         return usual(self, *args, **how)
 
     monkeypatch.setattr(Engine, "forward_backward", forward_backward)
-    monkeypatch.setattr(pipeline, "measured_peak", lambda device, precision: 1.0)
     out = tmp_path / "run"
-    settings = SMALL | {"train.save_every": 3, "train.eval_every": 0, "train.precision": "fp32"}
+    settings = SMALL | {
+        "train.save_every": 3,
+        "train.eval_every": 0,
+        "train.precision": "fp32",
+        "train.peak_tflops": 1.0,
+    }
     assert cli.run(["train", "language-model", "--out", str(out), *flags(settings)]) == code
     told = capsys.readouterr().err.strip().splitlines()
     said = [line for line in told if line.startswith("flatshift: ")]
