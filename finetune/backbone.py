@@ -33,6 +33,7 @@ from .config import (
     Task,
     Train,
 )
+from .devices.cuda import generators, read_straight_to
 from .devices.precision import choose
 from .devices.presence import look, missing
 from .devices.products import DTYPES, Shape
@@ -283,9 +284,11 @@ def load_backbone(
         import_library()  # by us, before anyone else does
         skeleton = build_skeleton(name, task=task, num_labels=num_labels, label_names=label_names, precision=precision)
         options |= loading_options(quantization, skeleton, dtype=dtype, device=device, where=where)
+    else:
+        options |= read_straight_to(torch.device(device))
     try:
-        # Missing weights are drawn from the global generator by transformers; forking hides that.
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        # Missing weights are drawn from the global generators by transformers; forking hides that.
+        with quiet_transformers(), torch.random.fork_rng(devices=generators(torch.device(device))):
             loaded: Any = auto.from_pretrained(
                 directory,
                 config=configured(directory, settings, dropout=dropout),
