@@ -62,9 +62,9 @@ def doctor(*, deep: bool = False) -> dict[str, Any]:
         "extras": extras,
         "shipped": _shipped(problems),
         "cache": token_cache(problems),
-        "devices": devices(problems) if deep else None,
+        "devices": devices(problems, notes) if deep else None,
     }
-    if _nvidia_driver() and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
+    if not deep and _nvidia_driver() and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
         fix = f"pip install --force-reinstall 'torch{versions['torch']['wanted']}' without the index of CPU builds"
         notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
     known = platform.system() == "Linux"  # elsewhere no flags are read
@@ -285,7 +285,24 @@ def _nvidia_driver() -> bool:
     return (_PROC / "driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
-def devices(problems: list[dict[str, str]]) -> dict[str, Any]:
+def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> None:
+    """Why torch sees no CUDA device, in the words that a run gets: a problem where both a driver and a build for CUDA
+    are here, a note where one of them is missing, nothing on a machine that has neither."""
+    try:
+        from finetune.devices.presence import absence, look
+
+        found = look()
+        reason = absence(found)
+    except Exception as error:  # a foreign `finetune`, which check_shadows has named
+        notes.append({"what": f"CUDA cannot be looked at: {error}", "fix": ""})
+        return
+    if reason is None or (found.built_for is None and not found.driver):
+        return
+    entry = {"what": reason.what, "fix": reason.fix}
+    (problems if found.built_for is not None and found.driver else notes).append(entry)
+
+
+def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict[str, Any]:
     """Import torch and list what it can compute on."""
     try:
         import torch
@@ -299,9 +316,8 @@ def devices(problems: list[dict[str, str]]) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         gpus.append({"name": properties.name, "memory": properties.total_memory, "capability": capability})
-    if not gpus and _nvidia_driver() and torch.version.cuda:
-        what = f"an NVIDIA driver is here, but torch (CUDA {torch.version.cuda}) sees no device"
-        problems.append({"what": what, "fix": "check `nvidia-smi`, CUDA_VISIBLE_DEVICES, and the driver's version"})
+    if not gpus:
+        _missing_cuda(problems, notes)
     backends = []
     if torch.distributed.is_available():
         checks = {"gloo": torch.distributed.is_gloo_available, "nccl": torch.distributed.is_nccl_available}

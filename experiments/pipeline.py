@@ -59,7 +59,7 @@ from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Trai
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
 from finetune.data.chat import template_record
 from finetune.devices.products import peak_rate
-from finetune.errors import UserError
+from finetune.errors import OutOfMemory, UserError
 from finetune.loop import train_stage
 from finetune.memory import plan_lines
 from finetune.numerics import cpu_threads
@@ -112,9 +112,8 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
             console.say(line)
         try:
             return execute(run, recipe, prepared, console, world=world)
-        except (
-            ValueError
-        ):  # the user's mistakes are of this family; a directory that never trained is not worth keeping
+        except (ValueError, OutOfMemory):
+            # the user's mistakes are of the first family; a directory that never trained is not worth keeping
             if world.is_main and not (run.path / METRICS).exists():
                 shutil.rmtree(run.path)
             raise

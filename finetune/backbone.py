@@ -33,7 +33,9 @@ from .config import (
     Task,
     Train,
 )
+from .devices.cuda import generators, read_straight_to
 from .devices.precision import choose
+from .devices.presence import look, missing
 from .devices.products import DTYPES, Shape
 from .devices.widened import widen_on_use
 from .errors import UserError, is_out_of_memory
@@ -282,9 +284,11 @@ def load_backbone(
         import_library()  # by us, before anyone else does
         skeleton = build_skeleton(name, task=task, num_labels=num_labels, label_names=label_names, precision=precision)
         options |= loading_options(quantization, skeleton, dtype=dtype, device=device, where=where)
+    else:
+        options |= read_straight_to(torch.device(device))
     try:
-        # Missing weights are drawn from the global generator by transformers; forking hides that.
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        # Missing weights are drawn from the global generators by transformers; forking hides that.
+        with quiet_transformers(), torch.random.fork_rng(devices=generators(torch.device(device))):
             loaded: Any = auto.from_pretrained(
                 directory,
                 config=configured(directory, settings, dropout=dropout),
@@ -500,7 +504,8 @@ def checksum(model: torch.nn.Module) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there."""
+    """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there, with the reason
+    (`finetune.devices.presence`)."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -510,7 +515,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in {"cpu", "cuda"}:
         raise UserError(f"train.device: {name!r} is not served; take auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device: {name!r} is not there ({torch.cuda.device_count()} CUDA devices); take cpu")
+        raise UserError(f"train.device: {missing(name, look())}")
     return device
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from .config import Adapter, Mesh, Seq2Seq, Task, Train
 from .errors import UserError
@@ -62,17 +63,22 @@ class Compiled:
         self._blocks = blocks(model)
         if not self._blocks:
             raise UserError("train.compile: this backbone has no list of blocks that could be compiled; leave it off")
+        # what FSDP2 gathers and frees is done by the block's hooks, which stay outside of the graph
+        self._within = any(isinstance(block, FSDPModule) for block in self._blocks)
         self._twins: list[Any] = [
-            torch.compile(block._call_impl, backend=backend, dynamic=False) for block in self._blocks
+            torch.compile(block.forward if self._within else block._call_impl, backend=backend, dynamic=False)
+            for block in self._blocks
         ]
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Calls of the blocks go to their twins inside."""
+        name, usual = ("forward", {}) if self._within else ("_compiled_call_impl", {"_compiled_call_impl": None})
         for block, twin in zip(self._blocks, self._twins, strict=True):
-            block._compiled_call_impl = twin
+            vars(block)[name] = twin
         try:
             yield
         finally:
             for block in self._blocks:
-                block._compiled_call_impl = None
+                del vars(block)[name]
+                vars(block).update(usual)

@@ -137,7 +137,7 @@ class Optimizer:
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; biases, norms and other vectors (DoRA's magnitudes) have none."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam moment decays."""
     eps: float = 1e-8
@@ -237,7 +237,7 @@ class Train:
     """Recompute in backward instead of keeping activations: of attention only (selective), or of whole blocks."""
     compile: bool = False
     """Compile each transformer block (torch.compile) for training; rows are padded to `max_length`, so that there is
-    one graph. In one process."""
+    one graph. In one process, or on `mesh.dp` and `mesh.replicate`."""
     skip_nonfinite: int = 0
     """How many updates in a row may be left out because their loss or gradient is not a finite number; one more stops
     the run."""

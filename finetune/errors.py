@@ -13,6 +13,17 @@ class Interrupted(Exception):
     """Stopped from outside (signal, full disk) with everything finished so far kept and resumable."""
 
 
+class OutOfMemory(MemoryError):
+    """A stage ran out of memory; the message has the plan, what was measured and what to change.
+
+    `resumable`: whether a checkpoint or a finished stage is kept (exit code 3), or nothing was begun (2).
+    """
+
+    def __init__(self, message: str, *, resumable: bool) -> None:
+        super().__init__(message)
+        self.resumable = resumable
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether the disk, or the user's share of it, had no room left."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

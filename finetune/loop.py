@@ -24,8 +24,10 @@ from .checkpoint import clone
 from .compiling import Compiled
 from .config import ByExample, Classify, Evaluate, Optimizer, Seq2Seq, Task, Train
 from .course import batch_index
+from .data.prefetch import fed
 from .devices.loss_scale import LossScale
 from .devices.precision import autocast, float32_products, settled
+from .devices.shortage import Shortage, noted
 from .errors import Interrupted
 from .guarding import Diverged as Diverged  # is told of by its users under this module's name
 from .guarding import Guard, Undone, Verdict
@@ -112,10 +114,16 @@ def stage_work(
     if done is not None:
         engine.load_adapter(run.stage(stage) / "adapter")
         return done
-    with cpu_threads(train.threads), float32_products(train, engine.device):
+    with (
+        cpu_threads(train.threads),
+        float32_products(train, engine.device),
+        fed(batches, engine, train=train, say=run.log) as source,
+        Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
+    ):
         loop = _Loop(
-            engine, tokenizer, stage, task, batches, dev, optimizer, train, evaluate, regularizer, run, seed, recording
+            engine, tokenizer, stage, task, source, dev, optimizer, train, evaluate, regularizer, run, seed, recording
         )
+        short.keeper = loop.keeper
         loop.listen(callbacks, track or (lambda line: None), peak_tflops or train.peak_tflops)
         loop.attach()
         try:
@@ -198,6 +206,7 @@ class _Loop:
         self.meter = Meter(self.engine, peak_tflops=peak)
         if self.compiled is not None:
             self.meter.ahead(self.batches.at(0)[0], task=self.task, head=self.head, around=self._precision())
+            self.engine.settle()
         self.track = track if self.engine.is_main else lambda line: None
         self.callbacks = Callbacks(
             callbacks,
@@ -396,7 +405,7 @@ class _Loop:
     def judge(self, started: float) -> None:
         """Dev loss of the live adapter; keep it if it is the best so far, count a miss otherwise."""
         state = self.keeper.progress
-        with watch.unhurried("dev evaluation"):
+        with watch.unhurried("dev evaluation"), noted(f"the dev evaluation after update {state.step}"):
             figures = self.dev_metrics()
         line = {"attempt": self.keeper.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
         self.log(**line, time_s=round(time.monotonic() - started, 4))

@@ -6,6 +6,7 @@ adapter receives their rounding. Sharded parameters (DTensors of FSDP2) keep the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,11 +18,22 @@ from .lowbit import LowBitAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names that transformers' `Trainer.get_decay_parameter_names` leaves undecayed, in lower case."""
 
 
 def _is_b(name: str) -> bool:
     """Whether a trained tensor is the factor B of LoRA, which starts at zero and of which LoRA+ speaks."""
     return ".lora_B." in name or name.endswith(".lora_embedding_A")
+
+
+def decays(name: str, tensor: Tensor) -> bool:
+    """Whether weight decay reaches a trained tensor: matrices, but no bias, no norm, no vector.
+
+    The groups of transformers' Trainer; beyond them, one-dimensional tensors of any name are left out, because a
+    vector scales or shifts what a matrix makes (DoRA's magnitudes, the scales of LayerNorm and BatchNorm).
+    """
+    return tensor.ndim > 1 and _UNDECAYED.search(name.lower()) is None
 
 
 class _Adam(Protocol):
@@ -71,7 +83,10 @@ class _TorchAdam:
 
 
 class AdapterOptimizer:
-    """AdamW over `parameters` (by name); with `lora_plus` two learning rates (LoRA+, arXiv 2402.12354)."""
+    """AdamW over `parameters` (by name); with `lora_plus` two learning rates (LoRA+, arXiv 2402.12354).
+
+    Weight decay reaches only what `decays` says.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
         """Raises UserError where `settings.kind` needs what is not here (`finetune.lowbit.check_optimizer`)."""
@@ -79,18 +94,25 @@ class AdapterOptimizer:
         narrow = {name: p for name, p in self.parameters.items() if p.dtype != torch.float32}
         self.masters: dict[str, Tensor] = {name: p.detach().float().requires_grad_() for name, p in narrow.items()}
         self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}
-        faster = [t for name, t in self._updated.items() if settings.lora_plus is not None and _is_b(name)]
-        chosen = {id(t) for t in faster}
-        groups: list[dict[str, Any]] = [
-            # a pipeline stage may have none
-            {"params": [t for t in self._updated.values() if id(t) not in chosen], "factor": 1.0}
-        ] + ([{"params": faster, "factor": settings.lora_plus}] if faster else [])
+        groups = self._groups(settings)
         devices = {p.device for p in self.parameters.values()}
         self._adam: _Adam = (
             _TorchAdam(groups, settings, fused=all(device.type in {"cpu", "cuda"} for device in devices))
             if settings.kind == "adamw"
             else LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
         )
+
+    def _groups(self, settings: Optimizer) -> list[dict[str, Any]]:
+        """The updated tensors by the factor of their learning rate and whether they decay; the first group is always
+        there, for a pipeline stage may have no tensor at all."""
+        by: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): []}
+        for name, tensor in self._updated.items():
+            factor = settings.lora_plus if settings.lora_plus is not None and _is_b(name) else 1.0
+            by.setdefault((factor, decays(name, tensor)), []).append(tensor)
+        return [
+            {"params": tensors, "factor": factor, "weight_decay": settings.weight_decay if decayed else 0.0}
+            for (factor, decayed), tensors in by.items()
+        ]
 
     @property
     def inner(self) -> torch.optim.Optimizer:

@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
         return _fail(f"error: unknown command {name!r}; {hint}", 2)
 
     try:
-        from finetune.errors import Interrupted, UserError
+        from finetune.errors import Interrupted, OutOfMemory, UserError
         from regularizers.errors import RegularizerError
         from selection.errors import SelectionError
     except ImportError as error:  # another distribution's `finetune` or `selection` stands in front of ours
@@ -93,6 +93,8 @@ def run(argv: Sequence[str]) -> int:
         return _end(f"error: {error}", 2)
     except Interrupted as error:
         return _end(f"interrupted: {error}", 3, patient=True)
+    except OutOfMemory as error:
+        return _end(f"{'interrupted' if error.resumable else 'error'}: {error}", 3 if error.resumable else 2)
     except KeyboardInterrupt:
         again = "finished parts are kept; a run with --out resumes with `flatshift train --resume`"
         return _end(f"interrupted: {again if name == 'train' else 'run the same command again'}", 3)
@@ -118,6 +120,15 @@ def _unexpected(error: Exception) -> int:
     return voice.speak_of(error)
 
 
+def _set_allocator() -> None:
+    """Before anything imports torch; ranks and cells of a sweep inherit it."""
+    try:
+        from finetune.devices.allocator import growing_segments
+    except ImportError:  # a foreign `finetune`, of which `run` tells
+        return
+    os.environ.update(growing_segments(os.environ))
+
+
 def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, _on_terminate)
@@ -125,6 +136,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    _set_allocator()
     if "RANK" not in os.environ:
         code = run(sys.argv[1:])
         sys.stdout.flush()

@@ -54,7 +54,7 @@ def pack_order(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return done
 
 
-def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None) -> None:
+def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None, starts: bool = False) -> None:
     """Check on the model itself that a packed sample sees nothing of its neighbours.
 
     Runs eight tokens alone and behind eight others, in evaluation mode and without gradients, called as the loop calls
@@ -63,6 +63,7 @@ def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None) -> N
     Arguments:
         tolerance: share of the largest logit that rounding may move; by default 1e-3, and 5e-2 for half precision.
             A leak moves logits by their own size.
+        starts: tell the model where samples begin (`finetune.devices.packed_attention`), as the loop does on CUDA.
     Raises:
         UserError: the logits differ by more than `tolerance`, or the model takes no positions; names the setting that
             turns packing off.
@@ -80,9 +81,14 @@ def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None) -> N
     tokens = torch.arange(16, device=device).mul_(7).add_(3).remainder_(vocabulary)[None]  # B=1 T=16
     positions = torch.arange(8, device=device)[None]
     advice = "set task.pack: false"
+    told = {}
+    if starts:
+        from ..devices.packed_attention import as_mask
+
+        told = {"attention_mask": as_mask(torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)}
     with evaluating(model), torch.no_grad():
         try:
-            packed = model(input_ids=tokens, position_ids=positions.repeat(1, 2)).logits[:, 8:]
+            packed = model(input_ids=tokens, position_ids=positions.repeat(1, 2), **told).logits[:, 8:]
         except TypeError as error:
             raise UserError(f"this backbone takes no position_ids, so samples cannot be packed; {advice}") from error
         alone = model(input_ids=tokens[:, 8:], position_ids=positions).logits

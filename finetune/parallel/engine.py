@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..adapter import copy_tensors, load_adapter, read_adapter, save_adapter, shared_lora, trainable, write_adapter
 from ..backbone import position_limit
 from ..config import Task
+from ..devices.packed_attention import without_starts
 from ..errors import UserError
 from ..evaluate.share import Share
 from ..loss import Head, batch_loss, find_head
@@ -163,6 +164,7 @@ class Engine:
 
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
         """The head whose loss needs no logits (`finetune.loss.find_head`), agreed by all ranks that share a stage."""
+        inputs = without_starts(inputs)
         if self.runner is not None:
             return self.runner.find_head(inputs, task=task)
         head = find_head(self.model, inputs, task=task, multiple=self.multiple)

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..config import Mesh
+from ..devices.allocator import growing_segments
 from ..errors import UserError
 from .board import FOLDER, JOIN_SECONDS, FolderBoard, attempt, job_store, reach_board
 from .voice import PATIENT_GRACE, Cause, claim_cause, rank, read_cause, sign_off
@@ -131,6 +132,7 @@ def _start(
     share = threads or max(1, _cores() // ranks)
     shared = {name: str(threads or os.environ.get(name, share)) for name in _THREADS}
     shared |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    shared |= growing_segments(os.environ)
     if sys.platform == "linux":
         shared |= {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     shared |= {

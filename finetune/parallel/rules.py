@@ -251,8 +251,9 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.optimizer.kind != "adamw" and s.mesh.size > 1,
     ),
     Rule(
-        "train.compile", REQUIRES, "one rank", "compiled blocks have been compared with plain ones in one process only",
-        "leave it off", lambda s: s.train.compile and s.mesh.size > 1,
+        "train.compile", INCOMPATIBLE, "mesh.tp, mesh.pp or mesh.cp > 1",
+        "compiled blocks have been compared with plain ones on data axes only", "use mesh.dp or mesh.replicate",
+        lambda s: s.train.compile and s.mesh.tp * s.mesh.pp * s.mesh.cp > 1,
     ),
     Rule(
         "train.quantization", INCOMPATIBLE, "mesh.offload", "the scales of packed weights stay on the device",

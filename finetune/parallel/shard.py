@@ -7,6 +7,7 @@ the only unit that is gathered whenever any of them is used.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from ..config import Mesh
+from ..devices.cuda import is_cuda
 from ..errors import UserError
 from .layout import canonical
 from .placing import local
@@ -98,9 +100,12 @@ def shard(model: nn.Module, *, mesh: Mesh, world: World, reshard: bool | None = 
     }
     whole, expected = sum(_size(p) for p in parameters.values()), 0
     for root in _roots(model):
-        for unit in [*_units(root, ignored), root]:
+        units = _units(root, ignored)
+        for unit in [*units, root]:
             fully_shard(unit, **options)
             expected += 1
+        if is_cuda(world.device):
+            gather_ahead(in_order(root, units))
         if hasattr(root, "generate"):  # it calls parts of the model, not the root whose weights it needs gathered
             register_fsdp_forward_method(root, "generate")
     return _report(model, expected=expected, ignored=ignored, whole=whole, world=world, each=mesh.zero == 2)
@@ -135,11 +140,29 @@ def _units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
     return units
 
 
-def _ends(root: nn.Module) -> list[nn.Module]:
-    """The input embedding and the output head, where the model has them."""
+def in_order(root: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """`units` as a forward pass calls them: the embedding, the blocks, the head."""
+    inside = set(blocks(root))
+    head = {id(end) for end in _ends(root, "get_output_embeddings")}
+    return sorted(units, key=lambda unit: 1 if unit in inside else 2 if id(unit) in head else 0)
+
+
+def gather_ahead(units: list[Any]) -> None:
+    """Let each unit ask for the next one's weights before it computes, forward and backward.
+
+    FSDP2 gathers on a stream of its own, and of itself begins a gather when the host reaches the unit; a host that is
+    slow to queue short kernels then leaves the device waiting. One more unit is held whole meanwhile.
+    """
+    for unit, after in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([unit])
+
+
+def _ends(root: nn.Module, *getters: str) -> list[nn.Module]:
+    """The input embedding and the output head (or what else `getters` give), where the model has them."""
     model = getattr(root, "get_base_model", lambda: root)()
     ends = []
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
+    for getter in getters or ("get_input_embeddings", "get_output_embeddings"):
         try:
             ends.append(getattr(model, getter)())
         except (AttributeError, NotImplementedError):  # a model without tokens, or whose embedding was cut away

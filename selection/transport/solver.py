@@ -219,8 +219,21 @@ def _check(
     if where.type not in ("cpu", "cuda"):
         raise SelectionError(f'device must be "cpu", "cuda" or "cuda:N", not {device!r} (no float64 sums there)')
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise SelectionError(f'device {device!r}: {torch.cuda.device_count()} CUDA devices are at hand; use "cpu"')
+        raise SelectionError(f'device {device!r}: {_missing_cuda()}; use "cpu"')
     return where
+
+
+def _missing_cuda() -> str:
+    """Why a CUDA device that was asked for is not there, in a clause."""
+    there = torch.cuda.device_count()
+    if there:
+        return f"only {there} CUDA devices are at hand" if there > 1 else "only cuda:0 is at hand"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and (not chosen.strip() or chosen.strip().startswith("-")):
+        return f"CUDA_VISIBLE_DEVICES={chosen!r} hides every CUDA device"
+    return "torch is built for CUDA and sees no device; look whether the driver is there and new enough"
 
 
 def _solve(problem: Problem, settings: Settings, method: str | None, nearest: bool) -> Solved:

@@ -298,7 +298,7 @@ def test_small_epsilon_is_safe_where_the_subsample_is_small():
         ({"memory_bytes": 0}, "memory_bytes must be positive"),
         ({"device": "tpu9"}, "device must be"),
         ({"device": "meta"}, "device must be"),
-        ({"device": "cuda:99"}, "CUDA devices are at hand"),
+        ({"device": "cuda:99"}, 'at hand; use "cpu"|build without CUDA; use "cpu"'),
         ({"state": "x", "method": "exact"}, 'state needs method "streamed"'),
     ],
 )

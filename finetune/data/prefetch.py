@@ -1,0 +1,177 @@
+"""The next update's micro-batches, made and copied to a CUDA device while the current update computes.
+
+Batches are a pure function of the step, so asking for the next one early changes nothing: the same tensors come in the
+same order, and a stage that stops or jumps to another step throws away at most one update's rows. One thread makes
+them, pins them and queues the copy on a stream of its own; what computes waits for that copy on the device, not on the
+host. On a CPU there is nothing to hide, and the loop asks its batches itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import Train
+from ..devices.cuda import is_cuda
+from ..devices.packed_attention import as_mask, rows_apart, starts
+from .batches import MicroBatch
+
+if TYPE_CHECKING:
+    from ..parallel.engine import Engine
+
+_LABELS, _STARTS = "labels", "sample starts"
+"""Names beside those of the inputs while they travel."""
+
+
+class Source(Protocol):
+    """What is asked for batches (`finetune.data.batches.Batches`)."""
+
+    @property
+    def packed(self) -> bool: ...
+
+    def at(self, step: int) -> list[MicroBatch]: ...
+
+    def supervised(self, step: int) -> int: ...
+
+
+class Lane(Protocol):
+    """How tensors come to a device beside what computes there."""
+
+    device: torch.device
+
+    def send(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        """Queue the copies of host tensors; (the pinned ones, those on the device, a token to wait for)."""
+
+    def join(self, tensors: dict[str, Tensor], token: Any) -> None:
+        """Let the computation that is queued from here on wait for the copies behind `token`."""
+
+
+class CudaLane:
+    """A stream for copies from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        """See `Lane`."""
+        pinned = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            there = {name: tensor.to(self.device, non_blocking=True) for name, tensor in pinned.items()}
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return pinned, there, copied
+
+    def join(self, tensors: dict[str, Tensor], token: Any) -> None:
+        """See `Lane`."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(token)
+        for tensor in tensors.values():
+            tensor.record_stream(current)  # else its memory could be given away while this stream still reads
+
+
+@dataclass(frozen=True)
+class Sent(MicroBatch):
+    """A micro-batch in pinned host memory whose copy to a device is under way."""
+
+    lane: Lane = field(repr=False, compare=False)
+    there: dict[str, Tensor] = field(repr=False, compare=False)
+    """Inputs by name, labels under `_LABELS`, and where samples begin under `_STARTS`."""
+    token: Any = field(repr=False, compare=False)
+    longest: int = 0
+    """Tokens of the longest sample, where the model is told where samples begin."""
+
+    @classmethod
+    def over(cls, lane: Lane, micro: MicroBatch, *, apart: bool = False) -> Sent:
+        """Send `micro` over `lane`; apart: with the places where the samples of packed rows begin."""
+        tensors, longest = {**micro.inputs, _LABELS: micro.labels}, 0
+        if apart and "position_ids" in micro.inputs:
+            tensors[_STARTS], longest = starts(micro.inputs["position_ids"])
+        pinned, there, token = lane.send(tensors)
+        host = {each.name: getattr(micro, each.name) for each in fields(MicroBatch)}
+        host |= {"labels": pinned[_LABELS], "inputs": {name: pinned[name] for name in micro.inputs}}
+        return cls(**host, lane=lane, there=there, token=token, longest=longest)
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The copy on the lane's device, which what computes next waits for; another device's is made anew."""
+        if torch.device(device) != self.lane.device:
+            return MicroBatch(self.inputs, self.labels, self.supervised, self.samples, self.rows).to(device)
+        self.lane.join(self.there, self.token)
+        inputs = {name: self.there[name] for name in self.inputs}
+        if self.longest:
+            inputs["attention_mask"] = as_mask(self.there[_STARTS], self.longest)
+        return MicroBatch(inputs, self.there[_LABELS], self.supervised, self.samples, self.rows)
+
+
+@dataclass(frozen=True)
+class _Update:
+    step: int
+    micros: list[MicroBatch]
+    supervised: int
+
+
+class Prefetch:
+    """`at` and `supervised` of `source`, of which the step after the last one asked for is made meanwhile.
+
+    All work of `source` is done by one thread, in order. An error in it is raised where its step is asked for.
+    """
+
+    def __init__(self, source: Source, lane: Lane, *, apart: bool = False) -> None:
+        """apart: the model is told where the samples of packed rows begin (`finetune.devices.packed_attention`)."""
+        self.packed = source.packed
+        self._source, self._lane, self._apart = source, lane, apart
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._asked: dict[int, Future[_Update]] = {}
+        """The last step asked for and the one after it."""
+
+    def at(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of an update, on their way to the device; those of the next one are begun."""
+        made = self._of(step).micros
+        self._begin(step + 1)
+        return made
+
+    def supervised(self, step: int) -> int:
+        """The divisor of an update's loss."""
+        return self._of(step).supervised
+
+    def _of(self, step: int) -> _Update:
+        self._begin(step)
+        for other in [other for other in self._asked if other not in (step, step + 1)]:
+            self._asked.pop(other).cancel()
+        return self._asked[step].result()
+
+    def _begin(self, step: int) -> None:
+        if step not in self._asked:
+            self._asked[step] = self._thread.submit(self._make, step)
+
+    def _make(self, step: int) -> _Update:
+        count = self._source.supervised(step)
+        micros = [Sent.over(self._lane, micro, apart=self._apart) for micro in self._source.at(step)]
+        return _Update(step, list(micros), count)
+
+    def close(self) -> None:
+        """Drop what nobody asked for yet and end the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._asked.clear()
+
+
+@contextlib.contextmanager
+def fed(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None]) -> Iterator[Any]:
+    """`batches` themselves, or on CUDA what makes them ahead; its thread ends with the block, however that ends.
+
+    There, packed rows are attended to sample by sample where that is possible, and `say` is told.
+    """
+    if not is_cuda(engine.device):
+        yield batches
+        return
+    with contextlib.ExitStack() as around:
+        apart = batches.packed and around.enter_context(rows_apart(engine, train, engine.device, say))
+        ahead = Prefetch(batches, CudaLane(engine.device), apart=apart)
+        around.callback(ahead.close)
+        yield ahead

@@ -1,0 +1,208 @@
+"""Packed rows on CUDA: flash attention over samples of any length, where a CPU takes a dense mask of T² a row.
+
+torch brings the kernel itself (`torch.nn.attention.varlen`), so no package is needed. transformers hands a mask of four
+dimensions through to every attention layer as it is: here that is no mask but the places where samples begin, int32
+(1, 1, L, N + 1) for N samples of at most L tokens in the rows of a micro-batch laid end to end (a view; L is read off
+the shape, so no layer asks the device). Any other call computes what `sdpa` does, to the bit: evaluation, padded rows.
+
+Whether a backbone really keeps its samples apart so is measured by `refuse_leaks`, like for the dense mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import Train
+from ..errors import UserError
+from ..numerics import dropout_rates
+from .cuda import is_cuda
+from .precision import autocast
+
+if TYPE_CHECKING:
+    from ..parallel.engine import Engine
+
+NAME = "flatshift_rows"
+"""The attention implementation, as transformers knows it."""
+_WIDEST = 256
+"""Channels of a head that the kernel takes, in multiples of 8."""
+_ROUNDING = 0.1
+"""Share of the largest logit that half precision moves where shapes differ; a leak moves logits by their own size."""
+_OLDEST = (8, 0)
+"""Compute capability from which there is flash attention."""
+
+
+# --------------------------------------------------------------------------------------------- where samples begin
+
+
+def starts(position_ids: Tensor) -> tuple[Tensor, int]:
+    """Of packed rows (B, T) in host memory: where each sample begins in the rows laid end to end, and their end, int32
+    (N + 1,); and the tokens of the longest sample."""
+    flat = position_ids.reshape(-1)
+    first = torch.cat([(flat == 0).nonzero().flatten(), torch.tensor([len(flat)])])
+    return first.to(torch.int32), int(first.diff().max())
+
+
+def as_mask(begins: Tensor, longest: int) -> Tensor:
+    """What the model is given as its attention mask; a view of `begins`."""
+    return begins[None, None, None].expand(1, 1, longest, -1)
+
+
+def without_starts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Model inputs whose rows may be cut: samples are told apart by their positions alone."""
+    return {name: value for name, value in inputs.items() if name != "attention_mask" or value.dtype != torch.int32}
+
+
+# --------------------------------------------------------------------------------------------- the kernel
+
+
+Kernel = Callable[..., Tensor]
+"""(query (Σ, H, D), key and value (Σ, H_kv, D), starts, longest, scale, window) → (Σ, H, D); window: tokens that a
+query sees, itself among them, or None for all before it."""
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int, *, scale: float | None, window: int | None
+) -> Tensor:
+    """torch's own; causal within each sample."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    elif groups > 1:  # torch 2.11 wants as many heads
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    found = varlen_attn(query, key, value, begins, begins, longest, longest, **options)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _forward(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function that transformers calls, by `kernel` where it is given starts."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """query (B, H, T, D), key and value (B, H_kv, T, D) → (B, T, H, D)."""
+        if attention_mask is None or attention_mask.dtype != torch.int32:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+            )
+        rows, _, tokens, width = query.shape
+        if torch.is_autocast_enabled(query.device.type):  # as it does for scaled_dot_product_attention
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        own = value.shape[-1]
+        if own < width:
+            value = F.pad(value, (0, width - own))
+        flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+        out = kernel(
+            *flat,
+            attention_mask[0, 0, 0],
+            attention_mask.shape[2],
+            scale=scaling,
+            window=others.get("sliding_window"),
+        )
+        return out.unflatten(0, (rows, tokens))[..., :own], None
+
+    return forward
+
+
+# --------------------------------------------------------------------------------------------- the choice
+
+
+def unusable(engine: Engine, train: Train, device: torch.device) -> str | None:
+    """Why packed rows get a dense mask here; None where the kernel may be tried."""
+    if not is_cuda(device):
+        return "no CUDA device"
+    if torch.cuda.get_device_capability(device) < _OLDEST or not torch.backends.cuda.is_flash_attention_available():
+        return "this device or build has no flash attention"
+    return _unsuited(engine, train)
+
+
+def _unsuited(engine: Engine, train: Train) -> str | None:
+    """As `unusable`, of the run and its backbone."""
+    if engine.world.width("cp", "pp") > 1:
+        return "tokens lie on several ranks"
+    base = engine.peft.get_base_model()
+    config = base.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    drawn = any(rate > 0 and "att" in key for _, key, rate in dropout_rates(base.config))
+    reasons = {
+        "float32 products": train.precision == "fp32",
+        "train.compile wants one shape": train.compile,
+        f"attention is {base.config._attn_implementation}": base.config._attn_implementation != "sdpa",
+        "attention is not chosen by its interface": not base._can_set_attn_implementation(),
+        f"heads are {width} channels wide": bool(width % 8) or width > _WIDEST,
+        "attention dropout": drawn,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+@contextlib.contextmanager
+def rows_apart(
+    engine: Engine, train: Train, device: torch.device, say: Callable[[str], None], *, kernel: Kernel = flash
+) -> Iterator[bool]:
+    """Whether packed rows are attended to sample by sample inside; the backbone has its own attention afterwards.
+
+    say: told in a line what was chosen and why. The kernel is taken only where `refuse_leaks` finds that no sample sees
+    another by it, and where it runs at all.
+    """
+    base: Any = engine.peft.get_base_model()
+    before = base.config._attn_implementation
+    try:
+        reason = _agreed(engine, unusable(engine, train, device))
+        if reason is None:
+            _register(kernel)
+            base.set_attn_implementation(NAME)
+            reason = _agreed(engine, _broken(engine, train, device))
+        if reason is not None:
+            base.set_attn_implementation(before)
+        attention = f"a dense mask of T² ({reason})" if reason else "flash attention over samples of any length"
+        say(f"packed rows: {attention}")
+        yield reason is None
+    finally:
+        base.set_attn_implementation(before)
+
+
+def _broken(engine: Engine, train: Train, device: torch.device) -> str | None:
+    """What is wrong with the kernel on this backbone, tried out; None where samples do not see each other."""
+    from ..data.pack import refuse_leaks
+
+    try:
+        with autocast(train, device):
+            refuse_leaks(engine.judged, tolerance=_ROUNDING, starts=True)
+    except (UserError, RuntimeError, ValueError, TypeError) as error:
+        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    finally:
+        engine.settle()
+    return None
+
+
+def _agreed(engine: Engine, reason: str | None) -> str | None:
+    """A reason that any rank has holds for all; collective on a mesh."""
+    anywhere = engine.world.any(reason is not None)
+    return reason or ("another rank cannot" if anywhere else None)
+
+
+def _register(kernel: Kernel) -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _forward(kernel))
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

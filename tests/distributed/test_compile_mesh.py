@@ -1,0 +1,186 @@
+"""Compiled blocks and weights that are asked for ahead, on data axes: the course of plain blocks in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
+
+from finetune.adapter import attach_adapter
+from finetune.backbone import load_backbone
+from finetune.compiling import Compiled
+from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
+from finetune.loop import train_stage
+from finetune.parallel import shard as sharding
+from finetune.parallel.build import build_engine
+from finetune.parallel.engine import Engine
+from finetune.parallel.shard import blocks, in_order
+from finetune.parallel.world import World
+from finetune.rundir import RunDirectory, read_metrics
+from regularizers import GGPO, FlatLora, Plain, build
+from tests.distributed_ranks import run_ranks
+from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
+
+LM = LanguageModel()
+REGULARIZERS: dict[str, Any] = {"plain": Plain(), "ggpo": GGPO(sigma=0.05), "flat-lora": FlatLora()}
+STEPS = 3
+
+
+class SharedBatches(RandomBatches):
+    """Four rows in each of two micro-batches, of which a data rank takes its run."""
+
+    def __init__(self, share: tuple[int, int]) -> None:
+        super().__init__(rows=4, accumulate=2)
+        self.part, self.parts = share
+
+    def at(self, step: int) -> list[Micro]:
+        def mine(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.chunk(self.parts)[self.part]
+
+        return [
+            Micro(
+                {name: mine(t) for name, t in m.inputs.items()}, mine(m.labels), m.supervised, m.samples // self.parts
+            )
+            for m in super().at(step)
+        ]
+
+
+def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend: str) -> dict[str, Any]:
+    """Three updates by the loop itself; losses, norms, whole parameters and how many graphs were made."""
+    torch._dynamo.reset()
+    counters.clear()
+    if engine.is_main:
+        RunDirectory.create(Path(directory))
+    engine.world.wait()
+    run = RunDirectory(Path(directory), writes=engine.is_main)
+    with mock.patch("finetune.loop.Compiled", lambda model: Compiled(model, backend=backend)):
+        train_stage(
+            engine,
+            PadOnly(),
+            stage="s",
+            task=LM,
+            batches=SharedBatches(engine.share),
+            dev=[],
+            optimizer=Optimizer(lr=1e-2),
+            train=Train(steps=STEPS, compile=compiled, threads=1),
+            evaluate=Evaluate(),
+            regularizer=build(REGULARIZERS[kind]),
+            run=run,
+            seed=0,
+        )
+    own = [vars(block) for block in blocks(engine.model)]
+    assert all("forward" not in names and not names.get("_compiled_call_impl") for names in own)
+    engine.world.wait()
+    return {
+        "lines": [(line["loss"], line["grad_norm"]) for line in read_metrics(Path(directory) / "metrics.jsonl")],
+        "adapter": {name: tensor.clone() for name, tensor in engine.whole(engine.parameters).items()},
+        "graphs": counters["stats"]["unique_graphs"],
+        "units": sum(isinstance(block, FSDPModule) for block in blocks(engine.model)),
+    }
+
+
+def on_mesh(source: str, folder: str, cases: list[tuple[dict[str, Any], str, bool, bool]], backend: str) -> list[Any]:
+    """Each of (mesh, regularizer, compiled, ahead) on these ranks."""
+    found = []
+    for number, (mesh, kind, compiled, ahead) in enumerate(cases):
+        settings = Mesh(**mesh)
+        world = World.of(settings, torch.device("cpu"))
+        with mock.patch.object(sharding, "is_cuda", lambda device, ahead=ahead: ahead):
+            engine = build_engine(
+                source,
+                task=LM,
+                adapter=Adapter(rank=4),
+                train=Train(),
+                mesh=settings,
+                world=world,
+                label_names=None,
+                say=lambda line: None,
+            )
+        found.append(course(engine, f"{folder}/{number}", kind, compiled=compiled, backend=backend))
+    return found
+
+
+def alone(source: Path, directory: Path, kind: str) -> dict[str, Any]:
+    model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=4), task=LM, seed=0)
+    return course(Engine.alone(model), str(directory), kind, compiled=False, backend="eager")
+
+
+def compare(found: dict[str, Any], wanted: dict[str, Any], case: Any) -> None:
+    for one, other in zip(wanted["lines"], found["lines"], strict=True):
+        assert other == pytest.approx(one, rel=2e-5), case
+    for name, tensor in wanted["adapter"].items():
+        assert torch.allclose(found["adapter"][name], tensor, rtol=1e-3, atol=2e-5), (case, name)
+
+
+FSDP = {"dp": 2}
+USUAL: list[tuple[dict[str, Any], str, bool, bool]] = [
+    (FSDP, "plain", False, False),
+    (FSDP, "plain", False, True),
+    (FSDP, "plain", True, True),
+]
+RARE: list[tuple[dict[str, Any], str, bool, bool]] = [
+    ({**FSDP, "reshard": False}, "plain", False, True),
+    ({**FSDP, "reshard": False}, "plain", True, True),
+    (FSDP, "plain", True, False),
+    (FSDP, "ggpo", True, False),
+    (FSDP, "flat-lora", True, False),
+    ({**FSDP, "zero": 1}, "plain", True, False),
+    ({"replicate": 2}, "plain", True, False),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cases", [USUAL, pytest.param(RARE, marks=pytest.mark.slow)], ids=["usual", "rare"])
+def test_two_ranks_have_the_course_of_one_process(
+    tmp_path: Path, cases: list[tuple[dict[str, Any], str, bool, bool]]
+) -> None:
+    source = save_backbone("llama", tmp_path / "model")
+    wanted = {kind: alone(source, tmp_path / kind, kind) for kind in {kind for _, kind, _, _ in cases}}
+    ranks = run_ranks(on_mesh, 2, str(source), str(tmp_path), cases, "aot_eager", timeout=500)
+    for case, first, second in zip(cases, *ranks, strict=True):
+        mesh, kind, compiled, _ = case
+        compare(first, wanted[kind], case)
+        assert first["units"] == (0 if "replicate" in mesh else 2), case
+        assert first["graphs"] == second["graphs"] and (first["graphs"] >= 1) == compiled, case
+        assert first["graphs"] <= 6, case  # blocks of one make share theirs
+    if cases is USUAL:
+        plain, ahead = ranks[0][:2]
+        assert plain["lines"] == ahead["lines"], "when weights come makes no difference"
+        assert all(torch.equal(plain["adapter"][name], tensor) for name, tensor in ahead["adapter"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_inductor_on_two_ranks(tmp_path: Path) -> None:
+    source = save_backbone("llama", tmp_path / "model")
+    wanted = alone(source, tmp_path / "plain", "plain")
+    case = (FSDP, "plain", True, True)
+    for found in run_ranks(on_mesh, 2, str(source), str(tmp_path), [case], "inductor", timeout=500):
+        compare(found[0], wanted, case)
+        assert found[0]["graphs"] >= 1
+
+
+def test_units_are_asked_for_in_the_order_of_a_pass(tmp_path: Path) -> None:
+    model = load_backbone(save_backbone("llama", tmp_path), task=LM)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    first, second = blocks(model)
+    assert in_order(model, [first, second, embedding, head]) == [embedding, first, second, head]
+    assert in_order(model, [first, second]) == [first, second]
+
+    asked: list[tuple[str, Any, Any]] = []
+
+    class Unit:
+        def set_modules_to_forward_prefetch(self, units: list[Any]) -> None:
+            asked.append(("forward", self, units))
+
+        def set_modules_to_backward_prefetch(self, units: list[Any]) -> None:
+            asked.append(("backward", self, units))
+
+    a, b, c = Unit(), Unit(), Unit()
+    sharding.gather_ahead([a, b, c])
+    assert asked == [("forward", a, [b]), ("backward", b, [a]), ("forward", b, [c]), ("backward", c, [b])]

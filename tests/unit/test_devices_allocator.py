@@ -1,0 +1,37 @@
+"""The allocator's setting: there before torch is, never over the user's own, and inherited by ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from finetune.devices.allocator import NAMES, growing_segments
+
+ASK = (
+    "import os, sys; from unittest import mock; from flatshift import cli; "
+    "cli.run = lambda argv: print(os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules) or 0; cli.main()"
+)
+
+
+def test_nothing_is_said_over_the_user():
+    assert growing_segments({}, platform="linux") == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert growing_segments({}, platform="win32") == growing_segments({}, platform="darwin") == {}
+    for name in NAMES:
+        for value in ("max_split_size_mb:64", "expandable_segments:False", ""):
+            assert growing_segments({name: value}, platform="linux") == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the setting is for Linux")
+def test_the_front_door_sets_it_without_torch():
+    plain = {name: value for name, value in os.environ.items() if name not in NAMES}
+    for more, answer in (
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+    ):
+        run = subprocess.run(
+            [sys.executable, "-c", ASK], env={**plain, **more}, capture_output=True, text=True, check=True
+        )
+        assert run.stdout.split() == [answer, "False"]
