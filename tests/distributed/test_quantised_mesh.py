@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from finetune.config import Adapter, LanguageModel, Mesh, Quantization, Train
-from finetune.numerics import autocast
+from finetune.devices.precision import autocast
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.placing import local

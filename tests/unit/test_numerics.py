@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from finetune.config import Train
-from finetune.numerics import SHORT, attention, autocast
+from finetune.devices.precision import autocast
+from finetune.numerics import SHORT, attention
 
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 

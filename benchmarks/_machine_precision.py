@@ -1,0 +1,162 @@
+"""What `train.precision: auto` takes beside what a whole training step is faster in, on several instruction sets.
+
+Each setting is a child process of its own, because a kernel's instruction set is chosen when torch is imported: it
+settles the precision as a command would, then makes the same updates in both dtypes, turn about, on one thread by CPU
+time. `auto` is right in a setting if the dtype that it took is the faster one, or as fast up to the noise of the
+measurement, which is told apart by the spread over the rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._harness import Benchmark, cpu_seconds, in_child
+
+INSTRUCTIONS: dict[str, dict[str, str]] = {
+    "as it is": {},
+    "AVX2 only": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "AVX512 without bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "AVX512_BF16 without AMX": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+}
+"""Rehearsals of other machines on this one; a limit above what the CPU has changes nothing."""
+SHAPES = (
+    ("flatshift-5m", 4, 16),
+    ("flatshift-5m", 16, 32),
+    ("flatshift-5m", 16, 64),
+    ("flatshift-5m", 8, 256),
+    ("flatshift-encoder-3m", 4, 16),
+    ("flatshift-encoder-3m", 16, 32),
+    ("flatshift-encoder-3m", 32, 64),
+    ("flatshift-encoder-3m", 16, 128),
+    ("llama 768 × 2", 4, 16),
+    ("llama 768 × 2", 8, 64),
+)
+"""(backbone, rows of a micro-batch, tokens of a row)."""
+ROUNDS = 4
+SLOW = 0.25
+"""A round in which one dtype takes four times as long as the other settles it: no more are made."""
+
+
+def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
+    """What auto takes here, and CPU-seconds of one update in either dtype by round; for a child process."""
+    import torch
+
+    from finetune.backbone import block_shape
+    from finetune.config import Train
+    from finetune.devices.precision import choose
+    from finetune.devices.products import cpu_rates
+
+    torch.set_num_threads(1)
+    directory = _backbone(backbone)
+    shape = block_shape(directory, tokens=rows * tokens // 2)
+    choice = choose(Train(), torch.device("cpu"), shape)
+    rates, _ = cpu_rates(shape)
+    runs = {name: update(directory, rows, tokens, name) for name in ("fp32", "bf16")}
+    for run in runs.values():
+        run()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(ROUNDS):
+        for name in runs if turn % 2 == 0 else reversed(list(runs)):
+            taken[name].append(cpu_seconds(runs[name]))
+        if min(taken["fp32"]) < SLOW * min(taken["bf16"]):
+            break
+    return {
+        "auto": choice.precision,
+        "why": str(rates),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "seconds": taken,
+    }
+
+
+def _backbone(name: str) -> str:
+    """A shipped name, or the directory of a random backbone of that width, made once in the temporary directory."""
+    if not name.startswith("llama"):
+        return name
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    import transformers
+
+    directory = Path(tempfile.gettempdir()) / "flatshift-any-machine-llama-768"
+    if not (directory / "config.json").is_file():
+        config = transformers.LlamaConfig(
+            vocab_size=4096, hidden_size=768, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=12
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+def update(backbone: str, rows: int, tokens: int, precision: Any) -> Callable[[], None]:
+    """A ready forward and backward pass with LoRA on all layers; calling it makes the gradients of one update."""
+    import torch
+
+    from finetune.adapter import attach_adapter
+    from finetune.backbone import load_backbone
+    from finetune.config import Adapter, Classify, LanguageModel, Train
+    from finetune.data.batches import MicroBatch
+    from finetune.devices.precision import autocast
+    from finetune.loss import batch_loss, find_head
+    from finetune.seeds import torch_generator
+
+    task = Classify() if "encoder" in backbone else LanguageModel()
+    names = ("a", "b", "c") if isinstance(task, Classify) else None
+    model = load_backbone(backbone, task=task, label_names=names, precision=precision)
+    model = attach_adapter(model, Adapter(rank=8), task=task, seed=0).train()
+    generator = torch_generator(0, "any machine", tokens)
+    ids = torch.randint(5, 1000, (rows, tokens), generator=generator)
+    labels = torch.randint(0, 3, (rows,), generator=generator) if names else ids
+    batch = MicroBatch(
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, labels, rows, rows, tuple((i,) for i in range(rows))
+    )
+    train = Train(precision=precision)
+    with autocast(train, torch.device("cpu")):
+        head = None if names else find_head(model, batch.inputs, task=task)
+
+    def run() -> None:
+        with autocast(train, torch.device("cpu")):
+            loss = batch_loss(model, batch, task=task, head=head)
+        loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+def precision_rows(bench: Benchmark) -> None:
+    """A row for each setting, auto's step ÷ the faster dtype's, and one that counts where auto took the faster."""
+    right, settings = 0, [(name, shape) for name in INSTRUCTIONS for shape in SHAPES]
+    for name, (backbone, rows, tokens) in settings:
+        found = in_child(
+            "benchmarks._machine_precision:setting",
+            backbone=backbone,
+            rows=rows,
+            tokens=tokens,
+            environment=INSTRUCTIONS[name],
+        )
+        seconds: dict[str, list[float]] = found["seconds"]
+        other = "bf16" if found["auto"] == "fp32" else "fp32"
+        ratios = [a / b for a, b in zip(seconds[found["auto"]], seconds[other], strict=False)]
+        faster = statistics.median(ratios) <= 1.0
+        right += faster or min(ratios) <= 1.0  # rounds that disagree: no difference that this can tell
+        best = [min(pair) for pair in zip(seconds["fp32"], seconds["bf16"], strict=False)]
+        typical = found["auto"] if faster else other
+        bench.row(
+            f"{name} ({found['kernels']}): auto takes {found['auto']} for {backbone}, {rows} × {tokens}; {found['why']}",
+            ours=seconds[found["auto"]][: len(best)],
+            peer=seconds[typical][: len(best)],
+            peer_name=f"always {typical}",
+            unit="CPU-s",
+            bar_op="<=",
+            bar_value=1.05,
+        )
+    bench.row(
+        "settings in which auto took the faster dtype, or the two could not be told apart",
+        ours=[right / len(settings)],
+        unit=f"of {len(settings)}",
+        bar_op=">=",
+        bar_value=1.0,
+    )
