@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks._harness import Benchmark, cpu_seconds, in_child
+from benchmarks._harness import Benchmark, cpu_seconds, in_child, interleave
 
 INSTRUCTIONS: dict[str, dict[str, str]] = {
     "as it is": {},
@@ -91,7 +91,7 @@ def _backbone(name: str) -> str:
     return str(directory)
 
 
-def update(backbone: str, rows: int, tokens: int, precision: Any) -> Callable[[], None]:
+def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: bool = False) -> Callable[[], None]:
     """A ready forward and backward pass with LoRA on all layers; calling it makes the gradients of one update."""
     import torch
 
@@ -105,7 +105,7 @@ def update(backbone: str, rows: int, tokens: int, precision: Any) -> Callable[[]
 
     task = Classify() if "encoder" in backbone else LanguageModel()
     names = ("a", "b", "c") if isinstance(task, Classify) else None
-    model = load_backbone(backbone, task=task, label_names=names, precision=precision)
+    model = load_backbone(backbone, task=task, label_names=names, precision=precision, narrow=narrow)
     model = attach_adapter(model, Adapter(rank=8), task=task, seed=0).train()
     generator = torch_generator(0, "any machine", tokens)
     ids = torch.randint(5, 1000, (rows, tokens), generator=generator)
@@ -126,6 +126,32 @@ def update(backbone: str, rows: int, tokens: int, precision: Any) -> Callable[[]
     return run
 
 
+def narrow(rows: int, tokens: int) -> dict[str, list[float]]:
+    """CPU-seconds of an update over weights kept in bf16 and in float32, both computed in float32; in a child."""
+    import torch
+
+    torch.set_num_threads(1)
+    directory = _backbone("llama 768 × 2")
+    runs = [update(directory, rows, tokens, "fp32", narrow=kept) for kept in (True, False)]
+    for run in runs:
+        run()
+    ours, peer = interleave(*runs, rounds=ROUNDS)
+    return {"ours": ours, "peer": peer}
+
+
+def narrow_rows(bench: Benchmark) -> None:
+    """`train.backbone_precision: bf16` beside float32 weights."""
+    for name, environment in INSTRUCTIONS.items():
+        for rows, tokens in ((4, 16), (8, 64), (8, 256)):
+            found = in_child("benchmarks._machine_precision:narrow", rows=rows, tokens=tokens, environment=environment)
+            bench.row(
+                f"{name}: an update over weights kept in bf16, llama 768 × 2, {rows} × {tokens}, fp32",
+                **found,
+                peer_name="kept in fp32",
+                unit="CPU-s",
+            )
+
+
 def precision_rows(bench: Benchmark) -> None:
     """A row for each setting, auto's step ÷ the faster dtype's, and one that counts where auto took the faster."""
     right, settings = 0, [(name, shape) for name in INSTRUCTIONS for shape in SHAPES]
@@ -144,8 +170,9 @@ def precision_rows(bench: Benchmark) -> None:
         right += faster or min(ratios) <= 1.0  # rounds that disagree: no difference that this can tell
         best = [min(pair) for pair in zip(seconds["fp32"], seconds["bf16"], strict=False)]
         typical = found["auto"] if faster else other
+        what = f"auto takes {found['auto']} for {backbone}, {rows} × {tokens}"
         bench.row(
-            f"{name} ({found['kernels']}): auto takes {found['auto']} for {backbone}, {rows} × {tokens}; {found['why']}",
+            f"{name} ({found['kernels']}): {what}; {found['why']}",
             ours=seconds[found["auto"]][: len(best)],
             peer=seconds[typical][: len(best)],
             peer_name=f"always {typical}",

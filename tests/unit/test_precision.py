@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
 
 SHAPE = Shape.of(tokens=128, width=256, inner=688)
+ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
 NARROW = Rates(fp32=6e10, bf16=2e11, rows=256, block=1.6)
 WIDE = Rates(fp32=6e10, bf16=7e8, rows=32, block=None)
@@ -269,6 +273,32 @@ def test_a_run_is_judged_where_its_precision_is_not_to_be_had(monkeypatch, capsy
     of_recipes._decide.cache_clear()
     wide = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"))
     assert of_recipes.readable(wide) == wide and capsys.readouterr().err == ""
+
+
+_LOADS = """
+import sys, torch, transformers
+from benchmarks._harness import PeakMemory
+from finetune.backbone import load_backbone
+from finetune.config import LanguageModel
+load_backbone("flatshift-5m", task=LanguageModel())  # what is imported on the way
+with PeakMemory(0.001) as memory:
+    model = load_backbone(sys.argv[1], task=LanguageModel(), precision="fp32")
+print(memory.bytes / sum(p.nbytes for p in model.parameters()))
+"""
+
+
+def test_a_bf16_file_is_widened_for_a_float32_run_without_lying_in_memory_twice(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from tests.finetune_models import save_backbone
+
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 4096}
+    file = save_backbone("llama", tmp_path, **wide) / "model.safetensors"
+    save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADS, str(tmp_path)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert 0.9 < float(done.stdout) < 1.4  # half of it more would be the bf16 tensors, all of it more a second copy
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
