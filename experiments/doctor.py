@@ -28,6 +28,7 @@ EXTRAS = {
     "hf": "read hub data sets and `datasets` directories",
     "harness": "run lm-eval tasks on a run directory (eval --harness)",
     "quant": "keep backbones in 4 or 8 bits (train.quantization)",
+    "cuda": "another kernel for the loss on CUDA, taken where it is faster",
 }
 LITTLE_DISK = 1 << 30  # bytes; a run directory with its checkpoints should fit
 _PROC = Path("/proc")

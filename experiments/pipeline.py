@@ -375,7 +375,14 @@ def _stage(
             bar(line["step"], ", ".join(filter(None, [loss, rates[0]])))
 
         result = train_stage(
-            engine, tokenizer, **arguments, on_step=on_step, stop=stop, track=trackers.log, peak_tflops=peak
+            engine,
+            tokenizer,
+            **arguments,
+            on_step=on_step,
+            stop=stop,
+            track=trackers.log,
+            peak_tflops=peak,
+            say=console.say,
         )
     if result.skipped or result.rewinds:
         console.say(

@@ -25,6 +25,7 @@ from .compiling import Compiled
 from .config import ByExample, Classify, Evaluate, Optimizer, Seq2Seq, Task, Train
 from .course import batch_index
 from .data.prefetch import fed
+from .devices.fused_loss import with_kernel
 from .devices.loss_scale import LossScale
 from .devices.precision import autocast, float32_products, settled
 from .devices.shortage import Shortage, noted
@@ -78,6 +79,7 @@ def stage_work(
     callbacks: Sequence[TrainerCallback] = (),
     track: Callable[[dict[str, Any]], None] | None = None,
     peak_tflops: float | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Stage:
     """Train `model`'s adapter for `train.steps` updates; afterwards `model` holds the stage's adapter.
 
@@ -98,6 +100,7 @@ def stage_work(
         callbacks: objects of `transformers.TrainerCallback` (`finetune.callbacks` says which events there are).
         track: takes every line of metrics.jsonl, on the main rank (`finetune.tracking`).
         peak_tflops: of one device, for the MFU; by default `train.peak_tflops`.
+        say: told what a CUDA device decided, in lines; by default the run's log.
 
     Raises:
         Interrupted: `stop` said so, Ctrl-C, or a full disk; running it again continues.
@@ -117,13 +120,16 @@ def stage_work(
     with (
         cpu_threads(train.threads),
         float32_products(train, engine.device),
-        fed(batches, engine, train=train, say=run.log) as source,
+        fed(batches, engine, train=train, say=say or run.log) as source,
         Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
     ):
         loop = _Loop(
             engine, tokenizer, stage, task, source, dev, optimizer, train, evaluate, regularizer, run, seed, recording
         )
         short.keeper = loop.keeper
+        loop.head = with_kernel(
+            engine, loop.head, source, task=task, train=train, folder=run.stage(stage), say=say or run.log
+        )
         loop.listen(callbacks, track or (lambda line: None), peak_tflops or train.peak_tflops)
         loop.attach()
         try:

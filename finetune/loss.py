@@ -45,6 +45,8 @@ class Head:
     """The plain frozen linear layer whose output is the model's logits."""
 
     linear: nn.Linear
+    kernel: Callable[..., Tensor] | None = None
+    """What makes the loss in training in place of `linear_cross_entropy` (`finetune.devices.fused_loss`)."""
 
     @contextlib.contextmanager
     def computing(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -112,17 +114,18 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
 
     def cost(hidden: Tensor) -> Tensor:
         # FSDP2 hooks what a unit returns and warns of views
-        return _head_loss(hidden, head.linear, batch.labels, task).view(1, 1, 1).clone()
+        return _head_loss(hidden, head, batch.labels, task).view(1, 1, 1).clone()
 
     with head.computing(cost), attention(batch.inputs):
         return model(**batch.inputs).logits.sum()
 
 
-def _head_loss(hidden: Tensor, linear: nn.Linear, labels: Tensor, task: Task) -> Tensor:
+def _head_loss(hidden: Tensor, head: Head, labels: Tensor, task: Task) -> Tensor:
     rows, targets = _supervised(hidden, labels, task)
-    held: Any = getattr(linear, "vocabulary", None)
+    linear, held = head.linear, getattr(head.linear, "vocabulary", None)
     if held is None:
-        return linear_cross_entropy(rows, linear, targets, smoothing=smoothing(task))
+        kernel = head.kernel if rows.requires_grad and len(rows) else None
+        return (kernel or linear_cross_entropy)(rows, linear, targets, smoothing=smoothing(task))
     assert smoothing(task) == 0  # finetune.parallel.rules
     from .parallel.tensor.vocabulary import vocabulary_cross_entropy
 
