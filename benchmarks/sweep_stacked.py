@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks._harness import Benchmark, cpu_seconds, in_child, interleave, limit_threads, peak_bytes
 
@@ -41,6 +41,7 @@ def _cells(
     last: bool = False,
     ranks: Sequence[int] = RANKS,
     seeds: int = SEEDS,
+    precision: Literal["fp32", "bf16"] = "fp32",
 ) -> tuple[Any, list[Any]]:
     """The backbone, and for every cell how to make its engine and its stage: `seeds` of each of the `ranks`.
 
@@ -54,7 +55,7 @@ def _cells(
     from regularizers import GGPO, Plain, build
 
     task, tokenizer = LanguageModel(), load_tokenizer(BACKBONE)
-    backbone = load_backbone(BACKBONE, task=task, device=device)
+    backbone = load_backbone(BACKBONE, task=task, precision=precision, device=device)
     rows = [row for row, _ in zip(read_rows(["sample:pool"]), range(1500), strict=False)]
     examples = encode(rows, task=task, tokenizer=tokenizer, max_length=shape[1]).examples
 
@@ -63,7 +64,15 @@ def _cells(
     def cell(rank: int, number: int) -> Any:
         adapter = Adapter(rank=rank, targets=targets if last else "all-linear")
         seed = 0 if last else number
-        train = Train(steps=steps, batch_size=shape[0], seed=seed, max_length=shape[1], save_every=0, device=device)
+        train = Train(
+            steps=steps,
+            batch_size=shape[0],
+            seed=seed,
+            max_length=shape[1],
+            precision=precision,
+            save_every=0,
+            device=device,
+        )
 
         def stage(engine: Any, name: str) -> Any:
             return stage_work(
@@ -149,6 +158,7 @@ def times(
     last: bool = False,
     ranks: Sequence[int] = RANKS,
     seeds: int = SEEDS,
+    precision: Literal["fp32", "bf16"] = "fp32",
 ) -> dict[str, list[float]]:
     """Seconds per cell and update: `stacked`, `alone` (paired), and `floor`; of CPU time, or of wall time on a GPU."""
     limit_threads(1)
@@ -163,7 +173,9 @@ def times(
         return time.perf_counter() - started
 
     with tempfile.TemporaryDirectory() as folder:
-        backbone, cells = _cells(SHAPES[tokens], 10_000, Path(folder), device, last=last, ranks=ranks, seeds=seeds)
+        backbone, cells = _cells(
+            SHAPES[tokens], 10_000, Path(folder), device, last=last, ranks=ranks, seeds=seeds, precision=precision
+        )
         alone = _Alone(backbone, cells)  # before the backbone serves the stack
         stacked = _Stacked(backbone, cells)
         stacked.update(1)

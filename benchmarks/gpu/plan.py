@@ -173,7 +173,7 @@ def transport() -> list[Measurement]:
 
 def cells() -> list[Measurement]:
     """Stacked cells of a sweep."""
-    row = Row("seconds", "update of one of 32 stacked cells, 64 tokens", "s", "alone", "<=", 0.15)
+    row = Row("seconds", "update of one of 32 stacked cells, 64 tokens, bf16", "s", "alone", "<=", 0.15)
     return [Measurement("stacked/64", f"{HERE}.stacks:stacked", {}, (row,), 40)]
 
 
