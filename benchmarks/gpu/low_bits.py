@@ -102,14 +102,15 @@ def sized(
     if importlib.util.find_spec("bitsandbytes") is None:
         return {figure: {"reason": MISSING} for figure in ("seconds", "memory", "frozen")}
     from finetune.adapter import attach_adapter
-    from finetune.backbone import load_backbone
+    from finetune.backbone import load_backbone, quiet_transformers
     from finetune.config import Adapter, LanguageModel
     from finetune.quantised import scales
 
     where, sizes, task = Device(device), shape_of(shape), LanguageModel(pack=False)
     found: dict[str, dict[Any, Any]] = {"seconds": {}, "memory": {}, "frozen": {}}
     with tempfile.TemporaryDirectory() as folder:
-        backbone(sizes, device).save_pretrained(Path(folder) / "backbone")
+        with quiet_transformers():
+            backbone(sizes, device).save_pretrained(Path(folder) / "backbone")
         for kept in (None, kind):
             where.clear()
             loaded = load_backbone(
@@ -125,6 +126,7 @@ def sized(
             rows_of = batches(sizes, rows=rows, sequence=sequence)
             stage = _stage(model, Padder(), task, rows_of, device, NEVER, Path(folder) / f"run-{kept}")
             work = next(stage)
+            where.clear()  # the peak is that of updates, not of reading and quantising
             took = []
             for _ in range(warm + updates):
                 start = where.now()

@@ -48,7 +48,13 @@ ONE_OF_EACH = [
 ]
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+SLOW = {f"parity/{kind}" for kind in ("completion", "chat", "classify", "regress", "resume-fp32")}
+"""What goes the way of another one, or starts a process of its own."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ONE_OF_EACH]
+)
 def test_a_measurement_fills_its_rows_at_toy_size(name):
     measurement = MEASUREMENTS[name]
     arguments = {**measurement.arguments, **TOYS[measurement.function]}
