@@ -24,17 +24,16 @@ from .checkpoint import clone
 from .compiling import Compiled
 from .config import ByExample, Classify, Evaluate, Optimizer, Seq2Seq, Task, Train
 from .course import batch_index
-from .data.prefetch import fed
 from .devices.fused_loss import with_kernel
 from .devices.loss_scale import LossScale
-from .devices.precision import autocast, float32_products, settled
-from .devices.shortage import Shortage, noted
+from .devices.precision import autocast, settled
+from .devices.shortage import noted
 from .errors import Interrupted
 from .guarding import Diverged as Diverged  # is told of by its users under this module's name
 from .guarding import Guard, Undone, Verdict
 from .keeping import Keeper
 from .loss import answered_right, batch_loss, loss_sum
-from .numerics import cpu_threads, seeded, uses_dropout, without_input_casts
+from .numerics import seeded, uses_dropout, without_input_casts
 from .optimizer import AdapterOptimizer
 from .parallel import watch
 from .parallel.engine import Engine
@@ -46,7 +45,7 @@ from .seeds import derive
 from .stage import Stage as Stage  # users know these by this module's name
 from .stage import StageResult as StageResult
 from .stage import Work as Work
-from .stage import alone, check_best, check_length, ended
+from .stage import alone, check_best, check_length, ended, on_device
 from .throughput import Meter
 
 if TYPE_CHECKING:
@@ -117,19 +116,13 @@ def stage_work(
     if done is not None:
         engine.load_adapter(run.stage(stage) / "adapter")
         return done
-    with (
-        cpu_threads(train.threads),
-        float32_products(train, engine.device),
-        fed(batches, engine, train=train, say=say or run.log) as source,
-        Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
-    ):
+    say = say or run.log
+    with on_device(engine, batches, train=train, optimizer=optimizer, run=run, stage=stage, say=say) as (source, short):
         loop = _Loop(
             engine, tokenizer, stage, task, source, dev, optimizer, train, evaluate, regularizer, run, seed, recording
         )
         short.keeper = loop.keeper
-        loop.head = with_kernel(
-            engine, loop.head, source, task=task, train=train, folder=run.stage(stage), say=say or run.log
-        )
+        loop.head = with_kernel(engine, loop.head, source, task=task, train=train, folder=run.stage(stage), say=say)
         loop.listen(callbacks, track or (lambda line: None), peak_tflops or train.peak_tflops)
         loop.attach()
         try:

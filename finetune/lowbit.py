@@ -69,11 +69,12 @@ class LowBitAdam:
         return torch.tensor(float(self.inner.state[tensor]["step"]))
 
     def second_moment(self, tensor: Tensor) -> Tensor:
-        """v, float32, as the next update will read it."""
+        """v, float32, on the tensor's device (paged moments count as host memory), as the next update will read it."""
         state = self.inner.state[tensor]
         if state["state2"].dtype == torch.float32:
-            return state["state2"].clone()
-        return self._dequantize(state["state2"], absmax=state["absmax2"], code=state["qmap2"], blocksize=_BLOCK)
+            return state["state2"].to(tensor.device, copy=True)
+        moment, scales, code = (state[kind].to(tensor.device) for kind in ("state2", "absmax2", "qmap2"))
+        return self._dequantize(moment, absmax=scales, code=code, blocksize=_BLOCK)
 
     def prepare(self, tensor: Tensor, updates: Tensor) -> None:
         """Room for the state of a tensor that has had so many updates."""

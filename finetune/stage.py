@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
 from .adapting.soft_tokens import before_text
 from .compiling import Compiled
-from .config import Classify, Task, Train
+from .config import Classify, Optimizer, Task, Train
+from .data.prefetch import fed
+from .devices.precision import float32_products
+from .devices.shortage import Shortage
 from .errors import UserError
 from .loss import Head
+from .numerics import cpu_threads
 from .parallel.engine import Context, Engine
 from .rundir import RunDirectory
 from .throughput import Meter
@@ -101,6 +105,28 @@ def alone(work: Callable[Arguments, Stage]) -> Callable[Arguments, StageResult]:
             return result
 
     return train
+
+
+@contextlib.contextmanager
+def on_device(
+    engine: Engine,
+    batches: Batches,
+    *,
+    train: Train,
+    optimizer: Optimizer,
+    run: RunDirectory,
+    stage: str,
+    say: Callable[[str], None],
+) -> Iterator[tuple[Any, Shortage]]:
+    """What the device asks for around a stage: threads, float32 products, batches made ahead, and what is told when
+    memory runs out. Gives the batches to take, and who must be told of the step."""
+    with (
+        cpu_threads(train.threads),
+        float32_products(train, engine.device),
+        fed(batches, engine, train=train, say=say) as source,
+        Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
+    ):
+        yield source, short
 
 
 def check_best(train: Train, task: Task) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from transformers import Trainer
@@ -12,6 +14,8 @@ from finetune.config import Adapter, LanguageModel, Optimizer
 from finetune.optimizer import AdapterOptimizer, decays
 from finetune.parallel.layout import canonical
 from tests.finetune_models import save_backbone
+
+needs_library = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not here")
 
 
 def model_of(directory, kind, adapter):
@@ -56,8 +60,9 @@ def reference(values, gradients, *, rate, decay, plus, steps):
     return found
 
 
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("adamw-8bit", marks=needs_library)])
 @pytest.mark.parametrize("plus", [None, 8.0])
-def test_updates_decay_matrices_only(plus):
+def test_updates_decay_matrices_only(plus, kind):
     generator = torch.Generator().manual_seed(3)
     shapes = {
         "q.lora_A.weight": (2, 5),
@@ -71,7 +76,7 @@ def test_updates_decay_matrices_only(plus):
     values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     gradients = {name: torch.randn(5, *shape, generator=generator) for name, shape in shapes.items()}
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
-    optimizer = AdapterOptimizer(parameters, Optimizer(weight_decay=0.3, lora_plus=plus))
+    optimizer = AdapterOptimizer(parameters, Optimizer(kind=kind, weight_decay=0.3, lora_plus=plus))
     for step in range(5):
         for name, parameter in parameters.items():
             parameter.grad = gradients[name][step].clone()
@@ -83,9 +88,8 @@ def test_updates_decay_matrices_only(plus):
     decayed = {name for name in values if (wanted[name] - everywhere[name]).abs().max() > 1e-4}
     assert decayed == {"q.lora_A.weight", "q.lora_B.weight", "embed.weight"}
     assert optimizer.preconditioner().keys() == optimizer.counters().keys() == values.keys()
-    assert {kind: of.keys() for kind, of in optimizer.moments().items()} == dict.fromkeys(
-        ("exp_avg", "exp_avg_sq"), values.keys()
-    )
+    names = ("exp_avg", "exp_avg_sq") if kind == "adamw" else ("state1", "state2")
+    assert {kept: of.keys() for kept, of in optimizer.moments().items()} == dict.fromkeys(names, values.keys())
 
 
 def test_a_state_goes_from_one_group_layout_to_the_other():
