@@ -74,8 +74,9 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
 
     from finetune.adapter import attach_adapter, trainable
     from finetune.backbone import load_backbone
+    from finetune.devices.precision import autocast
     from finetune.memory import saved_bytes
-    from finetune.numerics import autocast, without_input_casts
+    from finetune.numerics import without_input_casts
     from finetune.optimizer import AdapterOptimizer
     from finetune.quantised import scales
 

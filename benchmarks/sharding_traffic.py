@@ -124,7 +124,7 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     from benchmarks._collectives import Collectives
     from finetune.config import Adapter, LanguageModel, Mesh, Optimizer, Train
     from finetune.data.batches import MicroBatch
-    from finetune.numerics import autocast
+    from finetune.devices.precision import autocast
     from finetune.optimizer import AdapterOptimizer
     from finetune.parallel.build import build_engine
     from finetune.parallel.world import World

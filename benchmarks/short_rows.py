@@ -27,8 +27,8 @@ def update(backbone: str, tokens: int, precision: Any) -> Callable[[], None]:
     from finetune.backbone import load_backbone
     from finetune.config import Adapter, Classify, LanguageModel, Train
     from finetune.data.batches import MicroBatch
+    from finetune.devices.precision import autocast
     from finetune.loss import batch_loss
-    from finetune.numerics import autocast
     from finetune.seeds import torch_generator
 
     task = Classify() if "encoder" in backbone else LanguageModel()
