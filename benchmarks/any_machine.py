@@ -27,8 +27,8 @@ from benchmarks._machine_constants import CONSTANTS
 HERE, CONST = "benchmarks.any_machine", "benchmarks._machine_constants"
 NEIGHBOUR = 1.05
 """By how much a neighbouring value may be better before a number counts as one that knows its machine."""
-LOSSES = ((4096, 256, 1024), (32_000, 512, 512), (128_256, 512, 384))
-"""Vocabulary, width and supervised tokens."""
+LOSSES = ((4096, 256, 1024, 15), (32_000, 512, 512, 7), (128_256, 512, 384, 5))
+"""Vocabulary, width, supervised tokens, and rounds."""
 STEPS = {"small": (4, 256, 768, 32), "wide": (4, 768, 2304, 128)}
 """Blocks, width, inner width, and tokens of each of four rows."""
 SLOW_BF16 = "float32 is what `precision: auto` takes here; products in bf16 are some 40 times slower"
@@ -170,15 +170,15 @@ def beside_neighbours(bench: Benchmark, what: str, ours: list[float], others: Ma
 
 def losses(bench: Benchmark, sets: str, environment: Environment, *, bf16: bool) -> None:
     """The head."""
-    for vocabulary, width, tokens in LOSSES:
+    for vocabulary, width, tokens, rounds in LOSSES:
         for precision in ("fp32", "bf16"):
             what = f"V {vocabulary:,}, {tokens} × {width}, {precision} ({sets})"
             judged: dict[str, Any] = {"peer_name": "whole logits", "bar_op": "<=", "bar_value": 1.0}
             if precision == "bf16" and not bf16:
                 bench.row(f"loss and its gradient, {what}", unit="CPU-s", reason=SLOW_BF16, **judged)
                 continue
-            size = {"vocabulary": vocabulary, "width": width, "tokens": tokens, "precision": precision}
-            found = in_child(f"{HERE}:loss_times", environment=environment, rounds=5, **size)
+            size: dict[str, Any] = {"vocabulary": vocabulary, "width": width, "tokens": tokens, "precision": precision}
+            found = in_child(f"{HERE}:loss_times", environment=environment, rounds=rounds, **size)
             bench.row(f"loss and its gradient, {what}", unit="CPU-s", ours=found["ours"], peer=found["whole"], **judged)
             mine, theirs = found["bytes"]
             bench.row(
@@ -231,6 +231,25 @@ def constants(bench: Benchmark, sets: str, environment: Environment) -> None:
         beside_neighbours(bench, f"{what}: {int(value):,} ({sets})", ours, others)
 
 
+def precision(bench: Benchmark) -> None:
+    """Whether `precision: auto` takes the faster dtype in every setting, and what a step under it costs beside the best
+    fixed choice."""
+    settled = "settings in which auto takes the faster dtype, both instruction sets × shapes"
+    bench.row(settled, unit="of 20", bar_op="==", bar_value=20, reason="not measured in this run")
+    step: dict[str, Any] = {
+        "peer_name": "the best fixed choice",
+        "bar_value": 1.05,
+        "reason": "not measured in this run",
+    }
+    bench.row("step under auto", unit="CPU-s", bar_op="<=", **step)
+
+
+def first_minutes(bench: Benchmark) -> None:
+    """How long the demo and the suite take."""
+    for what, most in (("make demo, after installation", 4), ("make test", 15), (".ci/run", 30), ("make slow", 45)):
+        bench.row(what, unit="minutes", bar_op="<=", bar_value=most, reason="not measured in this run")
+
+
 def main() -> None:
     """Measure all rows and write benchmarks/results/any_machine.json."""
     limit_threads(1)
@@ -241,6 +260,8 @@ def main() -> None:
         layers(bench, sets, environment, bf16=bf16)
         kernels(bench, sets, environment)
         constants(bench, sets, environment)
+    precision(bench)
+    first_minutes(bench)
     bench.finish()
 
 
