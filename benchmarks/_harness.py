@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks import _instructions
 from finetune.atomic import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,8 +159,17 @@ def cap_cpu(seconds: float | None) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def in_child(function: str, *, threads: int = 1, wall_cap_s: float = 1800.0, **arguments: Any) -> Any:
+def in_child(
+    function: str,
+    *,
+    threads: int = 1,
+    wall_cap_s: float = 1800.0,
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Any:
     """Run `module:function(**arguments)` in a fresh process with `threads` threads and return its JSON-able result.
+
+    environment: variables that the process gets besides this one's (`benchmarks._instructions.rehearsal`).
 
     The function calls `cap_cpu` itself once its inputs are ready, so that imports and data are not charged.
     Raises CapReached when the child was stopped by a cap, RuntimeError with its last words when it failed.
@@ -174,7 +184,7 @@ def in_child(function: str, *, threads: int = 1, wall_cap_s: float = 1800.0, **a
             done = subprocess.run(
                 [sys.executable, "-c", code],
                 cwd=ROOT,
-                env={**os.environ, **limits, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **limits, **(environment or {}), "PYTHONPATH": str(ROOT)},
                 stderr=subprocess.PIPE,
                 timeout=wall_cap_s,
             )
@@ -286,7 +296,8 @@ def where(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """`cpu` name, `cores` usable, `memory` in bytes, `gpu` name or None."""
+    """`cpu` name, `cores` usable, `memory` in bytes, `gpu` name or None; `instructions` that the CPU has for matrix
+    products, and `rehearsal`, the variables that hide some of them from this process, or None."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -300,7 +311,14 @@ def machine() -> dict[str, Any]:
         )
         gpu = asked.stdout.strip().splitlines()[0] if asked.returncode == 0 and asked.stdout.strip() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory": memory, "gpu": gpu}
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory,
+        "gpu": gpu,
+        "instructions": _instructions.flags(),
+        "rehearsal": _instructions.in_force() or None,
+    }
 
 
 def versions(packages: Sequence[str]) -> dict[str, str | None]:

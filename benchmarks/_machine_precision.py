@@ -13,14 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks._harness import Benchmark, cpu_seconds, in_child, interleave
+from benchmarks._instructions import rehearsal
 
-INSTRUCTIONS: dict[str, dict[str, str]] = {
-    "as it is": {},
-    "AVX2 only": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-    "AVX512 without bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
-    "AVX512_BF16 without AMX": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
-}
-"""Rehearsals of other machines on this one; a limit above what the CPU has changes nothing."""
+
+def instructions() -> dict[str, dict[str, str]]:
+    """Environments that rehearse other machines on this one; a limit above what the CPU has changes nothing."""
+    return {
+        "as it is": {},
+        "AVX2 only": rehearsal(),
+        "AVX512 without bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+        "AVX512_BF16 without AMX": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    }
+
+
 SHAPES = (
     ("flatshift-5m", 4, 16),
     ("flatshift-5m", 16, 32),
@@ -141,7 +146,7 @@ def narrow(rows: int, tokens: int) -> dict[str, list[float]]:
 
 def narrow_rows(bench: Benchmark) -> None:
     """`train.backbone_precision: bf16` beside float32 weights."""
-    for name, environment in INSTRUCTIONS.items():
+    for name, environment in instructions().items():
         for rows, tokens in ((4, 16), (8, 64), (8, 256)):
             found = in_child("benchmarks._machine_precision:narrow", rows=rows, tokens=tokens, environment=environment)
             bench.row(
@@ -154,14 +159,15 @@ def narrow_rows(bench: Benchmark) -> None:
 
 def precision_rows(bench: Benchmark) -> None:
     """A row for each setting, auto's step ÷ the faster dtype's, and one that counts where auto took the faster."""
-    right, settings = 0, [(name, shape) for name in INSTRUCTIONS for shape in SHAPES]
+    right, environments = 0, instructions()
+    settings = [(name, shape) for name in environments for shape in SHAPES]
     for name, (backbone, rows, tokens) in settings:
         found = in_child(
             "benchmarks._machine_precision:setting",
             backbone=backbone,
             rows=rows,
             tokens=tokens,
-            environment=INSTRUCTIONS[name],
+            environment=environments[name],
         )
         seconds: dict[str, list[float]] = found["seconds"]
         other = "bf16" if found["auto"] == "fp32" else "fp32"

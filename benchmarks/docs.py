@@ -33,9 +33,11 @@ float64, finite difference, scikit-learn, POT).
 def section(result: dict[str, Any]) -> str:
     """One benchmark as a heading, where it ran, and a table."""
     machine = result["machine"]
-    where = (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB, {machine['gpu'] or 'no GPU'}"
-    )
+    cpu = machine["cpu"] + (f" ({', '.join(machine['instructions'])})" if machine.get("instructions") else "")
+    where = f"{cpu}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB, {machine['gpu'] or 'no GPU'}"
+    if machine.get("rehearsal"):
+        hidden = " ".join(f"{name}={value}" for name, value in machine["rehearsal"].items())
+        where += f", with `{hidden}`"
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     commit = result["commit"][:10] + (" (uncommitted changes)" if result["dirty"] else "")
     lines = [

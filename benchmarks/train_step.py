@@ -10,8 +10,9 @@ evaluate nor report, and log once at the end; ours writes its metrics line for e
 adapter at the end, as always. TRL's also measures entropy and token accuracy in every update, which it cannot be told
 not to, and has its fused head. Packed rows reach all of them as the same `position_ids`, so its own packing and
 collation are not in it. Timed are the calls that train, with models and batches ready; memory is what the allocator
-had given out at the worst moment of two updates, weights included. GGPO may cost less than nothing: its layers run
-adapter and noise as one fused pair of products in place of PEFT's forward pass.
+had given out at the worst moment of two updates, weights included. Plain LoRA layers run in the fused form of
+`regularizers.fused`, which GGPO's layers share, so that "GGPO beside our plain update" compares the noise alone. All
+but the rows at real vocabularies train the shipped backbone, whose V is 4,096; these have random weights.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from regularizers.config import GGPO, Plain, RegularizerConfig
 BACKBONE, SEED = "flatshift-5m", 0
 OPTIMIZER = Optimizer(lr=1e-3, schedule="cosine", warmup=0.0, clip=1.0)
 PARITY_STEPS, SPEED_STEPS, MEMORY_STEPS, ROUNDS = 50, 8, 2, 3
+VOCABULARIES = (32_000, 128_256)
 Precision = Literal["fp32", "bf16"]
 
 
@@ -55,14 +57,37 @@ def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> An
     )
 
 
-def model_of(task: Task, precision: Precision, device: str = "cpu") -> Any:
-    """The backbone with a fresh adapter, the same at every call."""
+def model_of(task: Task, precision: Precision, device: str = "cpu", backbone: str = BACKBONE) -> Any:
+    """A backbone, by name or directory, with a fresh adapter, the same at every call."""
     from finetune.adapter import attach_adapter
     from finetune.backbone import load_backbone
 
     labels = ("background", "method", "result") if isinstance(task, Classify) else None
-    backbone = load_backbone(BACKBONE, task=task, label_names=labels, precision=precision, device=device)
-    return attach_adapter(backbone, Adapter(rank=8), task=task, seed=SEED)
+    loaded = load_backbone(backbone, task=task, label_names=labels, precision=precision, device=device)
+    return attach_adapter(loaded, Adapter(rank=8), task=task, seed=SEED)
+
+
+def with_vocabulary(vocabulary: int, folder: Path) -> str:
+    """A directory with a Llama of `vocabulary` tokens, random weights: 8 blocks of 512, embedding and head in one. The
+    ids of its rows are the shipped tokenizer's; what the head costs does not depend on them."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 def ours(
@@ -74,6 +99,7 @@ def ours(
     device: str = "cpu",
     regularizer: RegularizerConfig | None = None,
     losses: list[float] | None = None,
+    backbone: str = BACKBONE,
 ) -> Callable[[], Any]:
     """A ready run of our loop; calling it trains."""
     from finetune.backbone import load_tokenizer
@@ -81,7 +107,7 @@ def ours(
     from finetune.rundir import RunDirectory
     from regularizers import build
 
-    model, tokenizer = model_of(task, precision, device), load_tokenizer(BACKBONE)
+    model, tokenizer = model_of(task, precision, device, backbone), load_tokenizer(BACKBONE)
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -114,6 +140,7 @@ def trainer(
     losses: list[float] | None = None,
     model: Any = None,
     clip: float = 1.0,
+    backbone: str = BACKBONE,
 ) -> Callable[[], Any]:
     """A ready run of the Trainer over the same micro-batches; calling it trains."""
     import transformers
@@ -125,7 +152,7 @@ def trainer(
     )
     callbacks = [] if losses is None else [_recorder(losses)]
     built = transformers.Trainer(
-        model=model or model_of(task, precision, device),
+        model=model or model_of(task, precision, device, backbone),
         args=arguments,
         train_dataset=rows,
         data_collator=lambda batch: batch[0],
@@ -145,6 +172,7 @@ def sft(
     losses: list[float] | None = None,
     model: Any = None,
     clip: float = 1.0,
+    backbone: str = BACKBONE,
 ) -> Callable[[], Any]:
     """A ready run of TRL's SFTTrainer over the same micro-batches; calling it trains."""
     import transformers
@@ -162,7 +190,7 @@ def sft(
         dataset_kwargs={"skip_prepare_dataset": True},
     )
     built = SFTTrainer(
-        model=model or model_of(task, precision, device),
+        model=model or model_of(task, precision, device, backbone),
         args=arguments,
         train_dataset=Dataset.from_dict({"number": list(range(len(rows)))}),
         processing_class=load_tokenizer(BACKBONE),
@@ -255,9 +283,11 @@ def peers() -> dict[str, Callable[..., Callable[[], Any]] | None]:
 NO_TRL = "the packages trl and datasets are not installed (the extra `bench`)"
 
 
-def beside(bench: Benchmark, what: str, task: Task, batches: Any, precision: Precision) -> None:
+def beside(
+    bench: Benchmark, what: str, task: Task, batches: Any, precision: Precision, backbone: str = BACKBONE
+) -> None:
     """CPU-seconds and peak memory of an update, ours beside each peer's on the same micro-batches."""
-    common: dict[str, Any] = {"task": task, "batches": batches, "precision": precision}
+    common: dict[str, Any] = {"task": task, "batches": batches, "precision": precision, "backbone": backbone}
     judged: dict[str, Any] = {"bar_op": "<=", "bar_value": 1.0}
     for name, built in peers().items():
         if built is None:
@@ -277,6 +307,16 @@ def beside(bench: Benchmark, what: str, task: Task, batches: Any, precision: Pre
             measure=peak,
         )
         bench.row(f"peak memory, {what}", unit="bytes", ours=mine, peer=theirs, peer_name=name, **judged)
+
+
+def real_vocabularies(bench: Benchmark) -> None:
+    """The same at the vocabularies of Llama 2 and Llama 3, where the head is most of a small model's step."""
+    batches = batches_of(LanguageModel(), rows=2, length=128)
+    for vocabulary in VOCABULARIES:
+        with tempfile.TemporaryDirectory() as folder:
+            backbone = with_vocabulary(vocabulary, Path(folder))
+            what = f"packed language model 2 × 128, V {vocabulary:,}, 8 blocks of 512, fp32"
+            beside(bench, what, LanguageModel(), batches, "fp32", backbone)
 
 
 def gpu_seconds(build: Callable[[], Callable[[], Any]]) -> float:
@@ -338,6 +378,8 @@ def main() -> None:
         beside(bench, what, task, batches, precision)
     for what, task, batches in thousand.timed():
         beside(bench, what, task, batches, "fp32")
+
+    real_vocabularies(bench)
 
     common = {"task": packed, "batches": long, "steps": SPEED_STEPS}
     noisy, plain = interleave(

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from regularizers.fused import FusedLayers
+
 from .atomic import write_json
 from .callbacks import Callbacks
 from .checkpoint import clone
@@ -173,6 +175,7 @@ class _Loop:
         self.random = uses_dropout(engine.model)
         self.scale = LossScale(on=train.precision == "fp16")
         self.compiled = Compiled(engine.model) if train.compile else None
+        self.fused = None if train.compile else FusedLayers(engine.model)  # the compiler fuses PEFT's forward itself
         self.keeper = Keeper(
             engine, self.optimizer, regularizer, run, stage=stage, train=train, settings=optimizer, seed=seed
         )
@@ -328,10 +331,8 @@ class _Loop:
                 with self.regularizer.step(step, loss_scale=self.scale.value) as passes:
                     for _ in passes:
                         micros, context = self.batches.at(place), partial(self._context, step)
-                        work = Work(
-                            self.engine, self.task, micros, count, self.head, context, self.meter, self.compiled
-                        )
-                        losses.append((yield work))
+                        how = (self.meter, self.compiled, self.fused)
+                        losses.append((yield Work(self.engine, self.task, micros, count, self.head, context, *how)))
                     if self.scale.on and (overflowed := self.scale.overflows(losses, self.engine.clip)):
                         raise Undone
                     if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:

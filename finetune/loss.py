@@ -24,10 +24,21 @@ from .devices.widened import WidenedLinear
 from .numerics import attention
 
 IGNORED = -100
-# Elements of one slice of logits: small enough for the caches of a CPU, large enough to fill a GPU.
-_SLICE = {"cpu": 1 << 20, "cuda": 1 << 27}
 _PROBE = 64
 """Tokens of the row that the head is watched on."""
+
+
+def slice_rows(vocabulary: int, device: str) -> int:
+    """Rows of one slice of logits (rows, `vocabulary`), on a device of this kind.
+
+    A product of few rows streams the whole head through the processor for them: below 128 rows that is what it costs,
+    above 256 a CPU gains nothing, but its caches lose the slice where the vocabulary is small. So a CPU gets 256 rows,
+    fewer where these are above 2²⁴ logits (64 MiB in float32), never below 128; more where they are below 2²⁰, which
+    the calls of a slice would cost. A GPU gets 2²⁷ logits (`benchmarks.any_machine`).
+    """
+    if device != "cpu":
+        return max((1 << 27) // vocabulary, 128)
+    return min(max(256, (1 << 20) // vocabulary), max(128, (1 << 24) // vocabulary))
 
 
 class Batch(Protocol):
@@ -247,7 +258,7 @@ def _slices(
     device = hidden.device.type
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
-    rows = max(_SLICE.get(device, 1 << 24) // weight.shape[0], 16)
+    rows = slice_rows(len(weight), device)
     with torch.autocast(device, enabled=False):
         for start in range(0, len(hidden), rows):
             part, wanted = hidden[start : start + rows], targets[start : start + rows, None]

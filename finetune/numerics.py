@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,8 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import Train
 
-SHORT = 32
-"""Tokens of a row up to which a CPU attends by batched products in bf16."""
+SHORT = 96
+"""Tokens of a row up to which a CPU with bf16 instructions attends by batched products in bf16."""
+
+
+@functools.cache
+def bf16_instructions() -> bool:
+    """Whether oneDNN multiplies bf16 matrices here by instructions of the CPU."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextlib.contextmanager
@@ -49,12 +56,14 @@ def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
 def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
     """The kernel of `scaled_dot_product_attention` for a training pass over `inputs`, model keyword arguments (B, T).
 
-    torch's flash attention for CPUs calls five small matrix products for every row and head in its backward pass. In
-    bf16 such a call costs more than the product itself where T is small: up to `SHORT` tokens batched products in
-    float32 take a sixth to a third of the time, for more memory (`benchmarks.short_rows`). Elsewhere torch chooses.
+    torch's flash attention for CPUs calls five small matrix products for every row and head in its backward pass. By
+    bf16 instructions such a call costs more than the product itself where T is small: up to `SHORT` tokens batched
+    products take a sixth to two thirds of the time, for more memory (`benchmarks.short_rows`). A CPU that has none
+    takes twice as long for them (`benchmarks.any_machine`): there, and elsewhere, torch chooses.
     """
     widths = [value.shape[1] for value in inputs.values() if value.ndim > 1 and value.device.type == "cpu"]
-    if widths and max(widths) <= SHORT and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled():
+    training = torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+    if widths and max(widths) <= SHORT and training and bf16_instructions():
         return sdpa_kernel(SDPBackend.MATH)
     return contextlib.nullcontext()
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
+from regularizers.fused import FusedLayers
+
 from .adapting.soft_tokens import before_text
 from .compiling import Compiled
 from .config import Classify, Optimizer, Task, Train
@@ -70,11 +72,15 @@ class Work:
     """Counts what the engine does."""
     compiled: Compiled | None = None
     """The model's blocks, compiled."""
+    fused: FusedLayers | None = None
+    """The model's plain LoRA layers, where they may compute in the fused form."""
 
     def compute(self) -> torch.Tensor:
         """Do it by the engine alone; returns the loss, float32 scalar."""
-        compiled = self.compiled.working() if self.compiled is not None else contextlib.nullcontext()
-        with self.meter.watching(self.micros, head=self.head), compiled:
+        nothing = contextlib.nullcontext()
+        compiled = self.compiled.working() if self.compiled is not None else nothing
+        fused = self.fused.working() if self.fused is not None else nothing
+        with self.meter.watching(self.micros, head=self.head), compiled, fused:
             return self.engine.forward_backward(
                 self.micros, self.count, task=self.task, head=self.head, context=self.context
             )

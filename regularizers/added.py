@@ -16,12 +16,25 @@ from torch import Tensor, nn
 from regularizers.errors import RegularizerError
 from regularizers.layers import LoraSite, find_lora_sites, refuse_none
 from regularizers.mesh import Placement
-from regularizers.swap import ForwardSwap
+from regularizers.swap import Forward, ForwardSwap
 
 _log = logging.getLogger(__name__)
 
 Term = Callable[[Tensor, Tensor], Tensor]
 """(output y (..., m), input x (..., n) before any dropout) → the output to hand on."""
+
+
+class WithTerm:
+    """A layer's forward with a term behind it."""
+
+    def __init__(self, layer: Any, own: Forward, term: Term) -> None:
+        self.layer, self.term = layer, term
+        self.own = own
+        """The forward that stood there before; `regularizers.fused` may put an equal one in its place."""
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = self.own(x, *args, **kwargs)
+        return y if self.layer.disable_adapters else self.term(y, x)
 
 
 class AddedTerm:
@@ -36,14 +49,7 @@ class AddedTerm:
 
         Raises RegularizerError if the adapter is merged into the backbone.
         """
-        layer: Any = self.site.layer
-        plain = self._swap.begin()
-
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            y = plain(x, *args, **kwargs)
-            return y if layer.disable_adapters else term(y, x)
-
-        self._swap.put(forward)
+        self._swap.put(WithTerm(self.site.layer, self._swap.begin(), term))
 
     def remove(self) -> None:
         """Restore the layer's forward; harmless if nothing is installed."""

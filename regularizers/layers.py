@@ -87,14 +87,11 @@ class LoraSite:
 
     def active(self) -> list[str]:
         """The adapters that take part in a forward pass."""
-        if self.layer.disable_adapters:
-            return []
-        return [name for name in self.layer.active_adapters if name in self.layer.lora_A]
+        return active_adapters(self.layer)
 
     def has_variant(self, adapter: str) -> bool:
         """Whether PEFT computes this adapter by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
-        variants = getattr(self.layer, "lora_variant", None) or {}
-        return adapter in variants or bool((getattr(self.layer, "use_dora", None) or {}).get(adapter))
+        return has_variant(self.layer, adapter)
 
     def factors(self) -> list[Tensor]:
         """What the row norms depend on besides W0: the magnitude vector of DoRA, else A of every active adapter, then
@@ -200,7 +197,18 @@ def is_lora(module: nn.Module) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "lora_B") and hasattr(module, "base_layer")
 
 
-def _linear_shape(base: Any) -> tuple[int, int, bool] | None:
+def active_adapters(layer: Any) -> list[str]:
+    """The adapters of a LoRA layer that take part in its forward pass."""
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def has_variant(layer: Any, adapter: str) -> bool:
+    """Whether PEFT computes this adapter of a LoRA layer by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
+    variants = getattr(layer, "lora_variant", None) or {}
+    return adapter in variants or bool((getattr(layer, "use_dora", None) or {}).get(adapter))
+
+
+def linear_shape(base: Any) -> tuple[int, int, bool] | None:
     """(m, n, transposed) of a layer that computes x W0ᵀ, or None for other kinds (embedding, convolution)."""
     if isinstance(base, nn.Linear):
         return base.out_features, base.in_features, False
@@ -222,7 +230,7 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
         layer: Any = module
         name = canonical_name(raw)
         base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.base_layer
-        shape = _linear_shape(base)
+        shape = linear_shape(base)
         if shape is None or not layer.lora_A or not all(_is_factor(a, shape[1]) for a in layer.lora_A.values()):
             others.append(name)
             continue

@@ -13,13 +13,11 @@ from torch import Tensor
 from ..config import LanguageModel, MaskedLM, Task
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
-from ..loss import Head, aligned, find_head
+from ..loss import Head, aligned, find_head, slice_rows
 from .mode import forward_precision
 from .share import ALONE, Share
 
 _CAUSAL = LanguageModel()
-_SLICE = 1 << 24
-"""Logits that are turned into float32 at once: 64 MiB."""
 _LOGITS = 1 << 28
 """Logits that exist at once, at most (one row always may): 1 GiB in float32."""
 
@@ -40,7 +38,7 @@ def token_nats(
     mask = targets != IGNORE
     rows = mask.nonzero()[:, 0]
     scores, wanted = scores[mask], targets[mask]
-    size = max(1, _SLICE // (values.shape[-1] if linear is None else linear.weight.shape[0]))
+    size = slice_rows(values.shape[-1] if linear is None else len(linear.weight), values.device.type)
     parts = []
     for i in range(0, len(wanted), size):
         part = scores[i : i + size]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 _WORDS = re.compile(r"\w+")
-_BATCH = 2048
+_BATCH = 1024
 _REMEMBERED = 1 << 20
 """Distinct words whose bucket is remembered, at most: about 120 MB."""
 

@@ -14,7 +14,7 @@ from selection.errors import SelectionError
 from selection.features.hashing import WordHasher
 from selection.features.pooling import normalised
 
-_CHUNK = 16_384
+_CHUNK = 4096
 """Texts whose counts are held at a time."""
 
 

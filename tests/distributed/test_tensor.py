@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from finetune.config import Mesh
+from finetune.loss import slice_rows
 from finetune.parallel.keys import Checkpoint
 from finetune.parallel.layout import Layout, canonical
 from finetune.parallel.skeleton import empty_model
@@ -173,13 +174,14 @@ def _meta(kind: str, world: World) -> bool:
 def _vocabulary(world: World) -> dict[str, float]:
     """Float32 with a bias, against float64 over the whole vocabulary."""
     generator = torch.Generator().manual_seed(4)
-    n, width, size = 50, 16, 64
+    n, width, size = 300, 16, 8192
     hidden = torch.randn(n, width, generator=generator, requires_grad=True)
     weight, bias = torch.randn(size, width, generator=generator) * 2, torch.randn(size, generator=generator)
     targets = torch.randint(size, (n,), generator=generator)
     exact = F.cross_entropy(hidden.double() @ weight.double().T + bias.double(), targets, reduction="sum")
     (wanted,) = torch.autograd.grad(exact * 0.5, hidden)
     rows = size // world.size
+    assert 0 < n % slice_rows(rows, "cpu") < n  # several slices, the last a part of one
     start = rows * world.rank
     linear = nn.Linear(width, rows).requires_grad_(False)
     linear.weight.copy_(weight[start : start + rows])

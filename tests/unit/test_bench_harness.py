@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks import _harness, gotd_million, gotd_solver
+from benchmarks import _harness, _instructions, docs, gotd_million, gotd_solver
 from benchmarks._harness import Benchmark, CapReached, cap_cpu, cpu_seconds, in_child, interleave
 
 KEYS = [
@@ -50,7 +50,7 @@ def test_rows_and_file_follow_the_contract(tmp_path):
     assert (good["holds"], bad["holds"], none["holds"], none["ours"]) == (True, False, None, None)
     written = json.loads(bench.finish(tmp_path / "x.json").read_text())
     assert list(written) == ["name", "command", "commit", "dirty", "machine", "versions", "rows"]
-    assert list(written["machine"]) == ["cpu", "cores", "memory", "gpu"]
+    assert list(written["machine"]) == ["cpu", "cores", "memory", "gpu", "instructions", "rehearsal"]
     assert written["versions"]["no-such-distribution"] is None
     assert written["rows"][2]["reason"] == "no GPU"
     assert "NO" in _harness.table(written["rows"])
@@ -116,3 +116,30 @@ def test_a_capped_peer_is_shown_with_the_error_it_reached(monkeypatch):
     monkeypatch.setattr(gotd_solver, "in_child", broken)
     gotd_solver._peer(bench, "POT", "pot-log-float64", {"iterations": 5, "cap_s": 180.0}, "setting")
     assert bench.rows[2]["reason"] == "POT failed: MemoryError"
+
+
+def instructions_of_a_child():
+    from benchmarks import _instructions
+
+    return {"used": _instructions.used(), "hidden": _instructions.in_force()}
+
+
+@pytest.mark.skipif("avx2" not in _instructions.flags(), reason="an x86 processor with AVX2 is rehearsed")
+def test_a_rehearsal_reaches_the_kernels_of_a_child_and_is_named():
+    found = in_child(
+        "tests.unit.test_bench_harness:instructions_of_a_child", environment=_instructions.rehearsal(), wall_cap_s=120
+    )
+    assert found["used"]["torch"] == "AVX2" and found["used"]["oneDNN"].endswith("AVX2")
+    assert found["hidden"] == _instructions.rehearsal() and not _instructions.in_force()
+    assert set(_instructions.flags()) <= {*_instructions.SHOWN, *_instructions.ARM}
+
+
+def test_the_page_names_instructions_and_a_rehearsal(tmp_path):
+    bench = Benchmark("x", packages=())
+    bench.row("a", ours=1.0, unit="s")
+    result = json.loads(bench.finish(tmp_path / "x.json").read_text())
+    result["machine"] |= {"cpu": "C", "instructions": ["avx2", "amx_bf16"], "rehearsal": {"ONEDNN_MAX_CPU_ISA": "AVX2"}}
+    where = docs.section(result)
+    assert "C (avx2, amx_bf16)" in where and "with `ONEDNN_MAX_CPU_ISA=AVX2`" in where
+    del result["machine"]["instructions"], result["machine"]["rehearsal"]  # of a file from before
+    assert "on C, " in docs.section(result)

@@ -10,7 +10,14 @@ from finetune import loss as loss_module
 from finetune.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel
-from finetune.loss import batch_loss, find_head, linear_cross_entropy, loss_sum
+from finetune.loss import (
+    batch_loss,
+    find_head,
+    linear_cross_entropies,
+    linear_cross_entropy,
+    loss_sum,
+    slice_rows,
+)
 from tests.finetune_models import IGNORED, RandomBatches, save_backbone
 
 LM = LanguageModel()
@@ -47,7 +54,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_sliced_and_whole_loss_agree_with_the_naive_sum_in_value_and_gradient(kind, tmp_path, monkeypatch):
-    monkeypatch.setitem(loss_module._SLICE, "cpu", 64 * 16)  # 16 rows a slice: several slices
+    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device: 16)  # several slices
     model, micro = build(kind, tmp_path), RandomBatches(rows=5).at(0)[0]
     head = find_head(model, micro.inputs, task=LM)
     assert head is not None
@@ -97,6 +104,37 @@ def test_linear_cross_entropy_gradient_by_finite_differences(bias):
         shift[index] = step
         numeric = (value(shift) - value(-shift)) / (2 * step)
         assert abs(gradient[index].item() - numeric) < 1e-5
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(5000, 600), (70_001, 250), (140_003, 140)])
+def test_slices_that_divide_neither_rows_nor_vocabulary_agree_with_dense_float64(vocabulary, rows):
+    assert 0 < rows % slice_rows(vocabulary, "cpu") < rows  # a whole slice and a part of one
+    generator = torch.Generator().manual_seed(3)
+    linear = torch.nn.Linear(8, vocabulary, bias=False).requires_grad_(False)
+    linear.weight.copy_(torch.randn(vocabulary, 8, generator=generator))
+    hidden = torch.randn(rows, 8, generator=generator, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
+    wide = hidden.detach().double().requires_grad_()
+    terms = F.cross_entropy(wide @ linear.weight.double().T, targets, reduction="none")
+    weights = torch.rand(rows, generator=generator)
+    (wanted,) = torch.autograd.grad(terms.sum(), wide, retain_graph=True)
+    (weighted,) = torch.autograd.grad((terms * weights).sum(), wide)
+    for expected, value in (
+        (wanted, linear_cross_entropy(hidden, linear, targets)),
+        (weighted, (linear_cross_entropies(hidden, linear, targets) * weights).sum()),
+    ):
+        (gradient,) = torch.autograd.grad(value, hidden)
+        assert (gradient - expected).norm() <= 1e-6 * expected.norm()
+    assert abs(linear_cross_entropy(hidden, linear, targets).item() / terms.sum().item() - 1) < 1e-7
+
+
+def test_slices_are_products_of_many_rows_and_bounded_memory():
+    for vocabulary in (2, 999, 4096, 30_522, 32_000, 50_257, 128_256, 262_144):
+        rows = slice_rows(vocabulary, "cpu")
+        assert rows >= 128
+        assert rows * vocabulary <= max(1 << 24, 128 * vocabulary)
+        assert rows <= 256 or rows * vocabulary <= 1 << 20
+        assert slice_rows(vocabulary, "cuda") >= max(128, rows)
 
 
 def test_large_logits_and_no_supervised_token():

@@ -6,9 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from finetune import numerics
 from finetune.config import Train
 from finetune.devices.precision import autocast
 from finetune.numerics import SHORT, attention
+
+
+@pytest.fixture(autouse=True)
+def instructions(monkeypatch):
+    """Of a CPU with bf16 instructions, whatever this one has; results do not depend on them."""
+    monkeypatch.setattr(numerics, "bf16_instructions", lambda: True)
+
 
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -43,6 +51,11 @@ def _kernels(tokens, precision, *, grad=True):
 )
 def test_short_rows_of_a_bf16_training_pass_leave_flash_attention(tokens, precision, grad, flash):
     assert (FLASH in _kernels(tokens, precision, grad=grad)) is flash
+
+
+def test_a_cpu_without_bf16_instructions_keeps_flash_attention(monkeypatch):
+    monkeypatch.setattr(numerics, "bf16_instructions", lambda: False)
+    assert FLASH in _kernels(8, "bf16")
 
 
 def test_nothing_is_chosen_where_no_input_has_rows():

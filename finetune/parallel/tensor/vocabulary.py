@@ -10,10 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...loss import slice_rows
 from . import borders
-
-# Elements of one slice of logits: small enough for the caches of a CPU, large enough to fill a GPU.
-_SLICE = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         bias = None if bias is None else bias.to(hidden.dtype)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = torch.zeros((), dtype=torch.float64 if device == "cpu" else torch.float32, device=hidden.device)
-        rows = max(_SLICE.get(device, 1 << 24) // weight.shape[0], 16)
+        rows = slice_rows(len(weight), device)
         with torch.autocast(device, enabled=False):
             for first in range(0, len(hidden), rows):
                 part, wanted = hidden[first : first + rows], targets[first : first + rows, None]

@@ -1,0 +1,257 @@
+"""Numbers in the code that were chosen on some machine: does a neighbouring value do better on another one?
+
+Each is put at half and at twice its value, and the work that it is for is timed at all three, in turn, in one process.
+A number that decides a choice rather than a size (the kernel of attention, the form of a layer) stands beside what it
+was chosen against.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks._harness import cpu_seconds, limit_threads
+
+Work = Callable[[], Any]
+TEXTS = 1500
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number of a module, and the work that it is for."""
+
+    place: str
+    """`module:NAME`, or `module:NAME:key` of a table."""
+    work: Callable[[], Work]
+    """Makes the inputs and gives what is timed."""
+
+    def value(self) -> int:
+        """As it stands in the code."""
+        owner, name = self._owner()
+        found = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+        assert isinstance(found, int)
+        return found
+
+    @contextmanager
+    def at(self, value: int) -> Iterator[None]:
+        """The number is another one inside."""
+        owner, name = self._owner()
+        before = self.value()
+        put = owner.__setitem__ if isinstance(owner, dict) else partial(setattr, owner)
+        put(name, value)
+        try:
+            yield
+        finally:
+            put(name, before)
+
+    def _owner(self) -> tuple[Any, str]:
+        module, name, *key = self.place.split(":")
+        owner = importlib.import_module(module)
+        return (getattr(owner, name), key[0]) if key else (owner, name)
+
+
+def texts(count: int = TEXTS) -> list[str]:
+    """Of the pool that ships."""
+    from finetune.data import read_rows
+
+    found = [str(row.values["text"]) for row, _ in zip(read_rows(["sample:pool"]), range(count), strict=False)]
+    if len(found) < count:
+        raise ValueError(f"sample:pool has {len(found)} texts, {count} are wanted")
+    return found
+
+
+# ---------------------------------------------------------------------------------------- what the numbers are for
+
+
+def transport() -> Work:
+    """One evaluation of the semi-dual over 16 k × 1 k × 384, streamed."""
+    import numpy as np
+    import torch
+
+    from selection.transport.kernel import Streamed
+    from selection.transport.problem import pose
+    from selection.transport.rows import StreamedRows
+
+    draw = np.random.Generator(np.random.PCG64(0))
+    x, y = (draw.standard_normal((size, 384)).astype(np.float32) for size in (16_384, 1000))
+    rows = StreamedRows(pose(x, y, None, None, chunk=None, progress=None), torch.float32)
+    return lambda: Streamed(rows, 40.0).evaluate(torch.zeros(len(y), dtype=torch.float64))
+
+
+def signatures() -> Work:
+    """MinHash signatures of the pool's shingles, 128 permutations."""
+    from selection.hygiene.minhash import MinHasher
+    from selection.hygiene.shingles import Shingler
+
+    hashes, counts = Shingler("char", 5)(texts() * 4)
+    return lambda: MinHasher(128, 0).signatures(hashes, counts)
+
+
+def shingles() -> Work:
+    """Hashed character shingles of the pool."""
+    from selection.hygiene.shingles import Shingler
+
+    found = texts() * 8
+    return lambda: Shingler("char", 5)(found)
+
+
+def duplicates() -> Work:
+    """Near duplicates among texts of the pool and copies of them with every twentieth word changed."""
+    import numpy as np
+
+    from selection.hygiene.config import NearDuplicates as Settings
+    from selection.hygiene.lsh import NearDuplicates
+
+    found = texts()
+    twins = [" ".join("x" if i % 20 == 19 else w for i, w in enumerate(text.split())) for text in found]
+    everything = [*found, *twins]
+    signed = NearDuplicates(Settings(), seed=0)
+    signed.sign(everything)
+    signed.propose(np.ones(len(everything), dtype=bool))
+    signed.collect(everything)
+    return signed.resolve
+
+
+def repetition() -> Work:
+    """Shares of repeated n-grams in the pool's texts."""
+    from selection.hygiene.repetition import shares
+
+    found = texts() * 8
+    return lambda: shares(found)
+
+
+def hashed_words() -> Work:
+    """Hashed bags of words of the pool."""
+    from selection.features.hashing import WordHasher
+
+    found = texts() * 6
+    return lambda: WordHasher(2**18).counts(found)
+
+
+def tfidf() -> Work:
+    """TF-IDF features of 18 k texts by a fitted embedder."""
+    from selection.features.tfidf import TfIdfEmbedder
+
+    found = texts()
+    fitted = TfIdfEmbedder(dim=64, fit_rows=1000).fit(found)
+    return lambda: fitted.transform([text[:120] for text in found] * 12)
+
+
+def ngrams() -> Work:
+    """Hashed n-grams of the pool (DSIR)."""
+    from selection.methods.ngrams import NgramHasher
+
+    found = texts() * 4
+    return lambda: sum(len(lengths) for _, lengths in NgramHasher(10_000).batches(found))
+
+
+def row_norms() -> Work:
+    """Row norms of a bf16 weight of 4096 × 4096 (GGPO)."""
+    import torch
+
+    from regularizers.rownorms import squared_row_norms
+
+    weight = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return lambda: squared_row_norms(weight)
+
+
+def resamples() -> Work:
+    """A bootstrap interval of 2,000 documents."""
+    import numpy as np
+
+    from finetune.evaluate.bootstrap import interval
+
+    nats, tokens = np.random.Generator(np.random.PCG64(0)).random((2, 2000)) + 1.0
+    return lambda: interval([nats, tokens], lambda a, b: a.sum(-1) / b.sum(-1), resamples=1500)
+
+
+def stack(*, shared: bool) -> Work:
+    """One update of a stack of 32 cells on the shipped backbone, 64 tokens each; `shared`: the same for all."""
+    from benchmarks import sweep_stacked
+
+    folder = tempfile.TemporaryDirectory()
+    cells = sweep_stacked._cells(sweep_stacked.SHAPES[64], 10_000, Path(folder.name), "cpu", last=shared)
+    stacked = sweep_stacked._Stacked(*cells)
+
+    def update(kept: Any = folder) -> None:
+        stacked.update(1)
+
+    return update
+
+
+CONSTANTS = {
+    "tile of a pass over the pool": Constant("selection.transport.kernel:TILE_BYTES:cpu", transport),
+    "tile of MinHash": Constant("selection.hygiene.minhash:_TILE", signatures),
+    "tile of shingles": Constant("selection.hygiene.shingles:_TILE", shingles),
+    "shingles compared at a time": Constant("selection.hygiene.lsh:_BATCH", duplicates),
+    "words of repetition at a time": Constant("selection.hygiene.repetition:_WORDS_AT_ONCE", repetition),
+    "texts of hashed words at a time": Constant("selection.features.hashing:_BATCH", hashed_words),
+    "texts of TF-IDF at a time": Constant("selection.features.tfidf:_CHUNK", tfidf),
+    "texts of hashed n-grams at a time": Constant("selection.methods.ngrams:_BATCH", ngrams),
+    "elements of row norms at a time": Constant("regularizers.rownorms:_CHUNK", row_norms),
+    "numbers of a bootstrap at a time": Constant("finetune.evaluate.bootstrap:_ELEMENTS", resamples),
+    "tokens of a stacked pass": Constant("finetune.stacked.passes:TOKENS:cpu", partial(stack, shared=False)),
+    "tokens of a pass that shares rows": Constant(
+        "finetune.stacked.passes:SHARED_TOKENS:cpu", partial(stack, shared=True)
+    ),
+    "calls of a stacked pass, in tokens": Constant("finetune.stacked.passes:_CALLS:cpu", partial(stack, shared=False)),
+}
+"""By what each is: sizes that were measured on some machine. Numbers that only bound memory are not among them."""
+
+
+def constant_times(what: str, rounds: int) -> dict[str, list[float]]:
+    """CPU-seconds of the work at the number itself, at half of it and at twice, paired by round."""
+    limit_threads(1)
+    constant = CONSTANTS[what]
+    work, value = constant.work(), constant.value()
+    values = (value // 2, value, value * 2)
+    found: dict[str, list[float]] = {str(each): [] for each in values}
+    with constant.at(value):
+        work()
+    for turn in range(rounds):
+        for each in values if turn % 2 == 0 else values[::-1]:
+            with constant.at(each):
+                found[str(each)].append(cpu_seconds(work))
+    return {"value": [float(value)], **found}
+
+
+# ---------------------------------------------------------------------------------------- choices, not sizes
+
+
+def attention_times(tokens: int, rounds: int) -> dict[str, list[float]]:
+    """CPU-seconds of attention, forward and backward in bf16 over 64 rows and 8 heads of 32: as
+    `finetune.numerics.attention` has it (`ours`), by batched products (`products`) and as torch chooses (`torch`)."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from finetune.numerics import attention
+
+    limit_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(64, 8, tokens, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    inputs = {"input_ids": torch.zeros(64, tokens, dtype=torch.int64)}
+
+    def run(around: Callable[[], Any]) -> None:
+        for _ in range(4):
+            with torch.autocast("cpu", dtype=torch.bfloat16), around():
+                scaled_dot_product_attention(*parts, is_causal=True).sum().backward()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "ours": lambda: attention(inputs),
+        "products": lambda: sdpa_kernel(SDPBackend.MATH),
+        "torch": contextlib.nullcontext,
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    run(ways["products"])
+    for turn in range(rounds):
+        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            found[name].append(cpu_seconds(partial(run, ways[name])))
+    return found
