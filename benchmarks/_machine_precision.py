@@ -1,7 +1,6 @@
 """What `train.precision: auto` takes beside what a whole training step is faster in, on several instruction sets.
 
-Each setting is a child process of its own, because a kernel's instruction set is chosen when torch is imported: it
-settles the precision as a command would, then makes the same updates in both dtypes, turn about, on one thread by CPU
+Each instruction set has a child process of its own, because kernels are chosen when torch is imported: it settles the precision as a command would, then makes the same updates in both dtypes, turn about, on one thread by CPU
 time. `auto` is right in a setting if the dtype that it took is the faster one, or as fast up to the noise of the
 measurement, which is told apart by the spread over the rounds.
 """
@@ -44,20 +43,23 @@ SLOW = 0.25
 """A round in which one dtype takes four times as long as the other settles it: no more are made."""
 
 
+def settings() -> list[dict[str, Any]]:
+    """`setting` for each of `SHAPES`; for a child process."""
+    return [setting(*shape) for shape in SHAPES]
+
+
 def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
-    """What auto takes here, and CPU-seconds of one update in either dtype by round; for a child process."""
+    """What auto takes here, and CPU-seconds of one update in either dtype by round."""
     import torch
 
     from finetune.backbone import block_shape
     from finetune.config import Train
     from finetune.devices.precision import choose
-    from finetune.devices.products import cpu_rates
 
     torch.set_num_threads(1)
     directory = _backbone(backbone)
     shape = block_shape(directory, tokens=rows * tokens // 2)
     choice = choose(Train(), torch.device("cpu"), shape)
-    rates, _ = cpu_rates(shape)
     runs = {name: update(directory, rows, tokens, name) for name in ("fp32", "bf16")}
     for run in runs.values():
         run()
@@ -67,12 +69,7 @@ def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
             taken[name].append(cpu_seconds(runs[name]))
         if min(taken["fp32"]) < SLOW * min(taken["bf16"]):
             break
-    return {
-        "auto": choice.precision,
-        "why": str(rates),
-        "kernels": torch.backends.cpu.get_cpu_capability(),
-        "seconds": taken,
-    }
+    return {"auto": choice.precision, "seconds": taken}
 
 
 def _backbone(name: str) -> str:
@@ -159,37 +156,32 @@ def narrow_rows(bench: Benchmark) -> None:
 
 def precision_rows(bench: Benchmark) -> None:
     """A row for each setting, auto's step ÷ the faster dtype's, and one that counts where auto took the faster."""
-    right, environments = 0, instructions()
-    settings = [(name, shape) for name in environments for shape in SHAPES]
-    for name, (backbone, rows, tokens) in settings:
-        found = in_child(
-            "benchmarks._machine_precision:setting",
-            backbone=backbone,
-            rows=rows,
-            tokens=tokens,
-            environment=environments[name],
-        )
-        seconds: dict[str, list[float]] = found["seconds"]
-        other = "bf16" if found["auto"] == "fp32" else "fp32"
-        ratios = [a / b for a, b in zip(seconds[found["auto"]], seconds[other], strict=False)]
-        faster = statistics.median(ratios) <= 1.0
-        right += faster or min(ratios) <= 1.0  # rounds that disagree: no difference that this can tell
-        best = [min(pair) for pair in zip(seconds["fp32"], seconds["bf16"], strict=False)]
-        typical = found["auto"] if faster else other
-        what = f"auto takes {found['auto']} for {backbone}, {rows} × {tokens}"
-        bench.row(
-            f"{name} ({found['kernels']}): {what}; {found['why']}",
-            ours=seconds[found["auto"]][: len(best)],
-            peer=seconds[typical][: len(best)],
-            peer_name=f"always {typical}",
-            unit="CPU-s",
-            bar_op="<=",
-            bar_value=1.05,
-        )
+    right, count = 0, 0
+    for name, environment in instructions().items():
+        found = in_child("benchmarks._machine_precision:settings", environment=environment)
+        for (backbone, rows, tokens), one in zip(SHAPES, found, strict=True):
+            count += 1
+            seconds: dict[str, list[float]] = one["seconds"]
+            auto, other = one["auto"], "bf16" if one["auto"] == "fp32" else "fp32"
+            ratios = [a / b for a, b in zip(seconds[auto], seconds[other], strict=False)]
+            faster = statistics.median(ratios) <= 1.0
+            right += faster or min(ratios) <= 1.0  # rounds that disagree: no difference that this can tell
+            best = auto if faster else other
+            rounds = min(map(len, seconds.values()))
+            bench.row(
+                f"{name}: an update of {backbone}, {rows} × {tokens}; auto takes {auto}, {other} costs "
+                f"{statistics.median(1 / ratio for ratio in ratios):.3g} of it",
+                ours=seconds[auto][:rounds],
+                peer=seconds[best][:rounds],
+                peer_name=f"always {best}",
+                unit="CPU-s",
+                bar_op="<=",
+                bar_value=1.05,
+            )
     bench.row(
-        "settings in which auto took the faster dtype, or the two could not be told apart",
-        ours=[right / len(settings)],
-        unit=f"of {len(settings)}",
+        f"of {count} settings, those in which auto took the faster dtype or the two could not be told apart",
+        ours=right,
+        unit="settings",
         bar_op=">=",
-        bar_value=1.0,
+        bar_value=count,
     )
