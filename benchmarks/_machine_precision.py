@@ -1,8 +1,8 @@
 """What `train.precision: auto` takes beside what a whole training step is faster in, on several instruction sets.
 
-Each instruction set has a child process of its own, because kernels are chosen when torch is imported: it settles the precision as a command would, then makes the same updates in both dtypes, turn about, on one thread by CPU
-time. `auto` is right in a setting if the dtype that it took is the faster one, or as fast up to the noise of the
-measurement, which is told apart by the spread over the rounds.
+Each instruction set has a child process of its own, because kernels are chosen when torch is imported. It settles the
+precision as a command would, then makes the same updates in both dtypes, turn about, on one thread by CPU time. `auto`
+is right in a setting if the dtype that it took is the faster one, or if rounds disagree about which that is.
 """
 
 from __future__ import annotations
