@@ -17,6 +17,7 @@ SMALL = {
     "train.batch_size": 4,
     "train.max_length": 32,
     "train.threads": 1,
+    "train.precision": "fp32",
     "data.train.limit": 40,
     "data.dev.limit": 20,
     "data.test.limit": 30,

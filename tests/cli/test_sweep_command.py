@@ -290,6 +290,7 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
         "train.batch_size": 4,
         "train.max_length": 32,
         "train.threads": 1,
+        "train.precision": "fp32",
         "data.train.limit": 40,
         "data.test.limit": 30,
         "eval.bootstrap": 20,

@@ -23,6 +23,7 @@ SMALL = {
     "train.eval_every": 3,
     "train.save_every": 2,
     "train.threads": 1,
+    "train.precision": "fp32",
     "data.train.limit": 40,
     "data.dev.limit": 20,
     "data.test.limit": 30,
@@ -270,7 +271,7 @@ def test_more_processes_than_ranks_are_refused(tmp_path: Path, monkeypatch, caps
 )
 def test_every_objective_runs(tmp_path: Path, settings: dict) -> None:
     out = tmp_path / "out"
-    short = SMALL | {"train.steps": 3, "train.precision": "fp32"} | settings
+    short = SMALL | {"train.steps": 3} | settings
     assert run(["train", "classify", "--out", str(out), *flags(short)]) == 0
     test = json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]
     wanted = {"rank": "matthews", "generate": "exact_match"}.get(settings.get("task.score", ""), "loss")

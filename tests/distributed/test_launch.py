@@ -142,8 +142,8 @@ def test_under_torchrun(tmp_path: Path, scenario: str, words: str) -> None:
     assert words in done.stderr and done.stderr.count("flatshift: ") == 1, done.stderr
 
 
-SHORT = {"train.batch_size": 4, "train.max_length": 32, "data.train.limit": 20, "data.dev.limit": 4}
-SHORT |= {"data.test.limit": 4, "eval.bootstrap": 10}
+SHORT = {"train.batch_size": 4, "train.max_length": 32, "train.precision": "fp32", "data.train.limit": 20}
+SHORT |= {"data.dev.limit": 4, "data.test.limit": 4, "eval.bootstrap": 10}
 
 
 def under_torchrun(launcher: list[str], out: Path, **settings: object) -> subprocess.Popen[str]:
@@ -176,7 +176,7 @@ def test_two_nodes(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "flatshift"]
     nodes += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
-    short = {"train.steps": 6, "train.precision": "fp32"}
+    short = {"train.steps": 6}
     mesh = {"mesh.replicate": 2, "mesh.dp": 2, **short}
     both = [under_torchrun(nodes, tmp_path / "nodes", **mesh) for _ in range(2)]
     alone = under_torchrun(["--nproc-per-node", "1"], tmp_path / "alone", **short)

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORT = ["--train.steps", "4", "--train.eval_every", "0", "--warmup.steps", "3", "--train.max_length", "48"]
+SHORT += ["--train.precision", "fp32"]
 
 
 def blocks(language: str) -> list[str]:
