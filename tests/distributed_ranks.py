@@ -17,8 +17,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.patience import HANG_S
 
-def run_ranks(function: Callable | str, world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+
+def run_ranks(function: Callable | str, world_size: int, *args: Any, timeout: float = HANG_S) -> list[Any]:
     """Call `function(*args)` on `world_size` fresh processes and return what each rank returned, in rank order.
 
     The default process group (gloo, one compute thread) exists while `function` runs; a rank reads its place with

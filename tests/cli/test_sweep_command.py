@@ -284,7 +284,6 @@ def test_bisection_ends_at_a_cell_that_fails_otherwise(cheap: Sweep, capsys: pyt
 # ------------------------------------------------------------------------------------------- for real
 
 
-@pytest.mark.timeout(600)
 def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
     settings = {
         "train.batch_size": 4,

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flatshift.cli import run
+from tests.patience import HANG_S
 
 SMALL = {
     "train.steps": 6,
@@ -167,7 +168,7 @@ def start(*words: str) -> subprocess.Popen:
 
 
 def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline and process.poll() is None:
         metrics = out / "metrics.jsonl"
         if metrics.is_file() and len(metrics.read_bytes().splitlines()) >= step:
@@ -183,7 +184,6 @@ def adapter_bytes(out: Path) -> bytes:
 LONG = SMALL | {"train.steps": 40, "train.eval_every": 0, "train.save_every": 7, "regularizer.kind": "ggpo"}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, number: signal.Signals) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -198,7 +198,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, number: signal
     process = start(*words, "--out", str(cut))
     wait_for_step(process, cut, 10)
     process.send_signal(number)
-    code = process.wait(timeout=300)
+    code = process.wait(timeout=HANG_S)
     assert code == (3 if number == signal.SIGTERM else -signal.SIGKILL)
     assert not (cut / "eval.json").exists()
     assert run(["train", "--resume", str(cut)]) == 0
@@ -278,7 +278,6 @@ def test_every_objective_runs(tmp_path: Path, settings: dict) -> None:
     assert wanted in test
 
 
-@pytest.mark.timeout(600)
 def test_sweep_is_idempotent_and_keeps_failures(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     words = ["sweep", "double-descent", "--out", str(out), "--seeds", "2", *flags(SMALL | {"train.steps": 2})]

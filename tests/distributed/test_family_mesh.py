@@ -110,7 +110,7 @@ def compare(runs: dict[str, Run], world_size: int) -> None:
     for name, run in runs.items():  # what is compared is there
         away = max(abs(a - b) for a, b in zip(alone[name]["losses"], plain[run.case.kind], strict=True))
         assert away > 20 * BOUNDS["loss"], (name, away)
-    ranks = run_ranks(courses, world_size, runs, {name: one["state"] for name, one in alone.items()}, timeout=330)
+    ranks = run_ranks(courses, world_size, runs, {name: one["state"] for name, one in alone.items()})
     misses = []
     for name in runs:
         worst = dict.fromkeys(BOUNDS, 0.0)

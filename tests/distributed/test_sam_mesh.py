@@ -78,7 +78,7 @@ def compare(cases: dict[str, tuple[str, Case]], world_size: int) -> None:
         if (kind, case.layers) not in alone:
             alone[kind, case.layers] = course(kind, replace(case, mesh=Mesh(), checkpointing="none"))
     states = {key: run["state"] for key, run in alone.items()}
-    ranks = run_ranks(courses, world_size, cases, states, timeout=350)
+    ranks = run_ranks(courses, world_size, cases, states)
     for name, (kind, case) in cases.items():
         wanted = alone[kind, case.layers]
         assert kind == "bi-lora" or all(
@@ -204,7 +204,7 @@ def on_ranks() -> dict[str, Any]:
 
 
 def test_refusals_and_the_trainer_under_ddp() -> None:
-    ranks = run_ranks(on_ranks, 2, timeout=350)
+    ranks = run_ranks(on_ranks, 2)
     for said, axis in zip(ranks[0]["refusals"], ("dp", "tp", "pp", "tp"), strict=True):
         assert f"mesh.{axis}" in said and "lora-sam" in said
     for kind in TRAINED:
