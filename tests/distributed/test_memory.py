@@ -26,7 +26,7 @@ def test_a_rank_holds_and_needs_its_share_only(tmp_path: Path, monkeypatch: pyte
     tiny, big = str(tmp_path / "tiny"), str(tmp_path / "big")
     save_backbone(TINY, tiny)
     save_backbone(SIZES, big)
-    runs = run_ranks("benchmarks.sharding_memory:ours", 4, tiny, big, {"dp": 4}, "fp32", asdict(SIZES))
+    runs = run_ranks("benchmarks.sharding_memory:ours", 4, tiny, big, {"dp": 4}, "fp32", asdict(SIZES), anew=True)
     for run in runs:
         assert run["held"] == SIZES.whole_bytes / 4
         assert run["load"] <= LOAD_SHARE * run["held"] + LOAD_MORE < SIZES.whole_bytes
