@@ -156,7 +156,7 @@ def under_torchrun(launcher: list[str], out: Path, **settings: object) -> subpro
 def test_torchrun_restarts_into_the_same_run(tmp_path: Path) -> None:
     """One of two ranks is killed: torchrun ends the other, starts both again, and they continue the run."""
     out = tmp_path / "run"
-    mesh = {"mesh.dp": 2, "train.steps": 40, "train.save_every": 2}
+    mesh = {"mesh.dp": 2, "train.steps": 20, "train.save_every": 2}
     process = under_torchrun(["--nproc-per-node", "2", "--max-restarts", "1"], out, **mesh)
     while not (out / "state" / "step-4").exists():
         assert process.poll() is None
