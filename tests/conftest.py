@@ -1,5 +1,6 @@
 """Every process of the tests: one compute thread (bits depend on the count), this source tree, a limit in CPU time."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -13,6 +14,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 CPU_S = 240.0
 """What one test may compute, with the processes it waits for; `timeout` (wall time) is only there for what hangs."""
+
+
+def pytest_collection_finish() -> None:
+    """Spare what collection made to every later search for garbage: thousands of tests, and all that they import."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -40,11 +40,14 @@ def run_ranks(function: Callable | str, world_size: int, *args: Any, anew: bool 
     context = mp.get_context("spawn" if anew else "forkserver")
     if not anew:
         mp.set_forkserver_preload(["tests.rank_imports"])
+    packed = pickle.dumps(
+        args
+    )  # multiprocessing would hand each tensor over as an open file, and of those there are few
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            setup = (function, rank, world_size, f"{folder}/store", args)
+            setup = (function, rank, world_size, f"{folder}/store", packed)
             processes.append(context.Process(target=_rank, args=(theirs, *setup), daemon=True))
             processes[-1].start()
             theirs.close()
@@ -92,7 +95,7 @@ def _load(function: str) -> Callable:
     return getattr(module, name)
 
 
-def _rank(pipe: Connection, function: str, rank: int, world_size: int, store: str, args: tuple[Any, ...]) -> None:
+def _rank(pipe: Connection, function: str, rank: int, world_size: int, store: str, packed: bytes) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     import torch
     import torch.distributed as dist
@@ -102,7 +105,7 @@ def _rank(pipe: Connection, function: str, rank: int, world_size: int, store: st
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=HANG_S)
         )
-        value = _load(function)(*args)
+        value = _load(function)(*pickle.loads(packed))  # noqa: S301 - from our own parent
         dist.barrier()
         pipe.send_bytes(pickle.dumps((True, value)))
         dist.destroy_process_group()
