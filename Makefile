@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 # Without an NVIDIA driver the CPU build is enough (and some GB smaller): its local version sorts above the plain one.
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# An index that does not answer is found out once (scripts/package_indexes.py), not for each dependency; errors are shown.
+PIP := . $(VENV)/indexes && $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: demo test lint bench slow clean
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 
 .PHONY: help
 help:
@@ -19,18 +21,25 @@ help:
 	@echo "make slow    the tests that are left out of make test"
 	@echo "make bench NAME=gotd_exact    one benchmark of benchmarks/"
 
-$(VENV)/core: pyproject.toml
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+# Asked when something is to be installed, and forgotten afterwards: the next network may be another one.
+.INTERMEDIATE: $(VENV)/indexes
+$(VENV)/indexes: | $(BIN)/python
+	@$(BIN)/python scripts/package_indexes.py $(TORCH_INDEX) > $@
+
+$(VENV)/core: pyproject.toml $(VENV)/indexes
 	$(PIP) install --upgrade "pip>=24"
-	$(PIP) install --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(PIP) install $$TORCH_FLAGS "$(TORCH)"
 	$(PIP) install -e .
 	@touch $@
 
-$(VENV)/test: $(VENV)/core
+$(VENV)/test: $(VENV)/core $(VENV)/indexes
 	$(PIP) install -e ".[test]"
 	@touch $@
 
-$(VENV)/bench: $(VENV)/core
+$(VENV)/bench: $(VENV)/core $(VENV)/indexes
 	$(PIP) install -e ".[bench]"
 	@touch $@
 

@@ -1,10 +1,33 @@
-"""Every process of the tests: one compute thread (bits depend on the count), and this source tree."""
+"""Every process of the tests: one compute thread (bits depend on the count), this source tree, a limit in CPU time."""
 
+import gc
 import os
 from pathlib import Path
+
+import pytest
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")])
 )
+
+CPU_S = 240.0
+"""What one test may compute, with the processes it waits for; `timeout` (wall time) is only there for what hangs."""
+
+
+def pytest_collection_finish() -> None:
+    """Spare what collection made to every later search for garbage: thousands of tests, and all that they import."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Hold every test but the slow ones to `CPU_S`, however long the machine makes it wait."""
+    before = sum(os.times()[:4])
+    result = yield
+    spent = sum(os.times()[:4]) - before
+    if spent > CPU_S and item.get_closest_marker("slow") is None:
+        pytest.fail(f"{spent:.0f} CPU-seconds, over {CPU_S:.0f}: make it smaller, or mark it slow")
+    return result

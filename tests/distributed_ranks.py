@@ -17,8 +17,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.patience import HANG_S
 
-def run_ranks(function: Callable | str, world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+
+def run_ranks(function: Callable | str, world_size: int, *args: Any, anew: bool = False) -> list[Any]:
     """Call `function(*args)` on `world_size` fresh processes and return what each rank returned, in rank order.
 
     The default process group (gloo, one compute thread) exists while `function` runs; a rank reads its place with
@@ -27,25 +29,31 @@ def run_ranks(function: Callable | str, world_size: int, *args: Any, timeout: fl
     Args:
         function: a module-level function, or "module:function". Its file is loaded anew in each process.
         args: picklable.
-        timeout: seconds until all processes are killed.
+        anew: start each rank as a Python of its own, where its memory or its environment matters; otherwise ranks are
+            forked off one process of a single thread, which imported torch and its like for all tests of a file.
 
     Raises:
         RuntimeError: a rank raised (with its traceback), died, or did not finish in time.
     """
     if callable(function):
         function = f"{Path(function.__code__.co_filename).resolve()}:{function.__qualname__}"
-    context = mp.get_context("spawn")
+    context = mp.get_context("spawn" if anew else "forkserver")
+    if not anew:
+        mp.set_forkserver_preload(["tests.rank_imports"])
+    packed = pickle.dumps(
+        args
+    )  # multiprocessing would hand each tensor over as an open file, and of those there are few
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            setup = (function, rank, world_size, f"{folder}/store", timeout, args)
+            setup = (function, rank, world_size, f"{folder}/store", packed)
             processes.append(context.Process(target=_rank, args=(theirs, *setup), daemon=True))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
         try:
-            return _collect(pipes, deadline=time.monotonic() + timeout)
+            return _collect(pipes, deadline=time.monotonic() + HANG_S)
         finally:
             for process in processes:
                 process.join(timeout=0 if sys.exc_info()[0] else 10)
@@ -87,9 +95,7 @@ def _load(function: str) -> Callable:
     return getattr(module, name)
 
 
-def _rank(
-    pipe: Connection, function: str, rank: int, world_size: int, store: str, timeout: float, args: tuple[Any, ...]
-) -> None:
+def _rank(pipe: Connection, function: str, rank: int, world_size: int, store: str, packed: bytes) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     import torch
     import torch.distributed as dist
@@ -97,9 +103,9 @@ def _rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=HANG_S)
         )
-        value = _load(function)(*args)
+        value = _load(function)(*pickle.loads(packed))  # noqa: S301 - from our own parent
         dist.barrier()
         pipe.send_bytes(pickle.dumps((True, value)))
         dist.destroy_process_group()

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.patience import HANG_S
+
 
 def start(recipe: Path, out: Path, jobs: int, *flags: str) -> subprocess.Popen:
     """`flatshift compare` of `recipe`, whose rows lie beside it."""
@@ -25,7 +27,7 @@ def kill_and_go_on(recipe: Path, out: Path, *flags: str, cells: int) -> tuple[st
     The cells that the first had finished are still there afterwards, byte for byte, and no torn file is.
     """
     first = start(recipe, out, 2, *flags)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + HANG_S
     while len(list((out / "cells").glob("*.json"))) < cells:
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()[1]
         time.sleep(0.05)
@@ -34,7 +36,7 @@ def kill_and_go_on(recipe: Path, out: Path, *flags: str, cells: int) -> tuple[st
     time.sleep(1.5)  # the workers notice that their parent is gone
     kept = {file.name: file.read_bytes() for file in (out / "cells").glob("*.json")}
     again = start(recipe, out, 1, *flags)
-    printed, said = again.communicate(timeout=300)
+    printed, said = again.communicate(timeout=HANG_S)
     assert again.returncode == 0, said
     assert len(kept) >= cells and all((out / "cells" / name).read_bytes() == text for name, text in kept.items())
     assert "ETA" in said and "report.html" in printed

@@ -27,6 +27,7 @@ SMALL = {
     "train.save_every": 2,
     "train.keep": 5,
     "train.threads": 1,
+    "train.precision": "fp32",
     "data.train.limit": 40,
     "data.dev.limit": 12,
     "data.test.limit": 12,

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.patience import HANG_S
+
 SMALL = {
     "train.steps": 6,
     "train.batch_size": 4,
@@ -36,7 +38,7 @@ def flatshift(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
-        [sys.executable, "-m", "flatshift", *words], env=environment, capture_output=True, text=True, timeout=400
+        [sys.executable, "-m", "flatshift", *words], env=environment, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == code, done.stderr[-3000:]
     return done
@@ -58,7 +60,6 @@ def assert_same_figures(one: dict[str, Any], other: dict[str, Any]) -> None:
                 assert other[split][name][key] == pytest.approx(figure[key], abs=1e-3), (split, name, key)
 
 
-@pytest.mark.timeout(600)
 def test_one_recipe_on_three_meshes_and_in_one_process(tmp_path: Path) -> None:
     one, mesh = tmp_path / "one", tmp_path / "mesh"
     flatshift("train", "classify", "--out", str(one), *flags(SMALL))
@@ -87,7 +88,6 @@ def test_one_recipe_on_three_meshes_and_in_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_every_part_of_a_warm_up_run_on_a_mesh(tmp_path: Path) -> None:
     """Select on one rank, warm up and fine-tune on four, rank labels, answer by generation."""
     warm = {"warmup.steps": 4, "warmup.batch_size": 2, "select.budget": 40, "select.pool.limit": 800}
@@ -115,7 +115,7 @@ def test_every_part_of_a_warm_up_run_on_a_mesh(tmp_path: Path) -> None:
     [
         (["--mesh.dp", "3"], "train.batch_size"),
         (["--mesh.tp", "3"], "mesh.tp"),
-        (["--mesh.pp", "4", "--mesh.schedule", "interleaved"], "mesh.pp"),
+        pytest.param(["--mesh.pp", "4", "--mesh.schedule", "interleaved"], "mesh.pp", marks=pytest.mark.slow),
         (["--mesh.xp", "2"], "mesh"),
         (["--mesh.tp", "2", "--adapter.dora", "true"], "adapter.dora"),
     ],

@@ -19,6 +19,7 @@ SMALL = {
     "train.max_length": 48,
     "train.eval_every": 2,
     "train.threads": 1,
+    "train.precision": "fp32",
     "eval.bootstrap": 50,
     "eval.train_limit": 20,
 }

@@ -18,6 +18,7 @@ SMALL = {
     "train.batch_size": 12,
     "train.max_length": 16,
     "train.threads": 1,
+    "train.precision": "fp32",
     "train.peak_tflops": 1,
     "train.save_every": 0,
     "eval.train_limit": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 from experiments.sharpness import measure_run
 from flatshift.cli import run
 from regularizers.sharpness import Sharpness
+from tests.data_models import byte_tokenizer
+from tests.finetune_models import save_backbone
 
 SMALL = {
     "train.steps": 6,
     "train.batch_size": 4,
     "train.max_length": 32,
     "train.threads": 1,
+    "train.precision": "fp32",
     "data.train.limit": 40,
     "data.dev.limit": 20,
     "data.test.limit": 30,
@@ -29,10 +33,14 @@ FEW = Sharpness(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "plain"
-    words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
-    assert run(["train", "classify", "--regularizer.kind", "plain", "--out", str(out), *words]) == 0
-    return out
+    home = tmp_path_factory.mktemp("runs")
+    tokenizer = byte_tokenizer()
+    backbone = save_backbone("llama", home / "tiny", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(backbone)
+    settings = SMALL | {"backbone": backbone, "regularizer.kind": "plain"}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    assert run(["train", "classify", "--out", str(home / "plain"), *words]) == 0
+    return home / "plain"
 
 
 def test_the_run_directory_gets_measures_pictures_and_a_section(finished: Path) -> None:
@@ -58,8 +66,7 @@ def test_the_run_directory_gets_measures_pictures_and_a_section(finished: Path) 
             assert cell["low"] is None or cell["low"] <= cell["value"] <= cell["high"]
         assert measures["lambda_max"]["value"] > 0 and measures["lambda_max"]["value"] > measures["lambda_min"]["value"]
         assert measures["sam_rho_0.05_steps_3"]["value"] >= measures["sam_rho_0.05"]["value"] > 0
-    # bf16 weights, measured in float32: the differences are good, and a line's middle is the loss itself
-    for space, slices in result["slices"].items():
+    for space, slices in result["slices"].items():  # a line's middle is the loss itself
         assert about["spaces"][space]["difference_error"] < 0.05
         assert [len(row) for row in slices["plane"]["losses"]] == [5] * 5
         assert {row[2] for row in slices["line"]["losses"]} == {result["loss"]}
@@ -77,6 +84,21 @@ def test_the_run_directory_gets_measures_pictures_and_a_section(finished: Path) 
         assert "nats per example" in text and "row norm" in text
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert "Sharpness" in page and "λ_max" in page and "highest rise within ρ = 0.05, 3 steps" in page
+
+
+@pytest.mark.bf16
+def test_bf16_weights_are_measured_in_float32(finished: Path, tmp_path: Path) -> None:
+    """The differences are as good as those of float32 weights, and a line's middle is the loss itself."""
+    narrow = tmp_path / "narrow"
+    shutil.copytree(finished, narrow)
+    recipe = narrow / "recipe.resolved.yaml"
+    before = recipe.read_text(encoding="utf-8")
+    recipe.write_text(before.replace("precision: fp32", "precision: bf16", 1), encoding="utf-8")
+    assert recipe.read_text(encoding="utf-8") != before
+    result = measure_run(narrow, FEW, batches=1, quiet=True)
+    for space, slices in result["slices"].items():
+        assert result["about"]["spaces"][space]["difference_error"] < 0.05
+        assert {row[2] for row in slices["line"]["losses"]} == {result["loss"]}
 
 
 def test_rows_and_directions_depend_on_the_seed_alone(finished: Path) -> None:

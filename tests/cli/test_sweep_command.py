@@ -284,12 +284,12 @@ def test_bisection_ends_at_a_cell_that_fails_otherwise(cheap: Sweep, capsys: pyt
 # ------------------------------------------------------------------------------------------- for real
 
 
-@pytest.mark.timeout(600)
 def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
     settings = {
         "train.batch_size": 4,
         "train.max_length": 32,
         "train.threads": 1,
+        "train.precision": "fp32",
         "data.train.limit": 40,
         "data.test.limit": 30,
         "eval.bootstrap": 20,

@@ -139,7 +139,7 @@ def every_case(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
 
 
 def judge(cases: dict[str, Case], ranks: int) -> None:
-    for result in run_ranks(every_case, ranks, cases, timeout=300):
+    for result in run_ranks(every_case, ranks, cases):
         for name, errors in result.items():
             for what, error in errors.items():
                 assert error <= 1e-5, (name, what, error)
@@ -217,7 +217,7 @@ def _whole_rows() -> dict[str, Any]:
 
 
 def test_noise_evaluation_and_generation() -> None:
-    for rank, result in enumerate(run_ranks(rest, 2, timeout=300)):
+    for rank, result in enumerate(run_ranks(rest, 2)):
         alone, split = result["ggpo"]
         assert split["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert len(set(alone["losses"])) == 6

@@ -182,7 +182,7 @@ BOUNDS = {"noise": 1e-6, "guided noise": 1e-5, "gradients": 1e-5, "norms": 1e-6,
 def compare(cases: dict[str, Case], world_size: int) -> None:
     """Run every case on `world_size` ranks and demand what the single process computes."""
     alone = {name: course(replace(case, mesh=Mesh(), checkpointing="none")) for name, case in cases.items()}
-    ranks = run_ranks(courses, world_size, cases, {name: run["state"] for name, run in alone.items()}, timeout=170)
+    ranks = run_ranks(courses, world_size, cases, {name: run["state"] for name, run in alone.items()})
     for name, case in cases.items():
         scale = 1 if case.dtype == "float32" else 1e3
         worst = dict.fromkeys(BOUNDS, 0.0)

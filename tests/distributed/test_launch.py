@@ -17,6 +17,7 @@ import pytest
 
 from finetune.parallel.board import FolderBoard
 from finetune.parallel.watch import Beat, Watch
+from tests.patience import HANG_S
 
 CHILD = Path(__file__).resolve().parent.parent / "launch_children.py"
 PARENT = """
@@ -26,7 +27,8 @@ from finetune.parallel.launch import spawn
 code = spawn(sys.argv[2:], ranks=int(sys.argv[1]), resume=Path(sys.argv[4]))
 sys.exit(99 if "torch" in sys.modules else code)
 """
-LIMIT_S = 60.0
+LIMIT_S = 120.0
+"""Until a job whose rank sleeps for an hour has ended, on a busy machine too."""
 
 
 @dataclass
@@ -47,11 +49,11 @@ def job(
     if act is not None:
         while not (folder / "step").exists() or int((folder / "step").read_text() or 0) < 5:
             assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() - started < LIMIT_S
+            assert time.monotonic() - started < HANG_S
             time.sleep(0.02)
         started = time.monotonic()
         act(process)
-    out, errors = process.communicate(timeout=2 * LIMIT_S)
+    out, errors = process.communicate(timeout=HANG_S)
     ended = Ended(process.returncode, out, errors, time.monotonic() - started)
     assert not [rank for rank in range(ranks) if runs(pid_of(folder, rank))]
     assert ended.seconds < LIMIT_S
@@ -133,17 +135,16 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path) -> None:
     assert job(tmp_path, "steps", act=kill).code == -signal.SIGKILL
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("scenario", "words"), [("user", "the rows of this rank are bad"), ("killed", "rank 1 (")])
 def test_under_torchrun(tmp_path: Path, scenario: str, words: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(CHILD)]
-    done = subprocess.run([*command, scenario, str(tmp_path), "5"], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*command, scenario, str(tmp_path), "5"], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode != 0
     assert words in done.stderr and done.stderr.count("flatshift: ") == 1, done.stderr
 
 
-SHORT = {"train.batch_size": 4, "train.max_length": 32, "data.train.limit": 20, "data.dev.limit": 4}
-SHORT |= {"data.test.limit": 4, "eval.bootstrap": 10}
+SHORT = {"train.batch_size": 4, "train.max_length": 32, "train.precision": "fp32", "data.train.limit": 20}
+SHORT |= {"data.dev.limit": 4, "data.test.limit": 4, "eval.bootstrap": 10}
 
 
 def under_torchrun(launcher: list[str], out: Path, **settings: object) -> subprocess.Popen[str]:
@@ -152,23 +153,21 @@ def under_torchrun(launcher: list[str], out: Path, **settings: object) -> subpro
     return subprocess.Popen([*command, "--out", str(out), *flags], stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.timeout(300)
 def test_torchrun_restarts_into_the_same_run(tmp_path: Path) -> None:
     """One of two ranks is killed: torchrun ends the other, starts both again, and they continue the run."""
     out = tmp_path / "run"
-    mesh = {"mesh.dp": 2, "train.steps": 40, "train.save_every": 2}
+    mesh = {"mesh.dp": 2, "train.steps": 20, "train.save_every": 2}
     process = under_torchrun(["--nproc-per-node", "2", "--max-restarts", "1"], out, **mesh)
     while not (out / "state" / "step-4").exists():
         assert process.poll() is None
         time.sleep(0.05)
     ranks = [pid for pid in (int(p.name) for p in Path("/proc").glob("[0-9]*")) if parent_of(pid) == process.pid]
     os.kill(max(ranks), signal.SIGKILL)
-    assert process.communicate(timeout=200) and process.returncode == 0
+    assert process.communicate(timeout=HANG_S) and process.returncode == 0
     assert (out / "eval.json").is_file() and "continues after step" in (out / "log.txt").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_two_nodes(tmp_path: Path) -> None:
     """Two launchers that only know each other by a rendezvous, two ranks each: the numbers of one process."""
     with socket.socket() as free:
@@ -176,11 +175,11 @@ def test_two_nodes(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "flatshift"]
     nodes += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
-    short = {"train.steps": 6, "train.precision": "fp32"}
+    short = {"train.steps": 6}
     mesh = {"mesh.replicate": 2, "mesh.dp": 2, **short}
     both = [under_torchrun(nodes, tmp_path / "nodes", **mesh) for _ in range(2)]
     alone = under_torchrun(["--nproc-per-node", "1"], tmp_path / "alone", **short)
-    words = [process.communicate(timeout=500)[1] for process in (*both, alone)]
+    words = [process.communicate(timeout=HANG_S)[1] for process in (*both, alone)]
     assert [process.returncode for process in (*both, alone)] == [0, 0, 0], words
     found = [losses(tmp_path / name) for name in ("nodes", "alone")]
     assert len(found[0]) == 6 and max(abs(a - b) for a, b in zip(*found, strict=True)) <= 3e-5

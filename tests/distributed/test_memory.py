@@ -26,7 +26,7 @@ def test_a_rank_holds_and_needs_its_share_only(tmp_path: Path, monkeypatch: pyte
     tiny, big = str(tmp_path / "tiny"), str(tmp_path / "big")
     save_backbone(TINY, tiny)
     save_backbone(SIZES, big)
-    runs = run_ranks("benchmarks.sharding_memory:ours", 4, tiny, big, {"dp": 4}, "fp32", asdict(SIZES), timeout=170)
+    runs = run_ranks("benchmarks.sharding_memory:ours", 4, tiny, big, {"dp": 4}, "fp32", asdict(SIZES), anew=True)
     for run in runs:
         assert run["held"] == SIZES.whole_bytes / 4
         assert run["load"] <= LOAD_SHARE * run["held"] + LOAD_MORE < SIZES.whole_bytes
@@ -43,7 +43,6 @@ def test_a_file_that_memory_cannot_map_is_no_broken_backbone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_four_ranks_train_what_one_process_cannot_hold(tmp_path: Path) -> None:
     sizes = LIMITED
     model = backbone(tmp_path / "backbone", sizes)

@@ -275,7 +275,7 @@ def with_dropout() -> tuple[list[str], list[int]]:
 
 def check(cases: list[Case], *, pp: int, dp: int = 1, tp: int = 1) -> None:
     """Run the cases on pp × dp × tp processes and demand the whole model's numbers."""
-    ranks = run_ranks(run_cases, pp * dp * tp, cases, pp, dp, tp, timeout=170)
+    ranks = run_ranks(run_cases, pp * dp * tp, cases, pp, dp, tp)
     for index, case in enumerate(cases):
         for rank, figures in enumerate(rank[index] for rank in ranks):
             print(rank, case, figures)

@@ -157,7 +157,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     plain = {name: replace(case, mesh=Mesh(), checkpointing="none") for name, case in cases.items()}
     once = {case: course(case, sources, None) for case in dict.fromkeys(plain.values())}
     alone = {name: once[case] for name, case in plain.items()}
-    ranks = run_ranks(courses, 2, cases, sources, tmp_path / "adapters", timeout=170)
+    ranks = run_ranks(courses, 2, cases, sources, tmp_path / "adapters")
     for name, case in cases.items():
         loss_bound, gradient_bound, state_bound = BOUNDS[case.precision]
         for rank in ranks:

@@ -247,7 +247,7 @@ ON_TWO = [
 
 
 def test_two_ranks_make_the_update_of_one(directories):
-    results = run_ranks(compare, 2, directories, ON_TWO, timeout=300)
+    results = run_ranks(compare, 2, directories, ON_TWO)
     for (kind, mesh, more), first, second in zip(ON_TWO, *results, strict=True):
         case = (kind, mesh, more, first, second)
         assert first["loss"] < 1e-6 and first["grads"] < 1e-5 and first["same"], case
@@ -276,7 +276,7 @@ ON_FOUR = [
 
 
 def test_four_ranks_make_the_update_of_one(directories):
-    results = run_ranks(compare, 4, directories, ON_FOUR, timeout=300)
+    results = run_ranks(compare, 4, directories, ON_FOUR)
     for (kind, mesh, more), *ranks in zip(ON_FOUR, *results, strict=True):
         case, first = (kind, mesh, more, ranks), ranks[0]
         coarse = torch.bfloat16 in more.values()
@@ -358,7 +358,7 @@ def read_and_gather(directories: dict[str, Path], settings: dict[str, Any]) -> l
 def test_slices_of_files_are_the_whole_checkpoint_under_tensor_parallel_cuts(directories, tmp_path):
     kinds = {kind: directories[kind] for kind in CUTS}
     kinds["llama-bf16"] = save("llama", tmp_path, dtype=torch.bfloat16)
-    for wrong in run_ranks(read_and_gather, 4, kinds, {"dp": 2, "tp": 2}, timeout=240):
+    for wrong in run_ranks(read_and_gather, 4, kinds, {"dp": 2, "tp": 2}):
         assert wrong == []
 
 

@@ -121,12 +121,12 @@ def _judge(results: list[dict[str, dict[str, float]]]) -> None:
 
 
 def test_two_ranks_equal_the_whole_model() -> None:
-    _judge(run_ranks(every_model, 2, tuple(KINDS), timeout=170))
+    _judge(run_ranks(every_model, 2, tuple(KINDS)))
 
 
 def test_four_ranks_equal_the_whole_model() -> None:
     kinds = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "t5", "bert", "vit")
-    _judge(run_ranks(every_model, 4, kinds, timeout=170))
+    _judge(run_ranks(every_model, 4, kinds))
 
 
 # --------------------------------------------------------------------------------------------- the rest, on one spawn
@@ -308,7 +308,7 @@ def test_generation_loading_vocabulary_traffic_and_stages(tmp_path: Path) -> Non
         backbone(kind).save_pretrained(folder)
     rows, tokens, width, blocks = 2, 8, 32, 4
     hidden = rows * tokens * width
-    for result in run_ranks(rest, 2, saved, timeout=170):
+    for result in run_ranks(rest, 2, saved):
         for kind, (wanted, got) in result["generation"].items():
             assert wanted == got, kind
         assert all(result["meta"])

@@ -63,7 +63,7 @@ def compare(ranks: int, folder: Path) -> list[dict[str, list[int]]]:
     """Demand the formulas of every fast case of so many ranks; what each of them counted of the known calls."""
     chosen = [case for case in cases() if case.name in FAST and case.ranks == ranks]
     assert chosen
-    answers = run_ranks(on_rank, ranks, [arguments(case, folder) for case in chosen], timeout=170)
+    answers = run_ranks(on_rank, ranks, [arguments(case, folder) for case in chosen])
     for i, case in enumerate(chosen):
         found = added(case, [counts[i] for counts, _ in answers])
         sizes = {kind: size for kind, (size, _) in found.items() if not kind.endswith(SCALARS)}

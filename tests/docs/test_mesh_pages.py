@@ -21,6 +21,7 @@ from finetune.config import Adapter, Mesh, Train
 from finetune.parallel.footprint import Backbone, footprint
 from finetune.parallel.pipeline.plan import bubble, virtual_stages
 from finetune.parallel.rules import Settings, check_settings
+from tests.patience import HANG_S
 from tests.unit.test_parallel_auto import llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +116,6 @@ def test_bubble_table() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # three processes that import torch, for each launcher
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_launchers_of_the_page(launcher: str, tmp_path: Path) -> None:
     (words,) = [words for words in commands() if words[0] == launcher and "--nnodes" not in words]
@@ -127,7 +127,7 @@ def test_launchers_of_the_page(launcher: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "on dp 2, cpu" in (tmp_path / out / "log.txt").read_text(encoding="utf-8")

@@ -120,6 +120,7 @@ def test_norms_and_loss_are_those_of_the_merged_weight(name: str) -> None:
 # --------------------------------------------------------------------------------------------- precision
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("backbone", [torch.float32, torch.bfloat16])
 def test_under_autocast_the_step_is_that_of_dense_noise_up_to_rounding(backbone: torch.dtype) -> None:
     """Loss and gradients in bfloat16 beside float64; dense noise in the same precision is as far from it."""

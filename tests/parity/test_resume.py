@@ -73,20 +73,23 @@ def sources(tmp_path_factory):
     return {kind: save_backbone(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "gpt2-dropout")}
 
 
+@pytest.mark.parametrize("stops", [(3, 13), pytest.param((1, 7), marks=pytest.mark.slow)], ids=["late", "early"])
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
         ("llama", {}),
         ("llama", {"regularizer": GGPO(refresh=5, schedule="cosine")}),
-        ("llama", {"regularizer": GGPO(refresh=5), "precision": "bf16", "dropout": 0.1}),
+        pytest.param(
+            "llama", {"regularizer": GGPO(refresh=5), "precision": "bf16", "dropout": 0.1}, marks=pytest.mark.bf16
+        ),
         ("gpt2-dropout", {"dropout": 0.1}),
         ("llama", {"mixture": MIXTURE}),
         ("llama", {"mixture": MIXTURE, "task": Completion(pack=False), "group": "length"}),
     ],
 )
-def test_stopped_anywhere_and_resumed_gives_the_same_bits_and_the_same_curve(kind, settings, sources, tmp_path):
+def test_stopped_anywhere_and_resumed_gives_the_same_bits_and_the_same_curve(kind, settings, stops, sources, tmp_path):
     whole = train(sources[kind], tmp_path / "whole", **settings)
-    for stop_at in (1, 3, 7, 13):
+    for stop_at in stops:
         directory = tmp_path / f"stopped-{stop_at}"
         assert train(sources[kind], directory, stop_at=stop_at, **settings) is None
         assert train(sources[kind], directory, **settings) == whole, stop_at

@@ -160,7 +160,12 @@ def assert_same(found, expected, *, rel=1e-5):
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [("llama", LanguageModel()), ("llama", Completion(pack=False)), ("bert", Classify()), ("gpt2", Completion())],
+    [
+        ("llama", LanguageModel()),
+        pytest.param("llama", Completion(pack=False), marks=pytest.mark.slow),
+        ("bert", Classify()),
+        pytest.param("gpt2", Completion(), marks=pytest.mark.slow),
+    ],
     ids=["packed-llama", "padded-llama", "bert-head", "packed-gpt2"],
 )
 def test_every_cell_of_a_mixed_stack_is_the_cell_alone(kind, task, tmp_path):
@@ -182,8 +187,8 @@ def test_regularizers_of_adapter_space_work_in_a_stack(tmp_path):
     ("kind", "task", "targets", "rows"),
     [
         ("llama", LanguageModel(), ["layers.1.mlp.down_proj"], [8, 16]),
-        ("bert", Classify(), ["layer.1.output.dense"], [8, 16]),
-        ("gpt2", Completion(pack=False), ["h.1.mlp.c_proj"], [8, 16]),
+        pytest.param("bert", Classify(), ["layer.1.output.dense"], [8, 16], marks=pytest.mark.slow),
+        pytest.param("gpt2", Completion(pack=False), ["h.1.mlp.c_proj"], [8, 16], marks=pytest.mark.slow),
         ("electra", Classify(), ["embeddings_project", "layer.1.output.dense"], [16, 16]),  # trained below its blocks
     ],
     ids=["packed-llama", "bert", "padded-gpt2", "electra"],
@@ -210,6 +215,7 @@ def test_frozen_blocks_are_computed_once_for_cells_that_see_the_same_rows(kind, 
         assert_same(of_stack, alone(cell, kind, task, tmp_path))
 
 
+@pytest.mark.bf16
 def test_bf16_agrees_to_its_rounding(tmp_path):
     task = LanguageModel()
     cells = [Made(seed=i, rank=r, steps=8, precision="bf16") for i, r in enumerate((2, 4, 4))]

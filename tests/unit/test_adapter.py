@@ -70,6 +70,7 @@ def test_a_fresh_adapter_changes_nothing_and_scaling_follows_the_settings(source
     assert scale(Adapter(rank=4, alpha=4, rslora=True)) == 2.0
 
 
+@pytest.mark.bf16
 def test_bf16_backbone_keeps_float32_adapters_and_heads(sources):
     for task in (LM, CLS):
         model = build(sources["llama"], task=task, precision="bf16")

@@ -321,6 +321,7 @@ def test_recomputed_blocks_see_the_same(mode, sources):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bf16_trains(dtype, sources, tmp_path):
     backbone = load_backbone(sources["llama"], task=LM, precision="bf16")

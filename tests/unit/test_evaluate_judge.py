@@ -154,6 +154,7 @@ def test_evaluation_leaves_no_trace():
     json.dumps(first, allow_nan=False)
 
 
+@pytest.mark.bf16
 def test_autocast_changes_little():
     model = tiny_model("llama", len(TOKENIZER))
     examples = encoded(LanguageModel()).examples

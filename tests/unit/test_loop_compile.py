@@ -65,7 +65,11 @@ def compare(source, tmp_path, config, backend, monkeypatch):
     return graphs
 
 
-@pytest.mark.parametrize("config", [Plain(), GGPO(sigma=0.05), FlatLora()], ids=lambda config: config.kind)
+@pytest.mark.parametrize(
+    "config",
+    [Plain(), GGPO(sigma=0.05), pytest.param(FlatLora(), marks=pytest.mark.slow)],
+    ids=lambda config: config.kind,
+)
 def test_a_compiled_course_is_the_plain_one(config, tmp_path, monkeypatch):
     assert config.kind in REGULARIZERS
     source = save_backbone("llama", tmp_path / "model")

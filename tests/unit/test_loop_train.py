@@ -78,7 +78,7 @@ def examples(count=6, length=9, seed=7):
 
 
 @pytest.mark.parametrize("regularizer", [Plain(), GGPO(sigma=0.02)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
 def test_it_learns_and_the_backbone_keeps_every_bit(regularizer, precision, sources, tmp_path):
     model = model_of(sources["llama"], precision=precision)
     before = checksum(model)

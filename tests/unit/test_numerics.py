@@ -70,6 +70,7 @@ def test_the_choice_ends_with_the_pass():
         assert torch.backends.cuda.flash_sdp_enabled()
 
 
+@pytest.mark.bf16
 def test_gradients_of_short_rows_are_as_near_to_float64_as_those_of_flash():
     exact = _qkv(16)
     target = torch.randn(3, 4, 16, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -80,7 +80,7 @@ def test_elements_of_published_models(model: str, elements: int, adapter: int, r
     assert (sizes.elements, sizes.adapter) == (elements, adapter)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
 def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     from finetune.adapter import attach_adapter
     from finetune.backbone import load_backbone

@@ -31,7 +31,7 @@ def llama(tmp_path_factory) -> Path:
     return save_backbone("llama", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
 @pytest.mark.parametrize(
     ("kind", "task"),
     [

@@ -83,11 +83,11 @@ def course(run):
     ("regularizer", "precision"),
     [
         (Plain(), "fp32"),
-        (Plain(), "bf16"),
+        pytest.param(Plain(), "bf16", marks=[pytest.mark.bf16, pytest.mark.slow]),
         (GGPO(sigma=0.05), "fp32"),
-        (SAM(), "fp32"),
-        (BiLora(), "fp32"),
-        (NEFTune(), "bf16"),
+        pytest.param(SAM(), "fp32", marks=pytest.mark.slow),
+        pytest.param(BiLora(), "fp32", marks=pytest.mark.slow),
+        pytest.param(NEFTune(), "bf16", marks=pytest.mark.bf16),
     ],
     ids=lambda value: getattr(value, "kind", value),
 )

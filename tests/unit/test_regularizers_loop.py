@@ -22,6 +22,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("config", FIGURES, ids=lambda config: config.kind)
 def test_a_resumed_stage_has_the_bits_of_an_uninterrupted_one(config, sources, tmp_path):
     results = []

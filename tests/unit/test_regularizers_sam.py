@@ -315,6 +315,7 @@ def test_checkpointed_recomputation_changes_nothing(kind: str) -> None:
         assert all(torch.equal(grads[name], other_grads[name]) for name in grads)
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_backbone_under_autocast_is_close_to_float32(kind: str) -> None:
     exact = with_lora(tiny_llama(dtype=torch.bfloat16).float())

@@ -398,6 +398,7 @@ def test_evaluation_in_the_middle_sees_the_plain_model(tmp_path: Path, config: A
     assert last == pytest.approx(float(model(input_ids=ids, labels=ids).loss), rel=1e-4)
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("config", [GGPO(sigma=0.2), LoraSAM(rho=0.3)], ids=["ggpo", "lora-sam"])
 def test_bf16_with_checkpointing(tmp_path: Path, config: Any) -> None:
     model = with_lora(tiny_llama(dtype=torch.bfloat16))

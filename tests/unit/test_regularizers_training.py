@@ -76,6 +76,7 @@ def test_vanishing_sigma_through_the_fused_path_agrees_with_plain() -> None:
         assert float((grad - expected[name]).norm() / expected[name].norm()) < 1e-5
 
 
+@pytest.mark.bf16
 def test_frozen_weights_survive_steps_exceptions_and_evaluation_in_bf16() -> None:
     model, ids = with_lora(tiny_llama(dtype=torch.bfloat16)), tokens()
     before = frozen_checksums(model)
@@ -196,6 +197,7 @@ def test_resumed_equals_continuous_to_the_bit(stop: int) -> None:
     assert metrics == resumed_metrics
 
 
+@pytest.mark.bf16
 @pytest.mark.parametrize("path", PATHS)
 def test_bf16_backbone_with_float32_adapter_under_autocast(path: str) -> None:
     """Close to the float32 computation of the same perturbed weights; gradients and state stay float32."""

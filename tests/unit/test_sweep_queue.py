@@ -90,7 +90,6 @@ def test_a_worker_that_is_told_to_stop_gives_back_what_it_has_not_finished(
     assert Counter(starts(tmp_path)) == {cells[0].key: 1, cells[1].key: 2, cells[2].key: 2}
 
 
-@pytest.mark.timeout(60)
 def test_unit_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok", "die late once"])
     run_cells(tmp_path, cells, 3, QUIET, run=behave)
