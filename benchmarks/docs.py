@@ -22,6 +22,8 @@ HEAD = """# How do I know it is right?
 Every speed, memory and quality claim is a benchmark that runs our path and a peer's side by side, interleaved in one
 process tree, and writes its figures to `benchmarks/results/`. This page is generated from those files. A ratio is
 ours ÷ peer: the median with its smallest and largest value over the runs. `make bench NAME=x` runs one again.
+What needs a GPU is one command, `python -m benchmarks.gpu`: some 25 minutes of an H200 in all, kept row by row, so that
+`--minutes 9` and then the same again do it in parts.
 
 Exactness is proven by tests: `tests/parity/` compares every fast path with a naive reference (dense, single process,
 float64, finite difference, scikit-learn, POT).
