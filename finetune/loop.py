@@ -167,11 +167,9 @@ class _Loop:
 
         self.engine, self.stage, self.task, self.batches, self.dev = engine, stage, task, batches, dev
         self.settings, self.train, self.evaluate, self.regularizer = optimizer, train, evaluate, regularizer
-        self.run, self.seed = run, seed
+        self.run, self.seed, self.device, self.parameters = run, seed, engine.device, engine.parameters
         self.tokenizer, self.pad_id = tokenizer, int(tokenizer.pad_token_id)
-        self.parameters = engine.parameters
         self.optimizer = AdapterOptimizer(self.parameters, optimizer)
-        self.device = engine.device
         self.random = uses_dropout(engine.model)
         self.scale = LossScale(on=train.precision == "fp16")
         self.compiled = Compiled(engine.model) if train.compile else None

@@ -6,11 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 def is_cuda(device: torch.device) -> bool:
     """Whether kernels run on `device` beside the host: streams, pinned copies and kernels of its own pay there."""
     return device.type == "cuda"
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that products of `tensor` are made in: autocast's inside of it, else its own."""
+    import torch
+
+    device = tensor.device.type
+    inside = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if inside else tensor.dtype
 
 
 def generators(device: torch.device) -> list[torch.device]:

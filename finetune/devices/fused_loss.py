@@ -29,7 +29,7 @@ from ..config import Task, Train
 from ..evaluate.mode import evaluating
 from ..loss import IGNORED, Head, aligned, linear_cross_entropy, smoothing
 from ..numerics import attention
-from .cuda import is_cuda
+from .cuda import is_cuda, product_dtype
 from .precision import autocast, compute_dtype
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def at_hand() -> dict[str, Kernel]:
 
 def _operands(hidden: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
     """Hidden states, weight and bias in the dtype of the product: autocast's inside of it, else the hidden states'."""
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = product_dtype(hidden)
     bias = None if linear.bias is None else linear.bias.to(dtype)
     return hidden.to(dtype), linear.weight.to(dtype), bias
 
@@ -152,9 +151,7 @@ def _passed(kernel: Kernel, hidden: Tensor, linear: nn.Linear, targets: Tensor, 
 def _difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> str | None:
     """What differs by more than rounding; None if nothing does."""
     (loss, gradient), (other, its) = ours, theirs
-    dtype = gradient.dtype
-    if torch.is_autocast_enabled(gradient.device.type):
-        dtype = torch.get_autocast_dtype(gradient.device.type)
+    dtype = product_dtype(gradient)
     off = float((other.double() - loss.double()).abs() / loss.double().abs().clamp_min(1e-30))
     if not off <= _LOSS_ROUNDING.get(dtype, _HALF_LOSS):
         return f"its loss differs by {off:.1e}"
@@ -192,6 +189,8 @@ def with_kernel(
         say: told in a line what was taken and why.
     """
     if head is None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
+        return head
+    if not engine.keeps:  # a cell of a stack, whose host makes the losses of all
         return head
     kernels = at_hand() if kernels is None else kernels
     kept = _agreed(engine, _kept(folder))

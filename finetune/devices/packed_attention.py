@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..config import Train
 from ..errors import UserError
 from ..numerics import dropout_rates
-from .cuda import is_cuda
+from .cuda import is_cuda, product_dtype
 from .precision import autocast
 
 if TYPE_CHECKING:
@@ -104,9 +104,8 @@ def _forward(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
             )
         rows, _, tokens, width = query.shape
-        if torch.is_autocast_enabled(query.device.type):  # as it does for scaled_dot_product_attention
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        dtype = product_dtype(query)  # as autocast has it for scaled_dot_product_attention
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         own = value.shape[-1]
         if own < width:
             value = F.pad(value, (0, width - own))

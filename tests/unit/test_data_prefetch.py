@@ -153,6 +153,16 @@ def test_a_cpu_asks_its_batches_itself():
     assert not said
 
 
+def test_stacked_cells_and_pipelines_ask_their_batches_themselves(rehearsed):
+    batches, said = batches_of(LanguageModel()), []
+    for name, value in (("keeps", False), ("runner", object())):
+        engine = Engine(torch.nn.Linear(1, 1), World.alone(CPU))
+        setattr(engine, name, value)
+        with fed(batches, engine, train=Train(), say=said.append) as source:
+            assert source is batches
+    assert not rehearsed and not said
+
+
 @pytest.fixture
 def rehearsed(monkeypatch):
     """The CPU taken for a CUDA device by the prefetch alone."""

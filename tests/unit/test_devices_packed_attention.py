@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Completion, LanguageModel, Optimizer, Train
@@ -206,6 +207,42 @@ def test_torchs_kernel_takes_what_it_is_given_on_meta():
     for window in (None, 5):
         out = packed_attention.flash(query, key, key, begins, 5, scale=0.25, window=window)
         assert out.shape == query.shape and out.is_meta and out.dtype == torch.bfloat16
+
+
+class Waits(TorchDispatchMode):
+    """Counts kernels, and notes what would have to wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels, self.waits = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if "varlen" in name:
+            self.kernels.append(name)
+        if any(word in name for word in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")):
+            self.waits.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_packed_step_on_meta_goes_through_torchs_kernel_and_waits_for_nothing(checkpointing):
+    """Forward and backward with the real kernel's schema; a tensor of the host that strayed in would raise."""
+    engine = engine_of()
+    base = engine.peft.get_base_model()
+    packed_attention._register(packed_attention.flash)
+    base.set_attn_implementation(NAME)
+    model = engine.model.to("meta").to(torch.bfloat16).train()
+    checkpoint_activations(model, checkpointing)
+    micro = batches_of(LanguageModel()).at(0)[0]
+    begins, longest = starts(micro.inputs["position_ids"])
+    inputs = {name: tensor.to("meta") for name, tensor in micro.inputs.items()}
+    with Waits() as seen:
+        logits = model(**inputs, attention_mask=as_mask(begins.to("meta"), longest)).logits
+        logits.float().sum().backward()
+    assert all(p.grad is not None and p.grad.is_meta for p in trainable(model).values())
+    again = 2 if checkpointing == "full" else 1
+    assert seen.waits == [] and len(seen.kernels) == 2 * again + 2  # two blocks, and their backward passes
 
 
 @pytest.mark.gpu
