@@ -162,6 +162,17 @@ def row_norms() -> Work:
     return lambda: squared_row_norms(weight)
 
 
+def dots() -> Work:
+    """The inner product of two vectors of 16 M numbers, summed in float64 (sharpness)."""
+    import torch
+
+    from regularizers.sharpness.spaces import dot
+
+    one = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
+    other = one.flip(0)
+    return lambda: dot(one, other)
+
+
 def resamples() -> Work:
     """A bootstrap interval of 2,000 documents."""
     import numpy as np
@@ -196,6 +207,7 @@ CONSTANTS = {
     "texts of TF-IDF at a time": Constant("selection.features.tfidf:_CHUNK", tfidf),
     "texts of hashed n-grams at a time": Constant("selection.methods.ngrams:_BATCH", ngrams),
     "elements of row norms at a time": Constant("regularizers.rownorms:_CHUNK", row_norms),
+    "elements of inner products at a time": Constant("regularizers.sharpness.spaces:_CHUNK", dots),
     "numbers of a bootstrap at a time": Constant("finetune.evaluate.bootstrap:_ELEMENTS", resamples),
     "tokens of a stacked pass": Constant("finetune.stacked.passes:TOKENS:cpu", partial(stack, shared=False)),
     "tokens of a pass that shares rows": Constant(
