@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from experiments.console import Console
 from experiments.pipeline import resume, train
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.tree import Branch
 from experiments.study import study
 from experiments.sweep import sweep
 from finetune.atomic import write_json
@@ -27,8 +30,8 @@ _RUN = {
     "warmup.batch_size": 4,
     "select.pool.limit": 6000,
     "select.budget": 300,
-    "data.dev.limit": 60,
-    "data.test.limit": 160,
+    "data.dev.limit": 50,
+    "data.test.limit": 150,
     "eval.train_limit": 40,
     "eval.bootstrap": 300,
 }
@@ -75,19 +78,25 @@ def demo(out: Path) -> int:
     started = time.monotonic()
     jobs = min(2, os.cpu_count() or 1)
     console = Console()
-    overrides = [from_override(key, value) for key, value in _RUN.items()]
 
     console.say("1/3  Select and fine-tune: GOT-D warm-up data for 300 labelled sentences, then the classifier")
+    console.say(
+        f"     small: {_RUN['select.pool.limit']:,} of 24,000 passages, {_RUN['train.steps']} steps, a 5 M backbone"
+    )
     if (out / "warmup").is_dir():
         resume(out / "warmup")
     else:
-        train(load_recipe("warmup", overrides), out / "warmup")
+        train(load_recipe("warmup", _laid(_RUN)), out / "warmup")
     console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
-    study("warmup", out / "study", name="scicite", seeds=(0, 1), overrides=overrides, jobs=jobs, console=console)
+    console.say(
+        f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows: wide intervals"
+    )
+    study("warmup", out / "study", name="scicite", seeds=(0, 1), overrides=_laid(_STUDY), jobs=jobs, console=console)
     console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")
+    console.say(f"     small: three ranks, two seeds, {_SWEEP['train.steps']} steps: too few for a verdict")
     sweep(
         "double-descent",
-        [from_override(key, value) for key, value in _SWEEP.items()],
+        _laid(_SWEEP),
         out / "sweep",
         grid=("adapter.rank=1,8,64",),
         seeds=2,
@@ -97,6 +106,12 @@ def demo(out: Path) -> int:
     from experiments.report import build_report
 
     page = build_report([out / "warmup", out / "study", out / "sweep"], out=out / "report.html")
-    console.say(f"done in {time.monotonic() - started:.0f} s")
+    console.say(
+        f"done in {time.monotonic() - started:.0f} s; `flatshift train warmup --out runs/warmup` is the whole recipe"
+    )
     print(page)
     return 0
+
+
+def _laid(settings: Mapping[str, Any]) -> list[Branch]:
+    return [from_override(key, value) for key, value in settings.items()]

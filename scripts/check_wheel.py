@@ -61,9 +61,10 @@ def check_contents(wheel: Path) -> None:
 
 def install(wheel: Path, folder: Path) -> Path:
     target = folder / "elsewhere"
-    venv.create(target, with_pip=True)
+    venv.create(target)
     python = target / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    subprocess.run([*pip, "install", "-q", "--no-deps", str(wheel)], check=True)
     site = Path(
         subprocess.run(
             [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from flatshift.cli import run
 from tests.patience import HANG_S
 
 SMALL = {
@@ -62,7 +63,7 @@ def assert_same_figures(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def test_one_recipe_on_three_meshes_and_in_one_process(tmp_path: Path) -> None:
     one, mesh = tmp_path / "one", tmp_path / "mesh"
-    flatshift("train", "classify", "--out", str(one), *flags(SMALL))
+    assert run(["train", "classify", "--out", str(one), *flags(SMALL | {"train.threads": 1})]) == 0
     half = flags(SMALL | {"train.steps": 3})
     said = flatshift("train", "classify", "--out", str(mesh), *half, "--mesh.dp", "2").stderr
     assert "on dp 2" in said and "gathered along dp" in said and said.count("plan:") == 1

@@ -247,7 +247,14 @@ def test_more_processes_than_ranks_are_refused(tmp_path: Path, monkeypatch, caps
 
 
 BF16 = {"train.precision": "bf16", "train.accumulate": 2, "train.batch_size": 2, "train.max_length": 16}
-BF16 |= {"train.steps": 2, "train.eval_every": 0, "data.train.limit": 8, "data.dev.limit": 4, "data.test.limit": 4}
+BF16 |= {
+    "train.steps": 2,
+    "train.eval_every": 0,
+    "train.peak_tflops": 1,
+    "data.train.limit": 8,
+    "data.dev.limit": 4,
+    "data.test.limit": 4,
+}
 
 
 @pytest.mark.parametrize(
