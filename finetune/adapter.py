@@ -25,6 +25,7 @@ from .adapting.under import read_under
 from .atomic import replacing_directory
 from .backbone import resolve_backbone
 from .config import Adapter, Task
+from .devices.capabilities import kept_draws
 from .errors import UserError
 from .parallel.layout import canonical
 from .seeds import torch_generator
@@ -129,15 +130,11 @@ def _wrap(backbone: PreTrainedModel, config: LoraConfig, **options: Any) -> Peft
 
     try:
         # PEFT initialises from the global generator and warns about Conv1D; both stay inside.
-        with torch.random.fork_rng(devices=_cuda_devices(backbone)), warnings.catch_warnings():
+        with kept_draws({p.device for p in backbone.parameters()}), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return get_peft_model(backbone, config, **options)
     except ValueError as error:
         raise UserError(f"adapter: PEFT refuses these settings: {str(error).splitlines()[0]}") from error
-
-
-def _cuda_devices(model: nn.Module) -> list[torch.device]:
-    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _deviation(backbone: PreTrainedModel) -> float:

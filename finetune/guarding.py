@@ -7,7 +7,7 @@ left-out update leaves no trace but its line in metrics.jsonl.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ import torch
 
 from .config import Train
 from .course import spike_limit
+from .devices.unread import read
 from .errors import UserError
 from .keeping import Keeper
 from .parallel import watch
@@ -46,14 +47,18 @@ class Guard:
         self._engine, self._keeper, self._run, self._stage, self._train = engine, keeper, run, stage, train
         self.watches = train.skip_nonfinite > 0 or train.spikes is not None
         """Whether updates are judged before the regularizer's step is left; else what is no number ends the stage."""
+        self.found: dict[str, float] = {}
+        """`loss` and `grad_norm` of the update that was judged last."""
 
     def judge(self, losses: Sequence[torch.Tensor]) -> Verdict | None:
         """Why the update at hand must not be made; None where it may, and its gradients are as they were.
 
         losses: of each pass, the first at the weights themselves.
         """
-        values = [loss.item() for loss in losses]
-        norm = self._engine.clip(None).item() / self._engine.loss_scale
+        numbers = [*losses, self._engine.clip(None)]
+        *values, norm = (each[0] for each in read([number.reshape(1) for number in numbers]))
+        norm /= self._engine.loss_scale
+        self.found = {"loss": values[0], "grad_norm": norm}
         if not all(map(math.isfinite, [*values, norm])):
             return Verdict(next((value for value in values if not math.isfinite(value)), values[0]), norm)
         if self._train.spikes is None:
@@ -62,12 +67,12 @@ class Guard:
         # sums over ranks may differ in the last bit, and all must do the same
         return Verdict(values[0], norm, limit) if self._engine.world.any(values[0] > limit) else None
 
-    def made(self, loss: float) -> None:
-        """An update was made."""
+    def made(self) -> None:
+        """The update at hand was made."""
         state = self._keeper.progress
         state.skipped_in_a_row = 0
         if self._train.spikes is not None:
-            state.recent = [*state.recent, loss][-self._train.spikes.window :]
+            state.recent = [*state.recent, self.found["loss"]][-self._train.spikes.window :]
 
     def skip(self, verdict: Verdict) -> dict[str, Any] | None:
         """Count the update as left out and say so for its line; None where it is to be gone back from instead.
@@ -108,6 +113,11 @@ class Guard:
         )
         line = {"attempt": attempt, "step": number, **spike, "tokens": state.tokens}
         return {**line, "rewound_to": state.step, "left_out": state.left_out}
+
+    def refuse_broken(self, number: int, line: Mapping[str, Any]) -> None:
+        """Raises Diverged where the `loss` or `grad_norm` of update `number` is not a finite number."""
+        if not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
+            self.refuse(number, Verdict(line["loss"], line["grad_norm"]))
 
     def refuse(self, number: int, verdict: Verdict) -> NoReturn:
         """Raises Diverged for update `number`."""

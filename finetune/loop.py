@@ -8,7 +8,6 @@ mesh and threads ends with the same bits as one that was never stopped.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -24,17 +23,19 @@ from .atomic import write_json
 from .callbacks import Callbacks
 from .checkpoint import clone
 from .compiling import Compiled
-from .config import ByExample, Classify, Evaluate, Optimizer, Seq2Seq, Task, Train
+from .config import Classify, Evaluate, Optimizer, Task, Train
 from .course import batch_index
+from .devices import masks
 from .devices.fused_loss import with_kernel
 from .devices.loss_scale import LossScale
 from .devices.precision import autocast, settled
 from .devices.shortage import noted
+from .devices.unread import Line, Unread, read
 from .errors import Interrupted
+from .evaluate.dev import dev_figures
 from .guarding import Diverged as Diverged  # is told of by its users under this module's name
 from .guarding import Guard, Undone, Verdict
 from .keeping import Keeper
-from .loss import answered_right, batch_loss, loss_sum
 from .numerics import seeded, uses_dropout, without_input_casts
 from .optimizer import AdapterOptimizer
 from .parallel import watch
@@ -129,7 +130,8 @@ def stage_work(
         loop.attach()
         try:
             loop.keeper.restore()
-            with without_input_casts(engine.model, train), watch.hurried(stage):
+            plain = without_input_casts(engine.model, train)
+            with plain, watch.hurried(stage), masks.known(engine.model, engine.device):
                 yield from loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
         except KeyboardInterrupt as error:
             inside = loop.keeper.progress.step + 1
@@ -178,6 +180,8 @@ class _Loop:
             engine, self.optimizer, regularizer, run, stage=stage, train=train, settings=optimizer, seed=seed
         )
         self.guard = Guard(engine, self.keeper, run, stage=stage, train=train)
+        self.unread = Unread(engine.world)
+        self.on_step: Callable[[dict[str, Any]], None] = lambda line: None
         with self._precision():
             if batches.packed:
                 # bf16 rounds differently where shapes differ; a leak moves logits by far more than that
@@ -230,7 +234,7 @@ class _Loop:
         )
 
     def log(self, **line: Any) -> dict[str, Any]:
-        """A line of metrics.jsonl, told to trackers and callbacks too."""
+        """A line of metrics.jsonl, told to trackers and callbacks too, behind all lines of updates before it."""
         self.run.log_metrics(self.stage, **line)
         told = {"stage": self.stage, **line}
         self.track(told)
@@ -244,6 +248,7 @@ class _Loop:
     ) -> Generator[Work, torch.Tensor, None]:
         """Updates until `train.steps`, or the end of patience; the last thing done is a checkpoint."""
         state, train = self.keeper.progress, self.train
+        self.on_step = on_step
         started = time.monotonic() - state.seconds
         self.engine.model.train()
         self.callbacks.restore(state.callbacks)
@@ -260,34 +265,48 @@ class _Loop:
             found = yield from self.update()
             rates = self.meter.updated(time.monotonic() - began)
             if isinstance(found, Verdict):
+                self.tell()
                 self.go_back(found, started)
                 state = self.keeper.progress
                 continue
             state.seconds = time.monotonic() - started
             self._now()
-            on_step(
-                self.log(
-                    **{"attempt": self.keeper.attempt, "step": state.step, "split": "train", **found},
-                    **rates,
-                    time_s=round(state.seconds, 4),
-                )
-            )
+            found.told = {"attempt": self.keeper.attempt, "step": state.step, "split": "train", **found.told}
+            found.figures.append(rates)
+            found.end = {"time_s": round(state.seconds, 4)}
+            self.unread.add(found)
             last = state.step == train.steps
+            asked = self.tell() if self.unread.at_once else self._told(stop)
             self.callbacks.fire("step_end")
             wanted = self._asked("evaluate")
-            if self.dev and (last or wanted or (train.eval_every and state.step % train.eval_every == 0)):
+            if self.dev and (last or wanted or _every(train.eval_every, state.step)):
+                asked |= self.tell()
                 self.judge(started)
             state.stopped_early |= self._asked("training_stop") and not last
             self.recorder.at(state, self.keeper.attempt)
             state.seconds = time.monotonic() - started
-            asked = self.engine.world.any(stop())
-            due = last or state.stopped_early or (train.save_every and state.step % train.save_every == 0)
+            if self.unread.at_once:
+                asked = self.engine.world.any(stop())
+            due = last or state.stopped_early or _every(train.save_every, state.step)
             if asked or due or self._asked("save"):
+                asked |= self.tell()
                 self.save()
             if asked and not (last or state.stopped_early):
                 raise Interrupted(f"{self.stage} stopped after step {state.step} of {train.steps}; its state is saved")
         self.save()  # stopped early or finished in an earlier attempt: already there
         self.callbacks.fire("train_end")
+
+    def _told(self, stop: Callable[[], bool]) -> bool:
+        """Where a read makes the host wait: lines are told once they are due, and whether to stop is asked with them,
+        which one process knows at once."""
+        state, asked = self.keeper.progress, stop()
+        self.unread.ask(asked)
+        due = self.unread.due or bool(self.callbacks.callbacks) or self.recorder.wants(state)
+        return (due or (asked and self.engine.world.size == 1) or state.step == self.train.steps) and self.tell()
+
+    def tell(self) -> bool:
+        """Write the lines of all updates that were made, before anything is saved; whether a rank asked to stop."""
+        return self.unread.tell(lambda line: self.on_step(self.log(**line)), refuse=self.guard.refuse_broken)
 
     def _now(self) -> None:
         state = self.keeper.progress
@@ -311,8 +330,8 @@ class _Loop:
         if self.keeper.saved_step != before:
             self.callbacks.fire("save")
 
-    def update(self) -> Generator[Work, torch.Tensor, dict[str, Any] | Verdict]:
-        """One optimizer update; returns its loss, tokens, learning rate and norms, or that it is to be gone back from.
+    def update(self) -> Generator[Work, torch.Tensor, Line | Verdict]:
+        """One optimizer update; returns its line of metrics.jsonl, or that it is to be gone back from.
 
         Whether it is made at all is decided by figures that are the same on every rank.
         """
@@ -342,33 +361,34 @@ class _Loop:
         self.scale.undo(self.parameters.values())
         with self.recorder.update(step + 1):
             norm = self.engine.clip(self.settings.clip)
-            value, norm_value = losses[0].item(), norm.item()  # of two passes, the first is at the weights themselves
-            if not (math.isfinite(value) and math.isfinite(norm_value)):
-                self.guard.refuse(step + 1, Verdict(value, norm_value))
+            line = Line(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": rate, "grad_norm": None})
+            line.scalars = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
+            if self.guard.watches:
+                line.scalars, line.told = {}, line.told | self.guard.found
+            elif self.unread.at_once:
+                line.told, line.scalars = line.complete(iter(read(line.vectors))), {}
+                self.guard.refuse_broken(step + 1, line.told)
             self.callbacks.fire("pre_optimizer_step")
             self.optimizer.step(rate)
             self.regularizer.updated(rate)
         state.step += 1
         state.tokens += count
-        self.guard.made(value)
+        self.guard.made()
         self.scale.made()
-        line = {"loss": value, "tokens": state.tokens, "lr": rate, "grad_norm": norm_value}
-        return {**line, **self.regularizer.metrics()}
+        line.figures.append(self.regularizer.figures())
+        return line
 
-    def undo(self, verdict: Verdict, rate: float) -> dict[str, Any] | Verdict:
+    def undo(self, verdict: Verdict, rate: float) -> Line | Verdict:
         """Leave the update out and return its line, or the verdict where the stage is to go back."""
         with self.recorder.update(self.keeper.progress.step + 1):
             self.optimizer.drop_gradients()
         said = self.guard.skip(verdict)
         if said is None:
             return verdict
-        return {
-            "loss": verdict.loss,
-            "tokens": self.keeper.progress.tokens,
-            "lr": rate,
-            "grad_norm": verdict.norm,
-            **said,
-        }
+        state = self.keeper.progress
+        return Line(
+            state.step, {"loss": verdict.loss, "tokens": state.tokens, "lr": rate, "grad_norm": verdict.norm, **said}
+        )
 
     def go_back(self, verdict: Verdict, started: float) -> None:
         """To the checkpoint before a spike."""
@@ -404,7 +424,15 @@ class _Loop:
         """Dev loss of the live adapter; keep it if it is the best so far, count a miss otherwise."""
         state = self.keeper.progress
         with watch.unhurried("dev evaluation"), noted(f"the dev evaluation after update {state.step}"):
-            figures = self.dev_metrics()
+            figures = dev_figures(
+                self.engine,
+                self.dev,
+                task=self.task,
+                batch_size=self.evaluate.batch_size,
+                pad_id=self.pad_id,
+                head=self.head,
+                precision=self._precision,
+            )
         line = {"attempt": self.keeper.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
         self.log(**line, time_s=round(time.monotonic() - started, 4))
         if math.isfinite(figures["loss"]) and self._better(figures):
@@ -424,43 +452,6 @@ class _Loop:
         if self.train.best != "loss" and accuracy is not None and before is not None and accuracy != before:
             return accuracy > before
         return figures["loss"] < state.best_dev_loss
-
-    @torch.no_grad()
-    def dev_metrics(self) -> dict[str, float]:
-        """`loss` in nats per supervised token or example (regress: squared error), not smoothed, and `accuracy` for
-        classification (multi: of whole sets of classes)."""
-        from .data import iterate_eval
-        from .evaluate.mode import evaluating
-
-        sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, supervised
-        share, model = self.engine.evaluation, self.engine.judged
-        task = dataclasses.replace(self.task, label_smoothing=None) if isinstance(self.task, Seq2Seq) else self.task
-        with evaluating(model):
-            for micro in iterate_eval(
-                self.dev,
-                task=self.task,
-                batch_size=self.evaluate.batch_size,
-                pad_id=self.pad_id,
-                share=share.part,
-                multiple=share.multiple,
-            ):
-                batch = micro.to(self.device)
-                right = 0
-                with self._precision():
-                    if isinstance(task, ByExample):
-                        logits = model(**batch.inputs).logits
-                        loss = loss_sum(logits, batch.labels, task=task).item()
-                        if isinstance(task, Classify):
-                            right = int(answered_right(logits, batch.labels, task).sum())
-                    else:
-                        loss = batch_loss(model, batch, task=task, head=self.engine.usable(self.head)).item()
-                if micro.samples:
-                    sums += torch.tensor([loss, right, batch.supervised], dtype=torch.float64)
-                self.engine.beat()
-        self.engine.settle()
-        loss, right, count = share.add(sums.numpy()).tolist()
-        figures = {"loss": loss / max(count, 1)}
-        return {**figures, "accuracy": right / max(count, 1)} if isinstance(self.task, Classify) else figures
 
     def finish(self) -> StageResult:
         """Put the best adapter into the model, save it, and mark the stage as done."""
@@ -499,3 +490,8 @@ class _Loop:
         told = ", ".join([f"{result.tokens} supervised tokens", *mishaps, *filter(None, [rate_text(rates)])])
         self.run.log(f"{self.stage}: done after step {result.steps}, {told}")
         return result
+
+
+def _every(updates: int, step: int) -> bool:
+    """Whether `step` is one of every so many `updates`; 0: never."""
+    return bool(updates) and step % updates == 0

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ByExample, Classify, MaskedLM, Regress, Seq2Seq, Task
+from .devices import masks
+from .devices.capabilities import capabilities
 from .devices.widened import WidenedLinear
 from .numerics import attention
 
@@ -51,6 +53,11 @@ class Batch(Protocol):
     def labels(self) -> Tensor: ...
 
 
+def _chosen(batch: Batch) -> Tensor | None:
+    """Which labels are supervised, where the host has said so (`finetune.data.batches.MicroBatch.chosen`)."""
+    return getattr(batch, "chosen", None)
+
+
 @dataclass(frozen=True)
 class Head:
     """The plain frozen linear layer whose output is the model's logits."""
@@ -73,17 +80,18 @@ class Head:
                 attributes["forward"] = before
 
 
-def loss_sum(logits: Tensor, labels: Tensor, *, task: Task) -> Tensor:
+def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | None = None) -> Tensor:
     """The loss summed over supervised items, float32 scalar: cross entropy in nats, or squared errors (Regress).
 
     Args:
         logits: [B, T, V] (causal models: position t predicts the label at t + 1; Seq2Seq and MaskedLM: the label at t)
             or [B, C] (Classify, Regress).
         labels: [B, T] with -100 where unsupervised, or as `example_losses` takes them.
+        chosen: which of the B·T labels are supervised, where it is known.
     """
     if isinstance(task, ByExample):
         return example_losses(logits, labels, task).sum()
-    rows, targets = _supervised(logits, labels, task)
+    rows, targets = supervised(logits, labels, task, chosen)
     return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=smoothing(task))
 
 
@@ -119,20 +127,20 @@ def smoothing(task: Task) -> float:
 def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
     """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`."""
     if head is None:
-        with attention(batch.inputs):
-            logits = model(**batch.inputs).logits
-        return loss_sum(logits, batch.labels, task=task)
+        with attention(batch.inputs), masks.reading(batch) as inputs:
+            logits = model(**inputs).logits
+        return loss_sum(logits, batch.labels, task=task, chosen=_chosen(batch))
 
     def cost(hidden: Tensor) -> Tensor:
         # FSDP2 hooks what a unit returns and warns of views
-        return _head_loss(hidden, head, batch.labels, task).view(1, 1, 1).clone()
+        return _head_loss(hidden, head, batch, task).view(1, 1, 1).clone()
 
-    with head.computing(cost), attention(batch.inputs):
-        return model(**batch.inputs).logits.sum()
+    with head.computing(cost), attention(batch.inputs), masks.reading(batch) as inputs:
+        return model(**inputs).logits.sum()
 
 
-def _head_loss(hidden: Tensor, head: Head, labels: Tensor, task: Task) -> Tensor:
-    rows, targets = _supervised(hidden, labels, task)
+def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
+    rows, targets = supervised(hidden, batch.labels, task, _chosen(batch))
     linear, held = head.linear, getattr(head.linear, "vocabulary", None)
     if held is None:
         kernel = head.kernel if rows.requires_grad and len(rows) else None
@@ -206,11 +214,17 @@ def _plain(linear: nn.Linear) -> bool:
     return kinds[0] in (nn.Linear, WidenedLinear) or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
 
 
-def _supervised(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """Rows of `values` [B, T, D] that predict a supervised token, [n, D], and these tokens [n]."""
-    values, targets = aligned(values, labels, task)
-    mask = targets != IGNORED
-    return values[mask], targets[mask]
+def supervised(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows of `values` [B, T, D] that predict a supervised token, [n, D], and these tokens [n].
+
+    chosen: their places among the B·T `labels`, ascending; without it the device is asked, and the host waits.
+    """
+    if chosen is None or labels.shape != values.shape[:2]:
+        values, targets = aligned(values, labels, task)
+        mask = targets != IGNORED
+        return values[mask], targets[mask]
+    before = 0 if isinstance(task, Seq2Seq | MaskedLM) else 1
+    return values.flatten(0, 1).index_select(0, chosen - before), labels.flatten().index_select(0, chosen)
 
 
 def aligned(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
@@ -232,7 +246,7 @@ def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, 
     Logits exist for one slice of rows at a time, in the forward pass only, where the gradient (softmax − onehot) W is
     made as well: the backward pass is one scaling. Under autocast the products are in its precision.
     """
-    device = hidden.device.type
+    device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, smoothing)
@@ -240,7 +254,7 @@ def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, 
 
 def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
     """The terms of `linear_cross_entropy`, one for each row, float32 (n,)."""
-    device = hidden.device.type
+    device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets)
@@ -255,7 +269,7 @@ def _slices(
     smoothing: float = 0.0,
 ) -> Iterator[Tensor]:
     """−log p (rows, 1) of each slice of rows, smoothed, whose ∂/∂hidden is written into `gradient`, if there is one."""
-    device = hidden.device.type
+    device = capabilities(hidden.device).autocast
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
     rows = slice_rows(len(weight), device)
@@ -281,7 +295,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float) -> Tensor:
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        wide = torch.float64 if hidden.device.type == "cpu" else torch.float32
+        wide = capabilities(hidden.device).sums
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for nats in _slices(hidden, weight, bias, targets, gradient, smoothing):
             total += nats.sum(dtype=wide)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .config import Optimizer, OptimizerKind
+from .devices.capabilities import capabilities
 from .errors import UserError
 from .quantised import GET, import_library
 
@@ -45,7 +46,7 @@ class LowBitAdam:
 
     def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, device: torch.device) -> None:
         """Raises UserError where the package or the device is missing (`check_optimizer`)."""
-        check_optimizer(settings.kind, device=device.type)
+        check_optimizer(settings.kind, device=capabilities(device).kind)
         library: Any = import_library()
         self._dequantize = library.functional.dequantize_blockwise
         self.inner: Any = library.optim.AdamW(

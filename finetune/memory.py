@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .adapter import trainable
 from .adapting.projector import blank_features
 from .config import Optimizer, OptimizerKind, Train
+from .devices.capabilities import kept_draws
 from .devices.precision import autocast, settled
 from .lowbit import state_bytes
 from .numerics import SHORT, attention, without_input_casts
@@ -77,11 +78,10 @@ def _saved_bytes(model: Any, tokens: int, train: Train) -> int:
             ids[:, -1] = model.config.eos_token_id
     inputs |= blank_features(model, rows=1)
     training = model.training
-    devices = [device] if device.type == "cuda" else []
     model.train()
     try:
         with (
-            torch.random.fork_rng(devices=devices),
+            kept_draws([device]),
             autocast(train, device),
             without_input_casts(model, train),
             attention(inputs),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import Train
+from .devices.capabilities import capabilities, kept_draws, seed_draws
 
 SHORT = 96
 """Tokens of a row up to which a CPU with bf16 instructions attends by batched products in bf16."""
@@ -61,7 +62,9 @@ def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager
     products take a sixth to two thirds of the time, for more memory (`benchmarks.short_rows`). A CPU that has none
     takes twice as long for them (`benchmarks.any_machine`): there, and elsewhere, torch chooses.
     """
-    widths = [value.shape[1] for value in inputs.values() if value.ndim > 1 and value.device.type == "cpu"]
+    widths = [
+        value.shape[1] for value in inputs.values() if value.ndim > 1 and capabilities(value.device).short_products
+    ]
     training = torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
     if widths and max(widths) <= SHORT and training and bf16_instructions():
         return sdpa_kernel(SDPBackend.MATH)
@@ -84,10 +87,6 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draws inside come from `seed`; the global generators are put back afterwards as they were."""
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+    with kept_draws([device]):
+        seed_draws(seed, device)
         yield

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import Optimizer
+from .devices.capabilities import capabilities
 from .lowbit import LowBitAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -97,7 +98,7 @@ class AdapterOptimizer:
         groups = self._groups(settings)
         devices = {p.device for p in self.parameters.values()}
         self._adam: _Adam = (
-            _TorchAdam(groups, settings, fused=all(device.type in {"cpu", "cuda"} for device in devices))
+            _TorchAdam(groups, settings, fused=all(capabilities(device).fused_optimizer for device in devices))
             if settings.kind == "adamw"
             else LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
         )

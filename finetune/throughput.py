@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from regularizers.protocol import Figures
+
 from .config import Task
+from .devices.capabilities import copied
 from .flops import Cost, Tally, attention_width
 from .loss import Head, batch_loss
 from .parallel.world import DATA, TOKENS
@@ -67,21 +70,22 @@ class Meter:
             positions=sum(b * t for b, t in shapes), pairs=sum(b * t * t for b, t in shapes), head=head
         )
 
-    def updated(self, seconds: float) -> dict[str, float]:
+    def updated(self, seconds: float) -> Figures:
         """An update has ended that took so long; every `EVERY` updates the figures of the last ones, else nothing.
 
-        Collective then, on a mesh: all ranks get the same.
+        Collective then, on a mesh: all ranks get the same. No wait for the device.
         """
+        nothing = Figures(torch.empty(0), lambda numbers: {})
         first, self._first = self._first, False
         if first or not self._now.passes:  # none: the work is somebody else's (`finetune.stacked`)
-            return {}
+            return nothing
         self._now.updates += 1
         self._now.seconds += seconds
         if self._now.updates < EVERY:
-            return {}
+            return nothing
         return self._close()
 
-    def _close(self) -> dict[str, float]:
+    def _close(self) -> Figures:
         now, self._now = self._now, _Sums()
         self._all.add(now)
         return self._figures(now)
@@ -90,25 +94,31 @@ class Meter:
         """Figures of all updates of this attempt but the first; empty where there were none. Collective."""
         self._all.add(self._now)
         self._now = _Sums()
-        return self._figures(self._all) if self._all.updates else {}
+        return self._figures(self._all).read() if self._all.updates else {}
 
-    def _figures(self, sums: _Sums) -> dict[str, float]:
+    def _figures(self, sums: _Sums) -> Figures:
         """`tokens_s` of the whole mesh; `tflops` of one device, and `mfu` and `hfu`, its share of the peak."""
         world = self._engine.world
-        work = torch.tensor([sums.model, sums.hardware], dtype=torch.float64, device=world.device)
-        tokens = torch.tensor(float(sums.tokens), dtype=torch.float64, device=world.device)
+        work = torch.tensor([sums.model, sums.hardware, sums.tokens], dtype=torch.float64)
         if world.size > 1:
+            work = copied(work, world.device)
             for axes in (TOKENS, ("tp",), ("pp",)):
-                work = world.sum(work, *axes)
-            tokens = world.sum(tokens, *DATA)
-        figures = {"tokens_s": float(tokens) / sums.seconds}
-        if self._cost is not None:
-            model, hardware = (float(w) / sums.seconds / world.size / 1e12 for w in work)
-            figures["tflops"] = model
-            if self._peak is not None:
-                self._peak = max(self._peak, hardware)  # what was done can be done: a busy machine was measured
-                figures |= {"mfu": model / self._peak, "hfu": hardware / self._peak}
-        return {name: float(f"{value:.4g}") for name, value in figures.items()}
+                world.sum(work[:2], *axes)
+            world.sum(work[2:], *DATA)
+        seconds, known = sums.seconds, self._cost is not None
+
+        def named(numbers: Sequence[float]) -> dict[str, float]:
+            *both, tokens = numbers
+            figures = {"tokens_s": tokens / seconds}
+            if known:
+                model, hardware = (w / seconds / world.size / 1e12 for w in both)
+                figures["tflops"] = model
+                if self._peak is not None:
+                    self._peak = max(self._peak, hardware)  # what was done can be done: a busy machine was measured
+                    figures |= {"mfu": model / self._peak, "hfu": hardware / self._peak}
+            return {name: float(f"{value:.4g}") for name, value in figures.items()}
+
+        return Figures(work, named)
 
 
 class _Sums:
@@ -136,6 +146,9 @@ class _Sums:
 
 def _real(micro: MicroBatch) -> tuple[int, int]:
     """Tokens of a micro-batch without padding, and pairs of tokens that belong to one sample."""
+    counted: tuple[int, int] | None = getattr(micro, "real", None)
+    if counted is not None:
+        return counted
     inputs: dict[str, Any] = micro.inputs
     if "position_ids" in inputs:  # packed: a sample begins where positions do, and what fills a row behind the last
         lengths = torch.cat(

@@ -25,6 +25,11 @@ from regularizers.signs import Streams, stream_id, unpack
 FIGURES = ("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped")
 
 
+def placed(values: Sequence[bool], device: torch.device) -> Tensor:
+    """`values` on the device, which the host does not wait for."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
 def _global(cut: Cut | None, length: int) -> Tensor:
     return torch.arange(length) if cut is None else cut.indices()
 
@@ -97,7 +102,7 @@ class Bank:
         norms = torch.cat(parts)
         self.rows.sum_parts(norms)
         if base is not None:
-            norms = torch.where(torch.tensor(moved, device=self.device)[self.rows.owner], norms, base)
+            norms = torch.where(placed(moved, self.device)[self.rows.owner], norms, base)
         self.norms = norms
         return sum(moved)
 
@@ -190,7 +195,7 @@ class Bank:
         """q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,). The gradient
         is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all layers."""
         grads = [branch.probe.grad for branch in self.branches]
-        took_part = torch.tensor([grad is not None for grad in grads], device=self.device)
+        took_part = placed([grad is not None for grad in grads], self.device)
         filled = [branch.probe if grad is None else grad for branch, grad in zip(self.branches, grads, strict=True)]
         gradient = torch.cat(filled)
         if self._placement is not ALONE:
@@ -217,9 +222,9 @@ class Bank:
             branch.probe.grad = None
         self._factors = []
 
-    def figures(self) -> dict[str, float]:
-        """Sums over layers from which the regularizer makes its metrics, of the last perturbed step; one wait for the
-        device. Collective on a mesh."""
+    def figures(self) -> Tensor:
+        """Sums over layers from which the regularizer makes its metrics, of the last perturbed step: `FIGURES`,
+        float64. No wait for the device. Collective on a mesh."""
         zero = torch.zeros((), device=self.device, dtype=self.ema.dtype)
         sums = [zero] * 4
         if self._shares is not None and self._entry is not None:
@@ -236,7 +241,7 @@ class Bank:
             sums = list(self.rows.totals(row_power, gradient_power, sigma, moved))
             sums[3] = 0.5 * sums[3]
         counts = (self.updates.sum().to(zero), self.skipped.sum().to(zero))
-        return dict(zip(FIGURES, torch.stack([*sums, *counts]).tolist(), strict=True))
+        return torch.stack([*sums, *counts]).double()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of `state`."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ from regularizers.claims import claim, release
 from regularizers.config import BAR
 from regularizers.errors import RegularizerError
 from regularizers.mesh import ALONE, Placement
-from regularizers.protocol import Regularizer
+from regularizers.protocol import Figures, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -168,17 +168,21 @@ class BARRegularizer(Regularizer):
     def metrics(self) -> dict[str, float]:
         """`alpha` of the last step; `grown_a`, the share of layers whose A gained on its B; `balance`,
         Σ(|A|² − |B|²)/Σ(|A|² + |B|²) over all layers now: 0 is balanced, ±1 all in A or in B."""
+        return self.figures().read()
+
+    def figures(self) -> Figures:
         if self._adapters is None:
-            return {}
+            return Figures(torch.zeros(0), lambda numbers: {})
         a, b = self._squares(self._adapters.values())
         sums = torch.stack([(a - b).sum(), (a + b).sum(), self._grown.to(a)]).to(self._adapters.device)
         self._placement.sum_pipeline(sums)
-        difference, total, grown = sums.tolist()
-        return {
-            "alpha": scheduled_alpha(self.config, self._step, self._total_steps),
-            "grown_a": grown / self._layers,
-            "balance": difference / total if total else 0.0,
-        }
+        alpha, layers = scheduled_alpha(self.config, self._step, self._total_steps), self._layers
+
+        def named(numbers: Sequence[float]) -> dict[str, float]:
+            difference, total, grown = numbers
+            return {"alpha": alpha, "grown_a": grown / layers, "balance": difference / total if total else 0.0}
+
+        return Figures(sums, named)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Between steps there is nothing to keep but the place in the schedule."""

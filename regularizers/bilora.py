@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from regularizers.config import BiLora
 from regularizers.errors import RegularizerError
 from regularizers.layers import LoraSite
 from regularizers.mesh import ALONE, Placement
-from regularizers.protocol import Regularizer
+from regularizers.protocol import Figures, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -74,9 +74,12 @@ class BiLoraRegularizer(Regularizer):
         self._placement: Placement = ALONE
         self._gradients: list[Tensor] | None = None
         """Of the step that was left last, until `updated`."""
+        self._made: Tensor | None = None
+        """On a mesh, whether they are of any backward pass, bool ()."""
         self._inside = False
-        self._seed = self._step = self._skipped = 0
-        self._norm = self._clipped = torch.zeros(())
+        self._seed = self._step = 0
+        self._norm = self._clipped = self._skipped = torch.zeros(())
+        self._on_host = True
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         refuse_second_attach(bool(self._terms))
@@ -86,10 +89,16 @@ class BiLoraRegularizer(Regularizer):
         claim({site.name: site.layer for site in sites}, self)
         self._placement, self._terms = placement, [AddedTerm(site) for site in sites]
         self._factors = {name: factor for site in sites for name, factor in self._fresh(site, seed).items()}
-        self._optimizer = torch.optim.AdamW(self._factors.values(), lr=0.0, weight_decay=0.0, maximize=True)
-        self._seed, self._step, self._skipped, self._gradients = seed, 0, 0, None
-        self._norm = torch.zeros((), dtype=torch.float64)
-        self._clipped = torch.zeros((), dtype=torch.int64)
+        device = sites[0].device
+        # A fused update can be told on the device that it is to change nothing; a CPU is simply asked before.
+        self._on_host = device.type == "cpu"
+        self._optimizer = torch.optim.AdamW(
+            self._factors.values(), lr=0.0, weight_decay=0.0, maximize=True, fused=not self._on_host
+        )
+        self._seed, self._step, self._gradients = seed, 0, None
+        self._norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._clipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = torch.zeros_like(self._clipped)
         return self
 
     def _fresh(self, site: LoraSite, seed: int) -> dict[str, Tensor]:
@@ -121,7 +130,8 @@ class BiLoraRegularizer(Regularizer):
             return [gradient / loss_scale for gradient in found] if made else None
         flat = torch.cat([*(gradient.flatten() for gradient in found), found[0].new_full((1,), float(made))])
         self._placement.sum_data(flat)
-        if flat[-1] == 0:
+        self._made = flat[-1] > 0
+        if self._on_host and not self._made:
             return None
         flat /= self._placement.gradient_scale * loss_scale
         parts = flat[:-1].split([gradient.numel() for gradient in found])
@@ -136,28 +146,34 @@ class BiLoraRegularizer(Regularizer):
 
     @torch.no_grad()
     def updated(self, rate: float) -> None:
-        """Ascend, then back into the ball. Waits for the device once, to see whether the gradients are finite."""
+        """Ascend, then back into the ball, unless a gradient is not finite. No wait for the device."""
         gradients, self._gradients = self._gradients, None
         if gradients is None or self._optimizer is None:
             return
         device = gradients[0].device
-        if not torch.stack([gradient.isfinite().all().to(device) for gradient in gradients]).all():
-            self._skipped += 1
+        finite = torch.stack([gradient.isfinite().all().to(device) for gradient in gradients]).all()
+        self._skipped = self._skipped + ~finite
+        if self._made is not None:  # on a mesh only the device knows whether any rank has made a pass
+            finite = finite & self._made
+        if not self._on_host:
+            fused: Any = self._optimizer
+            fused.grad_scale, fused.found_inf = None, (~finite).float()
+        elif not finite:
             return
         for factor, gradient in zip(self._factors.values(), gradients, strict=True):
             factor.grad = gradient
         self._optimizer.param_groups[0]["lr"] = rate * self.config.lr_scale
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._pull_back()
+        self._pull_back(finite)
 
-    def _pull_back(self) -> None:
-        """Scale all factors by √(ρ/c) if c > ρ."""
+    def _pull_back(self, updated: Tensor) -> None:
+        """Scale all factors by √(ρ/c) if c > ρ and they were `updated`, bool ()."""
         names = [term.site.name for term in self._terms]
         device = next(iter(self._factors.values())).device
         squares = [squared_product_norm(self._factors[f"{n}.A"], self._factors[f"{n}.B"]).to(device) for n in names]
         norm = torch.stack(squares).sum().sqrt()
-        outside = norm > self.config.rho
+        outside = (norm > self.config.rho) & updated
         factor = torch.where(outside, (self.config.rho / norm).sqrt(), 1.0)
         for value in self._factors.values():
             value *= factor.to(value)
@@ -167,17 +183,18 @@ class BiLoraRegularizer(Regularizer):
     def metrics(self) -> dict[str, float]:
         """`auxiliary_norm` √Σ|B₂A₂|² after the last update (at most ρ), `auxiliary_clips` how many updates so far were
         pulled back, `auxiliary_skips` how many were left out because a gradient was not finite."""
-        return {
-            "auxiliary_norm": float(self._norm),
-            "auxiliary_clips": float(self._clipped),
-            "auxiliary_skips": float(self._skipped),
-        }
+        return self.figures().read()
+
+    def figures(self) -> Figures:
+        values = torch.stack([each.double() for each in (self._norm, self._clipped, self._skipped)])
+        names = ("auxiliary_norm", "auxiliary_clips", "auxiliary_skips")
+        return Figures(values, lambda numbers: dict(zip(names, numbers, strict=True)))
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {
             "bi-lora.seed": torch.tensor(self._seed),
             "bi-lora.step": torch.tensor(self._step),
-            "bi-lora.skips": torch.tensor(self._skipped),
+            "bi-lora.skips": self._skipped.clone(),
             "bi-lora.clips": self._clipped.clone(),
             "bi-lora.norm": self._norm.clone(),
             "bi-lora.updates": self._updates(),
@@ -219,9 +236,10 @@ class BiLoraRegularizer(Regularizer):
                 f"the saved state was drawn from seed {int(state['bi-lora.seed'])}, this run from {self._seed}; resume "
                 "with the same train.seed"
             )
-        self._step, self._skipped = int(state["bi-lora.step"]), int(state["bi-lora.skips"])
+        self._step = int(state["bi-lora.step"])
+        self._skipped = state["bi-lora.skips"].to(self._skipped, copy=True)
         self._clipped, self._norm = (state[f"bi-lora.{what}"].clone() for what in ("clips", "norm"))
-        updates = state["bi-lora.updates"].to("cpu", torch.float32)
+        updates = state["bi-lora.updates"].to("cpu" if self._on_host else self._norm.device, torch.float32)
         with torch.no_grad():
             for name, factor in self._factors.items():
                 factor.copy_(state[name])

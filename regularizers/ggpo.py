@@ -11,7 +11,7 @@ the mean |G_i(W'+ε)|². Source: LoRA-GGPO, arXiv 2502.14538 v1 (v2 and later ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
@@ -27,7 +27,7 @@ from regularizers.errors import RegularizerError
 from regularizers.guidance import default_rank, scheduled_sigma
 from regularizers.layers import find_lora_sites, refuse_none
 from regularizers.mesh import ALONE, Placement
-from regularizers.protocol import Regularizer
+from regularizers.protocol import Figures, Regularizer
 from regularizers.rownorms import accumulation_dtype
 from regularizers.samples import Batches
 from regularizers.signs import MAX_COLUMNS, micro_id, step_id
@@ -215,24 +215,33 @@ class GGPORegularizer(Regularizer):
         power), `guidance` (how much power the gradient moved between rows, 0 to 1: mean over layers, or with
         `normalize: model` of the whole model), layer counts, `norms_refreshed` (layers whose row norms were taken from
         W0 anew), `sketches` averaged and `sketches_skipped` because they were not finite (means over layers)."""
-        parts = [bank.figures() for bank in self._banks]
-        sums = [*(sum(part[name] for part in parts) for name in FIGURES), self._recomputed]
-        if self._placement is not ALONE:
-            total = torch.tensor(sums, dtype=torch.float64, device=self._device)
-            self._placement.sum_pipeline(total)
-            sums = total.tolist()
-        power, gradient_power, sigma_sum, moved, sketches, skipped, recomputed = sums
-        return {
-            "sigma": scheduled_sigma(self.config.sigma, self.config.schedule, self._step, self._total_steps),
-            "row_sigma_mean": sigma_sum / max(self._rows, 1),
-            "gradient_share": gradient_power / power if power else 0.0,
-            "guidance": moved / (1 if self.config.normalize == "model" else max(self._layers, 1)),
-            "perturbed_layers": float(self._layers),
-            "layers_left_alone": float(self._left_alone),
-            "norms_refreshed": float(recomputed),
-            "sketches": sketches / max(self._layers, 1),
-            "sketches_skipped": skipped / max(self._layers, 1),
-        }
+        return self.figures().read()
+
+    def figures(self) -> Figures:
+        sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64, device=self._device)
+        for bank in self._banks:
+            sums[:-1] += bank.figures().to(sums)
+        sums[-1] += self._recomputed
+        self._placement.sum_pipeline(sums)
+        sigma = scheduled_sigma(self.config.sigma, self.config.schedule, self._step, self._total_steps)
+        rows, layers, alone = max(self._rows, 1), self._layers, self._left_alone
+        balanced = 1 if self.config.normalize == "model" else max(layers, 1)
+
+        def named(numbers: Sequence[float]) -> dict[str, float]:
+            power, gradient_power, sigma_sum, moved, sketches, skipped, recomputed = numbers
+            return {
+                "sigma": sigma,
+                "row_sigma_mean": sigma_sum / rows,
+                "gradient_share": gradient_power / power if power else 0.0,
+                "guidance": moved / balanced,
+                "perturbed_layers": float(layers),
+                "layers_left_alone": float(alone),
+                "norms_refreshed": float(recomputed),
+                "sketches": sketches / max(layers, 1),
+                "sketches_skipped": skipped / max(layers, 1),
+            }
+
+        return Figures(sums, named)
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {

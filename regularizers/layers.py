@@ -192,6 +192,11 @@ def _is_factor(part: Any, columns: int) -> bool:
     return (isinstance(part, nn.Linear) and part.weight.shape[1] == columns) or hasattr(part, "nblocks")
 
 
+def _has_values(weight: Tensor) -> bool:
+    """Whether there is something to read (a weight on meta is kept elsewhere)."""
+    return not weight.is_meta
+
+
 def is_lora(module: nn.Module) -> bool:
     """Whether PEFT adapts `module` by LoRA, whatever kind of layer it is."""
     return hasattr(module, "lora_A") and hasattr(module, "lora_B") and hasattr(module, "base_layer")
@@ -237,7 +242,7 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
         rows, columns, transposed = shape
         weight = base.weight
         stored = (columns, rows) if transposed else (rows, columns)
-        if value_shape(base) != stored or not value_dtype(base).is_floating_point or weight.is_meta:
+        if value_shape(base) != stored or not value_dtype(base).is_floating_point or not _has_values(weight):
             raise RegularizerError(
                 f"layer {name} keeps its weight as {weight.dtype} {tuple(weight.shape)}, from which no {rows}x{columns}"
                 " matrix can be read (of quantised weights those of bitsandbytes and torchao can); load the backbone "

@@ -37,7 +37,7 @@ from regularizers.claims import claim, release
 from regularizers.config import MGPO, MSAM
 from regularizers.errors import RegularizerError
 from regularizers.mesh import ALONE, Placement
-from regularizers.protocol import Regularizer
+from regularizers.protocol import Figures, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -170,8 +170,11 @@ class MomentumRegularizer(Regularizer):
         """Of the last step: `perturbation_norm` |ε|, `momentum_norm` |m| after it, `gradient_norm` |g| (unclipped),
         `gradient_norm_average` ḡ (MGPO), `momentum_updates`, and `momentum_skipped`: steps whose gradient was not
         finite."""
+        return self.figures().read()
+
+    def figures(self) -> Figures:
         if self._adapters is None or not self._figures:
-            return {}
+            return Figures(torch.zeros(0), lambda numbers: {})
         figures = self._figures | {
             "momentum_norm": self._adapters.squared_norm(self._momentum).sqrt(),
             "momentum_updates": self._updates,
@@ -179,7 +182,8 @@ class MomentumRegularizer(Regularizer):
         }
         if isinstance(self.config, MGPO):
             figures["gradient_norm_average"] = self._mean_average()
-        return dict(zip(figures, torch.stack([each.double() for each in figures.values()]).tolist(), strict=True))
+        values = torch.stack([each.double() for each in figures.values()])
+        return Figures(values, lambda numbers: dict(zip(figures, numbers, strict=True)))
 
     def _mean_average(self) -> Tensor:
         return self._average

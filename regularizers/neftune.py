@@ -156,8 +156,7 @@ def uniform(*, seed: int, step: int, micro: int, rows: Tensor, count: int) -> Te
 
     Each 64-bit word of the counter hash gives two numbers: its lower half, then its upper one.
     """
-    key = torch.tensor(step_id(seed, step) ^ step_id(layer_uid("neftune"), micro), device=rows.device)
-    keys = mix64(counters(rows) + key)
+    keys = mix64(counters(rows) + (step_id(seed, step) ^ step_id(layer_uid("neftune"), micro)))
     counts = counters(torch.arange((count + 1) // 2, device=rows.device))
     # Row by row: a word takes eight times the memory of the number it becomes, and the hash makes several copies.
     drawn = [sign_words(row, counts).view(torch.int32)[:count].float() for row in keys]

@@ -20,8 +20,9 @@ draws once per optimizer step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,20 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from regularizers.mesh import Placement
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a step whose numbers lie on the device until they are read, with those of other steps if need be."""
+
+    values: Tensor
+    """(n,) float64."""
+    named: Callable[[Sequence[float]], dict[str, float]]
+    """The figures by name, from what `values` holds."""
+
+    def read(self) -> dict[str, float]:
+        """The figures now; waits for the device."""
+        return self.named(self.values.tolist())
 
 
 class Regularizer(ABC):
@@ -85,6 +100,14 @@ class Regularizer(ABC):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Figures of the last step worth a line in the log; reading them may wait for the device."""
+
+    def figures(self) -> Figures:
+        """The same without a wait, where a method can; of its own, so that later steps do not change it. Collective as
+        `metrics` is."""
+        from torch import empty
+
+        found = self.metrics()
+        return Figures(empty(0), lambda values: found)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:

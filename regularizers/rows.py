@@ -27,6 +27,7 @@ class Rows:
         self._placement = placement
         self._device = device
         self.sizes = [site.rows for site in sites]
+        self._chosen: dict[tuple[bool, ...], Tensor] = {}
         self.owner = self._spread(range(len(sites)), self.sizes)
         """Which layer each row belongs to, (rows,)."""
         self.whole_sizes = torch.tensor([site.whole_rows for site in sites], device=device)
@@ -114,5 +115,11 @@ class Rows:
         return torch.tensor(chosen, device=self._device).nonzero()[:, 0]
 
     def _rows_of(self, layers: list[bool]) -> Tensor | None:
-        """Indices of the rows of the chosen layers; None if no layer is chosen."""
-        return self._spread(layers, self.sizes).nonzero()[:, 0] if any(layers) else None
+        """Indices of the rows of the chosen layers, found on the host once; None if no layer is chosen."""
+        if not any(layers):
+            return None
+        key = tuple(layers)
+        if key not in self._chosen:
+            whole = torch.repeat_interleave(torch.tensor(layers), torch.tensor(self.sizes))
+            self._chosen[key] = whole.nonzero()[:, 0].to(self._device)
+        return self._chosen[key]

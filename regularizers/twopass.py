@@ -25,7 +25,7 @@ from regularizers.adapters import Adapters, local
 from regularizers.checks import refuse_reentry
 from regularizers.claims import claim, release
 from regularizers.errors import RegularizerError
-from regularizers.protocol import Regularizer
+from regularizers.protocol import Figures, Regularizer
 
 _VANISHING = 1e-30
 """A gradient norm below is none at all: ρ divided by it has no float32."""
@@ -51,7 +51,8 @@ class TwoPass(Regularizer):
         """The end of `attach`: claim the `layers` by name and begin to count."""
         claim(layers, self)
         self._theta, self._model = theta, model
-        self._step, self._unperturbed, self._figures = 0, torch.zeros((), dtype=torch.int64), {}
+        self._step, self._figures = 0, {}
+        self._unperturbed = torch.zeros((), dtype=torch.int64, device=theta.device)
 
     @abstractmethod
     def _begin(self, stack: ExitStack) -> None:
@@ -112,10 +113,12 @@ class TwoPass(Regularizer):
         `perturbed_gradient_norm` at the perturbed ones, `perturbation_norm` |ε|, and for SAM over the weights
         `weight_gradient_norm` |∂L/∂W'|; `unperturbed_steps`: how many so far had a first gradient that was zero or
         not finite, and trained with ε = 0."""
-        return {
-            **{name: float(value) for name, value in self._figures.items()},
-            "unperturbed_steps": float(self._unperturbed),
-        }
+        return self.figures().read()
+
+    def figures(self) -> Figures:
+        found = {**self._figures, "unperturbed_steps": self._unperturbed}
+        values = torch.stack([value.to(self._unperturbed.device, torch.float64) for value in found.values()])
+        return Figures(values, lambda numbers: dict(zip(found, numbers, strict=True)))
 
     def _names(self) -> dict[str, Tensor]:
         return {f"{self._kind}.step": torch.tensor(self._step), f"{self._kind}.unperturbed": self._unperturbed}

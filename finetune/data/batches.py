@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config import ByExample, Chat, Completion, LanguageModel, MaskedLM, Task
+from ..devices.capabilities import copied
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .columns import Examples
@@ -48,11 +49,21 @@ class MicroBatch:
     """Examples in it."""
     rows: tuple[tuple[int, ...], ...]
     """Indices of the examples in each row."""
+    chosen: Tensor | None = None
+    """(n,) int64: which of all B·T labels the loss sums over, ascending. The host knows it; a device that looked for
+    them would make it wait. None: not looked for yet."""
+    padded: bool | None = None
+    """Whether a row (an encoder's, of seq2seq) is shorter than the others, which the host knows too; None: not looked
+    for."""
+    real: tuple[int, int] | None = None
+    """Its tokens on all sides without padding, and its pairs of tokens that belong to one sample (of an encoder's);
+    None: not counted yet."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device."""
-        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
-        return MicroBatch(inputs, self.labels.to(device), self.supervised, self.samples, self.rows)
+        inputs = {name: copied(tensor, device) for name, tensor in self.inputs.items()}
+        chosen = None if self.chosen is None else copied(self.chosen, device)
+        return replace(self, inputs=inputs, labels=copied(self.labels, device), chosen=chosen)
 
 
 class _Store:
@@ -142,7 +153,19 @@ class _Store:
         if target.dtype == np.uint8:
             target = target.astype(np.float32)
         count = self.counts[flat].sum() if drawn is None else (labels != IGNORE).sum()
-        return MicroBatch(inputs, torch.from_numpy(target), int(count), len(flat), tuple(rows))
+        chosen = None if self.wholes else torch.from_numpy(np.flatnonzero(labels != IGNORE))
+        own = self.lengths[flat].astype(np.int64)
+        written = inputs["decoder_input_ids"].numel() if self.answers is not None else 0
+        return MicroBatch(
+            inputs,
+            torch.from_numpy(target),
+            int(count),
+            len(flat),
+            tuple(rows),
+            chosen,
+            padded=not mask.all(),
+            real=(int(own.sum()) + written, int(np.square(own).sum())),
+        )
 
 
 def _whole_labels(columns: Examples) -> np.ndarray | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..config import Train
+from ..devices.capabilities import capabilities, copied
 from ..devices.cuda import is_cuda
 from ..devices.packed_attention import as_mask, rows_apart, starts
 from .batches import MicroBatch
@@ -25,7 +26,7 @@ from .batches import MicroBatch
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
 
-_LABELS, _STARTS = "labels", "sample starts"
+_LABELS, _STARTS, _CHOSEN = "labels", "sample starts", "chosen"
 """Names beside those of the inputs while they travel."""
 
 
@@ -76,13 +77,28 @@ class CudaLane:
             tensor.record_stream(current)  # else its memory could be given away while this stream still reads
 
 
-@dataclass(frozen=True)
+class PlainLane:
+    """No stream: where a CUDA device is only rehearsed (`finetune.devices.rehearsal`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def send(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        """See `Lane`."""
+        return tensors, {name: copied(tensor, self.device) for name, tensor in tensors.items()}, None
+
+    def join(self, tensors: dict[str, Tensor], token: Any) -> None:
+        """See `Lane`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sent(MicroBatch):
     """A micro-batch in pinned host memory whose copy to a device is under way."""
 
     lane: Lane = field(repr=False, compare=False)
     there: dict[str, Tensor] = field(repr=False, compare=False)
-    """Inputs by name, labels under `_LABELS`, and where samples begin under `_STARTS`."""
+    """Inputs by name, labels under `_LABELS`, which of them count under `_CHOSEN`, where samples begin under
+    `_STARTS`."""
     token: Any = field(repr=False, compare=False)
     longest: int = 0
     """Tokens of the longest sample, where the model is told where samples begin."""
@@ -93,6 +109,8 @@ class Sent(MicroBatch):
         tensors, longest = {**micro.inputs, _LABELS: micro.labels}, 0
         if apart and "position_ids" in micro.inputs:
             tensors[_STARTS], longest = starts(micro.inputs["position_ids"])
+        if micro.chosen is not None:
+            tensors[_CHOSEN] = micro.chosen
         pinned, there, token = lane.send(tensors)
         host = {each.name: getattr(micro, each.name) for each in fields(MicroBatch)}
         host |= {"labels": pinned[_LABELS], "inputs": {name: pinned[name] for name in micro.inputs}}
@@ -101,12 +119,14 @@ class Sent(MicroBatch):
     def to(self, device: torch.device | str) -> MicroBatch:
         """The copy on the lane's device, which what computes next waits for; another device's is made anew."""
         if torch.device(device) != self.lane.device:
-            return MicroBatch(self.inputs, self.labels, self.supervised, self.samples, self.rows).to(device)
+            return MicroBatch(**{each.name: getattr(self, each.name) for each in fields(MicroBatch)}).to(device)
         self.lane.join(self.there, self.token)
         inputs = {name: self.there[name] for name in self.inputs}
         if self.longest:
             inputs["attention_mask"] = as_mask(self.there[_STARTS], self.longest)
-        return MicroBatch(inputs, self.there[_LABELS], self.supervised, self.samples, self.rows)
+        host = {each.name: getattr(self, each.name) for each in fields(MicroBatch)}
+        there = {"inputs": inputs, "labels": self.there[_LABELS], "chosen": self.there.get(_CHOSEN)}
+        return MicroBatch(**{**host, **there})
 
 
 @dataclass(frozen=True)
@@ -168,11 +188,12 @@ def fed(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None
     There, packed rows are attended to sample by sample where that is possible, and `say` is told. Stacked cells, whose
     rows are joined on the host, and pipelines, which cut them there, ask their batches themselves.
     """
-    if not is_cuda(engine.device) or not engine.keeps or engine.runner is not None:
+    if not capabilities(engine.device).pinned or not engine.keeps or engine.runner is not None:
         yield batches
         return
     with contextlib.ExitStack() as around:
         apart = batches.packed and around.enter_context(rows_apart(engine, train, engine.device, say))
-        ahead = Prefetch(batches, CudaLane(engine.device), apart=apart)
+        lane: Lane = CudaLane(engine.device) if is_cuda(engine.device) else PlainLane(engine.device)
+        ahead = Prefetch(batches, lane, apart=apart)
         around.callback(ahead.close)
         yield ahead

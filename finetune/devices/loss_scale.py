@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.placing import local
+from .unread import read
 
 FIRST = 2.0**16
 LARGEST = 2.0**24
@@ -40,7 +41,8 @@ class LossScale:
     def overflows(self, losses: Sequence[Tensor], norm: Callable[[None], Tensor]) -> bool:
         """Whether the scaled gradients, of that global norm, are too large for fp16 while the losses are numbers; the
         scale is halved then. The same on every rank."""
-        if all(math.isfinite(loss.item()) for loss in losses) and not math.isfinite(norm(None).item()):
+        *values, size = (each[0] for each in read([number.reshape(1) for number in (*losses, norm(None))]))
+        if all(map(math.isfinite, values)) and not math.isfinite(size):
             return self.shrink()
         return False
 

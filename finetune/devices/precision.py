@@ -21,6 +21,7 @@ from torch import nn
 
 from ..config import Train
 from ..errors import UserError
+from .capabilities import capabilities
 from .products import DTYPES, Rates, Shape, cpu_rates
 from .widened import WidenedLinear
 
@@ -144,4 +145,4 @@ def float32_products(train: Train, device: torch.device) -> Iterator[None]:
 def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast in the precision of `train`; float32 needs none."""
     dtype = autocast_dtype(train)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(capabilities(device).autocast, dtype=dtype)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ..devices.capabilities import capabilities
+
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
@@ -24,4 +26,4 @@ def forward_precision(device: torch.device | str, dtype: torch.dtype | None) -> 
     """Autocast to `dtype` on the device; with None, the model's own precision."""
     if dtype is None:
         return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=dtype)
+    return torch.autocast(capabilities(device).autocast, dtype=dtype)

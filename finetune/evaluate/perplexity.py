@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config import LanguageModel, MaskedLM, Task
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
+from ..devices.capabilities import capabilities
 from ..loss import Head, aligned, find_head, slice_rows
 from .mode import forward_precision
 from .share import ALONE, Share
@@ -38,7 +39,7 @@ def token_nats(
     mask = targets != IGNORE
     rows = mask.nonzero()[:, 0]
     scores, wanted = scores[mask], targets[mask]
-    size = slice_rows(values.shape[-1] if linear is None else len(linear.weight), values.device.type)
+    size = slice_rows(values.shape[-1] if linear is None else len(linear.weight), capabilities(values.device).kind)
     parts = []
     for i in range(0, len(wanted), size):
         part = scores[i : i + size]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import UserError
@@ -66,7 +66,16 @@ def _recompute(module: nn.Module) -> None:
         if module.training and torch.is_grad_enabled():
             # the second run would find the keys and values that the first one has put there
             kwargs |= {name: _NO_CACHE[name] for name in kwargs.keys() & _NO_CACHE.keys()}
-            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+            # torch keeps the random state and the autocast of the device that it finds among the unnamed arguments:
+            # attention is called by names only, and on CUDA its dropout would be drawn anew in backward
+            named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+            rest = {name: value for name, value in kwargs.items() if name not in named}
+
+            def run(*given: Any) -> Any:
+                unnamed, tensors = given[: len(args)], given[len(args) :]
+                return plain(*unnamed, **dict(zip(named, tensors, strict=True)), **rest)
+
+            return checkpoint(run, *args, *(kwargs[name] for name in named), use_reentrant=False)
         return plain(*args, **kwargs)
 
     module.forward = forward

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..devices.capabilities import copied
 from . import placing
 from .layout import Layout, Slice, canonical
 from .world import DATA, TOKENS, World
@@ -60,7 +61,7 @@ class MeshPlacement:
         cut = [name in self._layout.slices for name in names]
         for members, axes in ((sharded, ("dp", "cp")), (cut, ("tp",))):
             if any(members):
-                index = torch.tensor(members, device=found.device).nonzero()[:, 0]
+                index = copied(torch.tensor([i for i, member in enumerate(members) if member]), found.device)
                 found[index] = self._world.sum(found[index], *axes)
         return found[: len(names)]
 

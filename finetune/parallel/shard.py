@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from ..config import Mesh
-from ..devices.cuda import is_cuda
+from ..devices.capabilities import capabilities
 from ..errors import UserError
 from .layout import canonical
 from .placing import local
@@ -82,7 +82,7 @@ def shard(model: nn.Module, *, mesh: Mesh, world: World, reshard: bool | None = 
     if world.width("dp", "cp") == 1:
         whole = sum(_size(p) for p in parameters.values())
         return Sharding((), frozenset(), 1, whole, 0, whole, False)
-    if mesh.offload and world.device.type != "cuda":
+    if mesh.offload and not capabilities(world.device).pages:
         raise UserError("mesh.offload keeps shards in host memory, which needs a CUDA device; leave it out on the CPU")
     if mesh.zero < 3 and mesh.adapters == "replicate":
         raise UserError(
@@ -104,7 +104,7 @@ def shard(model: nn.Module, *, mesh: Mesh, world: World, reshard: bool | None = 
         for unit in [*units, root]:
             fully_shard(unit, **options)
             expected += 1
-        if is_cuda(world.device):
+        if capabilities(world.device).kind == "cuda":
             gather_ahead(in_order(root, units))
         if hasattr(root, "generate"):  # it calls parts of the model, not the root whose weights it needs gathered
             register_fsdp_forward_method(root, "generate")

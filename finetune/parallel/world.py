@@ -96,10 +96,9 @@ class World:
         """A one-dimensional mesh over `axes` together. Collective when first asked for."""
         assert self.mesh is not None
         axes = tuple(axis for axis in AXES if axis in axes)
-        if len(axes) == 1:
-            return self.mesh[axes[0]]
-        if axes not in self._groups:
-            self._groups[axes] = self.mesh[axes]._flatten("_".join(axes))
+        if axes not in self._groups:  # cutting a mesh takes longer than many a collective
+            cut = self.mesh[axes if len(axes) > 1 else axes[0]]
+            self._groups[axes] = cut._flatten("_".join(axes)) if len(axes) > 1 else cut
         return self._groups[axes]
 
     def group(self, *axes: str) -> dist.ProcessGroup:

@@ -145,9 +145,13 @@ class Recorder:
         moved = global_norm(p.detach() - before[name] for name, p in factors.items())
         self._update["update.relative"] = moved / global_norm(before.values())
 
+    def wants(self, progress: Progress) -> bool:
+        """Whether figures of the state after `progress.step` updates are wanted."""
+        return self._recording is not None and (progress.step in self._steps or progress.stopped_early)
+
     def at(self, progress: Progress, attempt: int) -> None:
         """Record the state after `progress.step` updates, if figures of it are wanted (or the stage ends early)."""
-        if self._recording is None or not (progress.step in self._steps or progress.stopped_early):
+        if self._recording is None or not self.wants(progress):
             return
         started = time.monotonic()
         with watch.unhurried("recording"):

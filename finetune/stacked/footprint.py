@@ -15,6 +15,7 @@ import torch
 
 from ..config import Adapter, ByExample, Classify, Mesh, Regress, Train
 from ..data.batches import MicroBatch
+from ..devices.capabilities import capabilities
 from ..devices.precision import autocast
 from ..memory import at_length, saved_bytes
 from .passes import SHARED_TOKENS, split
@@ -62,7 +63,7 @@ def stack_plan(host: Host, shapes: Sequence[tuple[int, int]], *, train: Train) -
     kept = {}
     plain = _has_plain_head(host, train)
     shared = host.shared(plain=plain)
-    for chosen in split(shapes, device=host.backbone.device.type, same=[0] * len(shapes), shared=shared):
+    for chosen in split(shapes, device=capabilities(host.backbone.device).kind, same=[0] * len(shapes), shared=shared):
         seats = sorted(chosen, key=host.order)
         kind = tuple((host.seats[seat].shape, shapes[seat]) for seat in seats)
         if kind not in kept:

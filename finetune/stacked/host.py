@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ..config import ByExample, Task
 from ..data.encoding import IGNORE
+from ..devices.capabilities import capabilities
 from ..loss import Head, aligned, example_losses, linear_cross_entropies
 from ..numerics import attention, uses_dropout
 from ..parallel.engine import Engine
@@ -217,7 +218,7 @@ class Host:
             shapes = [tuple(micros[seat].inputs["input_ids"].shape) for seat in places]
             shared = self.shared(plain=all(asked[seat].head is not None for seat in places))
             same = _alike(list(micros.values())) if shared else None
-            passes = split(shapes, device=device.type, same=same, shared=shared)  # type: ignore[arg-type]
+            passes = split(shapes, device=capabilities(device).kind, same=same, shared=shared)  # type: ignore[arg-type]
             for chosen in passes:
                 seats = sorted((places[i] for i in chosen), key=self.order)
                 found, more = self._together(seats, micros, asked, index)
@@ -312,7 +313,7 @@ class Host:
 
         owner: (R,) which cell each row belongs to.
         """
-        wide = torch.float64 if owner.device.type == "cpu" else torch.float32
+        wide = capabilities(owner.device).sums
 
         def summed(nats: Tensor, owners: Tensor) -> Tensor:
             return torch.zeros(cells, dtype=wide, device=owner.device).index_add(0, owners, nats.to(wide)).float()
@@ -340,7 +341,7 @@ class Host:
 
 def _computed(x: Tensor) -> Tensor:
     """`x` in the dtype that autocast would compute in."""
-    device = x.device.type
+    device = capabilities(x.device).autocast
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 

@@ -116,11 +116,11 @@ def test_rates_are_counts_over_time(tmp_path):
     peak = 1e-3
     meter = Meter(engine, peak_tflops=peak)
     work(engine, padded, task=LM, head=head, meter=meter)
-    assert meter.updated(100.0) == {}  # the first, which is not like the others
+    assert meter.updated(100.0).read() == {}  # the first, which is not like the others
     for index in range(EVERY):
         with meter.watching([padded], head=head):
             pass
-        figures = meter.updated(0.5)
+        figures = meter.updated(0.5).read()
         assert (figures == {}) == (index < EVERY - 1)
     tokens, pairs = 24 + 9 + 24, 24**2 + 9**2 + 24**2
     done = meter._cost.model(tokens, pairs, padded.supervised) / 0.5 / 1e12

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...devices.capabilities import capabilities
 from ...loss import slice_rows
 from . import borders
 
@@ -65,7 +66,7 @@ def vocabulary_cross_entropy(
     tokens at a time. Two all-reduces a slice carry the maximum, then the sum of exponentials and the target's logit;
     one in backward sums the gradient of `hidden`. Under autocast the products are in its precision.
     """
-    device = hidden.device.type
+    device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     return _VocabularyCrossEntropy.apply(hidden, linear.weight, linear.bias, targets - start, group)
@@ -76,11 +77,11 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
-        device = hidden.device.type
+        device = capabilities(hidden.device).autocast
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        total = torch.zeros((), dtype=torch.float64 if device == "cpu" else torch.float32, device=hidden.device)
+        total = torch.zeros((), dtype=capabilities(hidden.device).sums, device=hidden.device)
         rows = slice_rows(len(weight), device)
         with torch.autocast(device, enabled=False):
             for first in range(0, len(hidden), rows):

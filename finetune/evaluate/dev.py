@@ -1,0 +1,77 @@
+"""The dev loss of a stage under way: what chooses its best step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config import ByExample, Classify, Seq2Seq, Task
+from ..data.batches import iterate_eval
+from ..devices import masks
+from ..devices.unread import read
+from ..loss import Head, answered_right, batch_loss, loss_sum
+from .mode import evaluating
+
+if TYPE_CHECKING:
+    from ..data import Example
+    from ..parallel.engine import Engine
+
+
+@torch.no_grad()
+def dev_figures(
+    engine: Engine,
+    examples: Sequence[Example],
+    *,
+    task: Task,
+    batch_size: int,
+    pad_id: int,
+    head: Head | None,
+    precision: Callable[[], AbstractContextManager[Any]],
+) -> dict[str, float]:
+    """`loss` in nats per supervised token or example (regress: squared error), not smoothed, and `accuracy` for
+    classification (multi: of whole sets of classes).
+
+    Where reading makes the host wait for the device it is read once, at the end. Every rank of a mesh calls this.
+
+    Args:
+        head: as the stage found it (`finetune.loss.find_head`).
+        precision: what surrounds each forward pass.
+    """
+    share, model = engine.evaluation, engine.judged
+    judged = dataclasses.replace(task, label_smoothing=None) if isinstance(task, Seq2Seq) else task
+    found: list[torch.Tensor] = []  # loss and right answers of each batch
+    counts: list[int] = []
+    with evaluating(model):
+        for micro in iterate_eval(
+            examples,
+            task=task,
+            batch_size=batch_size,
+            pad_id=pad_id,
+            share=share.part,
+            multiple=share.multiple,
+        ):
+            batch = micro.to(engine.device)
+            with precision():
+                if isinstance(judged, ByExample):
+                    with masks.reading(batch) as inputs:
+                        logits = model(**inputs).logits
+                    loss = loss_sum(logits, batch.labels, task=judged)
+                    right = answered_right(logits, batch.labels, judged).sum() if isinstance(judged, Classify) else None
+                else:
+                    loss = batch_loss(model, batch, task=judged, head=engine.usable(head))
+                    right = None
+            if micro.samples:
+                found.append(torch.stack([loss.double(), torch.zeros_like(loss) if right is None else right.double()]))
+                counts.append(batch.supervised)
+            engine.beat()
+    engine.settle()
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, supervised
+    for pair, count in zip(read(found), counts, strict=True):
+        sums += torch.tensor([*pair, count], dtype=torch.float64)
+    loss_of, right_of, count_of = share.add(sums.numpy()).tolist()
+    figures = {"loss": loss_of / max(count_of, 1)}
+    return {**figures, "accuracy": right_of / max(count_of, 1)} if isinstance(task, Classify) else figures
