@@ -38,6 +38,7 @@ from finetune.config import (
 from finetune.data import Batches, Example
 from finetune.data.masking import Masking
 from finetune.devices.capabilities import CUDA, T4, Capabilities
+from finetune.devices.products import DTYPES
 from finetune.devices.rehearsal import Rehearsal, Wait
 from finetune.loop import train_stage
 from finetune.parallel.activation import checkpoint_activations
@@ -103,7 +104,7 @@ class Case:
     checkpointing: Literal["none", "selective", "full"] = "none"
     accumulate: int = 1
     packed: bool = False
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
 
     def __str__(self) -> str:
         rows = "packed" if self.packed else "padded"
@@ -261,7 +262,7 @@ def _backbone(objective: str, precision: str) -> Any:
         else:
             model = tf.LlamaForCausalLM(llama)
     model.requires_grad_(False)
-    return model.to(torch.bfloat16) if precision == "bf16" else model
+    return model.to(DTYPES[precision])
 
 
 def rows(objective: str, count: int) -> list[Example]:
@@ -294,7 +295,7 @@ def figures(cases: Sequence[Case] | None = None) -> dict[str, Any]:
     and the most waits of one update."""
     plan = [(case, CUDA) for case in cases or covering_cases()]
     if cases is None:
-        plan += [(Case(name, precision="fp32"), T4) for name in OBJECTIVES]
+        plan += [(Case(name, precision="fp16"), T4) for name in OBJECTIVES]
     most, broken = 0, []
     for case, record in plan:
         try:

@@ -50,7 +50,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from benchmarks._rehearsal import REGULARIZERS, _Pad, rows
     from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
     from finetune.data import Batches
-    from finetune.devices.capabilities import CUDA
+    from finetune.devices.capabilities import CUDA, rehearsed
     from finetune.devices.rehearsal import Rehearsal
     from finetune.loop import train_stage
     from finetune.parallel.build import build_engine
@@ -75,10 +75,17 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
         layout, task = Mesh(**mesh), LanguageModel(pack=False)
         world = World.of(layout, torch.device("cpu"))
         share = world.index("replicate", "dp"), world.width("replicate", "dp")
-        train = Train(steps=steps, batch_size=share[1], max_length=SIZES.tokens, save_every=0)
-        engine = build_engine(
-            backbone, task=task, adapter=Adapter(rank=8), train=train, mesh=layout, world=world, say=lambda line: None
-        )
+        train = Train(steps=steps, batch_size=share[1], max_length=SIZES.tokens, save_every=0, precision="fp32")
+        with rehearsed(CUDA, on="cpu"):  # what FSDP2 gathers ahead is settled there
+            engine = build_engine(
+                backbone,
+                task=task,
+                adapter=Adapter(rank=8),
+                train=train,
+                mesh=layout,
+                world=world,
+                say=lambda line: None,
+            )
         engine.keeps = False
         engine.save_adapter = lambda directory: None  # type: ignore[method-assign]
         examples = rows("completion", 3 * RANKS)

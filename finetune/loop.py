@@ -363,8 +363,8 @@ class _Loop:
             norm = self.engine.clip(self.settings.clip)
             line = Line(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": rate, "grad_norm": None})
             line.scalars = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
-            if self.guard.watches:
-                line.scalars, line.told = {}, line.told | self.guard.found
+            if self.guard.watches or self.scale.on:  # read already
+                line.scalars, line.told = {}, line.told | (self.guard.found or self.scale.found)
             elif self.unread.at_once:
                 line.told, line.scalars = line.complete(iter(read(line.vectors))), {}
                 self.guard.refuse_broken(step + 1, line.told)

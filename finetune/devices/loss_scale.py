@@ -30,6 +30,8 @@ class LossScale:
         self.value = FIRST if on else 1.0
         self.good = 0
         """Updates in a row without an overflow."""
+        self.found: dict[str, float] = {}
+        """`loss` and `grad_norm`, not scaled, of the update that was looked at last."""
 
     def shrink(self) -> bool:
         """Halve the scale after an overflow; False where it is 1 already, and the gradient itself is no number."""
@@ -42,6 +44,7 @@ class LossScale:
         """Whether the scaled gradients, of that global norm, are too large for fp16 while the losses are numbers; the
         scale is halved then. The same on every rank."""
         *values, size = (each[0] for each in read([number.reshape(1) for number in (*losses, norm(None))]))
+        self.found = {"loss": values[0], "grad_norm": size / self.value}
         if all(map(math.isfinite, values)) and not math.isfinite(size):
             return self.shrink()
         return False

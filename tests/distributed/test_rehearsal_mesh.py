@@ -30,16 +30,16 @@ MESHES: list[dict[str, Any]] = [
 def update(*, dp: bool, tp: bool, replicate: bool) -> list[str]:
     """An update of plain LoRA, in order.
 
-    FSDP2 gathers root, embedding, blocks and head for the forward pass, and all but what trains nothing below for the
-    backward one, each unit's gather before the work of the unit above; a block's gradients are scattered when its
-    backward ends, and summed over copies (HSDP). Tensor parallelism sums after attention and MLP, forward and backward
+    FSDP2 gathers root, embedding, blocks and head, for the forward pass and again for the backward one, each unit ahead
+    of the work of the one before it; a block's gradients are scattered when its backward ends, and summed over copies
+    (HSDP). Tensor parallelism sums after attention and MLP, forward and backward
     (the first block's input needs no gradient), after the embedding and before the head; its loss sums two numbers a
     token; the factors that are whole there are summed at once. At the end the loss, then the gradient's squared norm.
     """
     gather = ["dp all-gather"] * dp
     reduce = ["tp all-reduce"] * tp
     scatter = ["dp reduce-scatter"] * dp + ["replicate all-reduce"] * (dp and replicate)
-    forward = [*gather * 2, *reduce, *chain.from_iterable(repeat([*gather, *reduce * 2], BLOCKS)), *gather]
+    forward = [*gather * 3, *reduce, *chain.from_iterable(repeat([*gather, *reduce * 2], BLOCKS))]
     backward = [*gather * 3, *reduce]
     for block in reversed(range(BLOCKS)):
         backward += [*gather, *reduce * (2 if block else 1), *scatter]
