@@ -11,7 +11,8 @@ more than AVX2 the second run is left out. One thread, CPU-seconds, in turn. Row
 - the fused form of plain LoRA layers beside PEFT's forward, a whole forward and backward pass;
 - attention on short rows in bf16: what we choose beside the faster of both kernels;
 - every number that was chosen by measurement, beside the better of its half and its double;
-- what `train.precision: auto` takes beside the dtype that a whole step is faster in (`benchmarks._machine_precision`).
+- what `train.precision: auto` takes beside the dtype that a whole step is faster in (`benchmarks._machine_precision`);
+- the training step rehearsed for a CUDA device: waits of an update, and how many cases pass (`benchmarks._rehearsal`).
 """
 
 from __future__ import annotations
@@ -239,6 +240,26 @@ def first_minutes(bench: Benchmark) -> None:
         bench.row(what, unit="minutes", bar_op="<=", bar_value=most, reason="not measured in this run")
 
 
+def rehearsal(bench: Benchmark) -> None:
+    """What a CUDA device would do with the training loop, rehearsed without one (docs/cuda.md)."""
+    found = in_child("benchmarks._rehearsal:figures")
+    bench.row(
+        "a training step rehearsed for a CUDA device on tensors without values: most waits of the host in one update",
+        ours=found["waits_per_update"],
+        unit="waits",
+        bar_op="<=",
+        bar_value=1,
+    )
+    bench.row(
+        f"rehearsed cases of objective, regularizer, checkpointing, micro-batches and packing that passed, of "
+        f"{found['cases']}",
+        ours=found["passed"],
+        unit="cases",
+        bar_op=">=",
+        bar_value=found["cases"],
+    )
+
+
 def main() -> None:
     """Measure all rows and write benchmarks/results/any_machine.json."""
     limit_threads(1)
@@ -251,6 +272,7 @@ def main() -> None:
         constants(bench, sets, environment)
     precision_rows(bench)
     narrow_rows(bench)
+    rehearsal(bench)
     first_minutes(bench)
     bench.finish()
 

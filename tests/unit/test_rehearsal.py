@@ -55,10 +55,11 @@ def test_no_update_waits_unless_it_is_read(case, on):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", cases.CHECKPOINTING)
 @pytest.mark.parametrize("objective", cases.OBJECTIVES)
-def test_no_update_of_any_case_waits(objective):
+def test_no_update_of_any_case_waits(objective, checkpointing):
     for case in cases.all_cases():
-        if case.objective == objective:
+        if (case.objective, case.checkpointing) == (objective, checkpointing):
             assert [str(wait) for update in cases.rehearse(case).updates for wait in update] == [], str(case)
 
 
