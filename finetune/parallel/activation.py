@@ -8,16 +8,26 @@ swap a layer's forward are recomputed with it.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import UserError
 from .shard import blocks
 
 _NO_CACHE = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+_ENABLED = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
+"""Flags that hold on every device."""
 
 
 def checkpoint_activations(model: nn.Module, mode: Literal["none", "selective", "full"]) -> int:
@@ -75,7 +85,19 @@ def _recompute(module: nn.Module) -> None:
                 unnamed, tensors = given[: len(args)], given[len(args) :]
                 return plain(*unnamed, **dict(zip(named, tensors, strict=True)), **rest)
 
-            return checkpoint(run, *args, *(kwargs[name] for name in named), use_reentrant=False)
+            # and it is in backward, outside of what surrounds this one: torch remembers autocast, but not kernels
+            context = partial(_surroundings, _kernels())
+            return checkpoint(run, *args, *(kwargs[n] for n in named), use_reentrant=False, context_fn=context)
         return plain(*args, **kwargs)
 
     module.forward = forward
+
+
+def _surroundings(kernels: list[SDPBackend]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What the first run and the one in backward happen in: the same kernels of attention."""
+    return nullcontext(), nullcontext() if len(kernels) == len(_ENABLED) else sdpa_kernel(kernels)
+
+
+def _kernels() -> list[SDPBackend]:
+    """Those that `scaled_dot_product_attention` may choose from here (`finetune.numerics.attention`)."""
+    return [kernel for kernel, enabled in _ENABLED.items() if enabled()]

@@ -15,6 +15,7 @@ from finetune.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel, Mesh
 from finetune.errors import UserError
+from finetune.loss import batch_loss
 from finetune.parallel.activation import checkpoint_activations
 from finetune.parallel.index import read_index
 from finetune.parallel.layout import Layout, Slice
@@ -23,7 +24,7 @@ from finetune.parallel.shard import blocks, shard
 from finetune.parallel.skeleton import build_skeleton
 from finetune.parallel.weights import load_weights, materialize
 from finetune.parallel.world import World
-from tests.finetune_models import save_backbone
+from tests.finetune_models import Micro, save_backbone
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +208,24 @@ def test_recomputing_changes_no_bit_and_keeps_fewer_tensors(llama):
         assert torch.equal(results[mode][1], plain[1])
         assert all(torch.equal(a, b) for a, b in zip(results[mode][2], plain[2], strict=True))
     assert results["full"][0] < results["selective"][0] < plain[0]
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_backward_recomputes_by_the_kernels_of_the_forward_pass(llama, mode, monkeypatch):
+    """Short rows in bf16 have a kernel of attention of their own, named around the forward pass alone."""
+    monkeypatch.setattr("finetune.numerics.bf16_instructions", lambda: True)
+    task = LanguageModel(pack=False)
+    ids = torch.arange(24).view(2, 12) % 60 + 3
+    batch = Micro({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids, 22, 2)
+    results = []
+    for chosen in ("none", mode):
+        model = attach_adapter(load_backbone(llama, task=task), Adapter(rank=2), task=task, seed=0).train()
+        checkpoint_activations(model, chosen)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = batch_loss(model, batch, task=task)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_selective_needs_attention_modules():
