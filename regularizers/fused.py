@@ -289,7 +289,6 @@ class FusedLayers:
                 else:
                     owner.own = own
 
-
     def _of(self, layer: Any) -> _FusedLayer | None:
         """The fused form of a layer; None where it is not fusible now. Looked at anew only where something changed: a
         small model's pass would feel it."""
