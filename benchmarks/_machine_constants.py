@@ -238,7 +238,7 @@ def constant_times(what: str, rounds: int) -> dict[str, list[float]]:
 
 
 def attention_times(tokens: int, rounds: int) -> dict[str, list[float]]:
-    """CPU-seconds of attention, forward and backward in bf16 over 64 rows and 8 heads of 32: as
+    """CPU-seconds of attention, forward and backward in bf16 over 16 rows and 8 heads of 32: as
     `finetune.numerics.attention` has it (`ours`), by batched products (`products`) and as torch chooses (`torch`)."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -248,8 +248,8 @@ def attention_times(tokens: int, rounds: int) -> dict[str, list[float]]:
 
     limit_threads(1)
     generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(64, 8, tokens, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
-    inputs = {"input_ids": torch.zeros(64, tokens, dtype=torch.int64)}
+    parts = [torch.randn(16, 8, tokens, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    inputs = {"input_ids": torch.zeros(16, tokens, dtype=torch.int64)}
 
     def run(around: Callable[[], Any]) -> None:
         for _ in range(4):

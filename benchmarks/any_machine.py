@@ -30,7 +30,7 @@ from benchmarks._machine_precision import narrow_rows, precision_rows
 HERE, CONST = "benchmarks.any_machine", "benchmarks._machine_constants"
 NEIGHBOUR = 1.05
 """By how much a neighbouring value may be better before a number counts as one that knows its machine."""
-LOSSES = ((4096, 256, 1024, 15), (32_000, 512, 512, 7), (128_256, 512, 384, 5))
+LOSSES = ((4096, 256, 1024, 15), (32_000, 512, 512, 7), (128_256, 256, 384, 5))
 """Vocabulary, width, supervised tokens, and rounds."""
 STEPS = {"small": (4, 256, 768, 32), "wide": (4, 768, 2304, 128)}
 """Blocks, width, inner width, and tokens of each of four rows."""
@@ -218,7 +218,7 @@ def layers(bench: Benchmark, sets: str, environment: Environment, *, bf16: bool)
 def kernels(bench: Benchmark, sets: str, environment: Environment) -> None:
     """Attention on short rows in bf16."""
     for tokens in (16, 32, 64, 96, 128):
-        found = in_child(f"{CONST}:attention_times", environment=environment, tokens=tokens, rounds=5)
+        found = in_child(f"{CONST}:attention_times", environment=environment, tokens=tokens, rounds=7)
         others = {"batched products": found["products"], "torch's choice": found["torch"]}
         beside_neighbours(bench, f"attention, rows of {tokens} tokens, bf16 ({sets})", found["ours"], others)
 
@@ -226,7 +226,7 @@ def kernels(bench: Benchmark, sets: str, environment: Environment) -> None:
 def constants(bench: Benchmark, sets: str, environment: Environment) -> None:
     """Every number beside its neighbours."""
     for what in CONSTANTS:
-        rounds = 4 if "pass" in what else 8
+        rounds = 3 if "pass" in what else 10
         found = in_child(f"{CONST}:constant_times", environment=environment, what=what, rounds=rounds)
         value = str(int(found.pop("value")[0]))
         ours = found.pop(value)

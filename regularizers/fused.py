@@ -178,6 +178,16 @@ class Parts:
     dropout: Any
     drops: bool
     scaling: float
+    adapter: str
+
+    def serve(self, layer: Any) -> bool:
+        """Whether they are still what `fusible` would find in this layer, whose modules are the same as then."""
+        active = not layer.disable_adapters and list(layer.active_adapters) == [self.adapter]
+        return (
+            active
+            and layer.scaling[self.adapter] == self.scaling
+            and not any(map(_hooked, (self.base, self.a, self.b, self.dropout)))
+        )
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None:
         """(x, dropped, weight, bias) as the fused forms take them; None where the dtypes do not meet in one.
@@ -217,7 +227,8 @@ def fusible(layer: Any) -> Parts | None:
         return None
     if any(map(_hooked, (base, a, b, dropout))):
         return None
-    return Parts(base, shape[2], a, b, dropout, getattr(dropout, "p", 0.0) > 0, layer.scaling[active[0]])
+    drops = getattr(dropout, "p", 0.0) > 0
+    return Parts(base, shape[2], a, b, dropout, drops, layer.scaling[active[0]], active[0])
 
 
 class _FusedLayer:
@@ -242,6 +253,8 @@ class FusedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[Any] = [module for module in model.modules() if is_lora(module) and _of_peft(module)]
+        self._fused: dict[Any, _FusedLayer] = {}
+        """Of the layers that were fusible once."""
 
     @contextmanager
     def working(self) -> Iterator[int]:
@@ -259,15 +272,15 @@ class FusedLayers:
                 outer = vars(layer).get("forward")
                 if layer.merged or not (outer is None or _calls_own(outer, layer)):
                     continue
-                parts = fusible(layer)
-                if parts is None:
+                fused = self._of(layer)
+                if fused is None:
                     continue
                 if outer is None:
                     placed.append((layer, None))
-                    layer.forward = _FusedLayer(layer, parts)
+                    layer.forward = fused
                 else:
                     placed.append((outer, outer.own))
-                    outer.own = _FusedLayer(layer, parts)
+                    outer.own = fused
             yield len(placed)
         finally:
             for owner, own in placed:
@@ -275,6 +288,17 @@ class FusedLayers:
                     del owner.forward
                 else:
                     owner.own = own
+
+    def _of(self, layer: Any) -> _FusedLayer | None:
+        """The fused form of a layer; None where it is not fusible now. Looked at anew only where something changed: a
+        small model's pass would feel it."""
+        known = self._fused.get(layer)
+        if known is None or not known.parts.serve(layer):
+            parts = fusible(layer)
+            if parts is None:
+                return None
+            known = self._fused[layer] = _FusedLayer(layer, parts)
+        return known
 
 
 def _calls_own(outer: Any, layer: Any) -> bool:

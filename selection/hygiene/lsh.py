@@ -27,7 +27,7 @@ from selection.hygiene.store import Growing
 WINDOW = 64
 """In a band, a row is compared with the first row that has its key and with this many before it. So in a crowd of more
 than 65 texts that share a key without being similar some pairs are left out; they are counted."""
-_BATCH = 1 << 18  # shingles compared at a time
+_BATCH = 1 << 20  # shingles compared at a time
 
 
 class NearDuplicates:

@@ -7,7 +7,7 @@ import numpy as np
 from selection.errors import SelectionError
 from selection.hygiene.shingles import mix
 
-_TILE = 1 << 15  # hashes worked on at a time: two such arrays stay in the processor's cache
+_TILE = 1 << 16  # hashes worked on at a time: two such arrays stay in the processor's cache
 
 
 def bands_for(threshold: float, permutations: int, recall: float) -> tuple[int, int]:

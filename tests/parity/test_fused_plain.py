@@ -197,6 +197,35 @@ def test_mixed_dtypes_and_calls_that_ask_for_more_go_to_peft() -> None:
         assert torch.equal(off, model(input_ids=tokens()).logits)
 
 
+def test_what_changes_between_two_passes_is_seen() -> None:
+    """A second adapter, another scale, a hook, one adapter again: each pass is PEFT's, fused where it may be."""
+    model = two_adapters()
+    layers = FusedLayers(model)
+    inner = next(module for name, module in model.named_modules() if name.endswith("lora_A.second"))
+    total = lora_layers(model)
+
+    def compared() -> int:
+        with layers.working() as count:
+            found = model(input_ids=tokens()).logits
+        wanted = model(input_ids=tokens()).logits
+        assert (found - wanted).norm() < 1e-12 * wanted.norm()
+        return count
+
+    assert compared() == 0
+    model.base_model.set_adapter("second")
+    assert compared() == total
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["second"] *= 3
+    assert compared() == total
+    handle = inner.register_forward_hook(lambda layer, args, out: 2 * out)
+    assert compared() == total - 1
+    handle.remove()
+    assert compared() == total
+    model.base_model.set_adapter("default")
+    assert compared() == total
+
+
 def test_recomputation_in_backward_computes_the_same() -> None:
     plain, checkpointed = (with_lora(tiny_llama(dtype=torch.float64), lora_dropout=0.3) for _ in range(2))
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
