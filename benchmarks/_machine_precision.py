@@ -52,13 +52,13 @@ def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
     """What auto takes here, and CPU-seconds of one update in either dtype by round."""
     import torch
 
-    from finetune.backbone import block_shape
+    from finetune.backbone import resolve_backbone
     from finetune.config import Train
-    from finetune.devices.precision import choose
+    from finetune.devices.precision import block_shape, choose
 
     torch.set_num_threads(1)
     directory = _backbone(backbone)
-    shape = block_shape(directory, tokens=rows * tokens // 2)
+    shape = block_shape(resolve_backbone(directory), tokens=rows * tokens // 2)
     choice = choose(Train(), torch.device("cpu"), shape)
     runs = {name: update(directory, rows, tokens, name) for name in ("fp32", "bf16")}
     for run in runs.values():

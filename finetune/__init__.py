@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapter import attach_adapter, load_adapter, save_adapter, trainable
-    from .backbone import checksum, load_backbone, load_tokenizer, resolve_backbone
+    from .backbone import load_backbone, load_tokenizer, resolve_backbone
     from .config import (
         Adapter,
         Chat,
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
         Train,
     )
     from .errors import Interrupted, UserError
+    from .fingerprint import checksum
     from .loop import Diverged, StageResult, train_stage
     from .memory import memory_plan, plan_lines
     from .rundir import RunDirectory, read_metrics
 
 _HOMES = {
     "adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
-    "backbone": ("checksum", "load_backbone", "load_tokenizer", "resolve_backbone"),
+    "backbone": ("load_backbone", "load_tokenizer", "resolve_backbone"),
     "config": (
         "Adapter",
         "Chat",
@@ -55,6 +56,7 @@ _HOMES = {
         "Train",
     ),
     "errors": ("Interrupted", "UserError"),
+    "fingerprint": ("checksum",),
     "loop": ("Diverged", "StageResult", "train_stage"),
     "memory": ("memory_plan", "plan_lines"),
     "rundir": ("RunDirectory", "read_metrics"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
 import json
 import os
 import socket
@@ -31,16 +30,14 @@ from .config import (
     Regress,
     Seq2Seq,
     Task,
-    Train,
 )
 from .devices.cuda import generators, read_straight_to
-from .devices.precision import choose
+from .devices.precision import loading_dtype
 from .devices.presence import look, missing
-from .devices.products import DTYPES, Shape
 from .devices.widened import widen_on_use
 from .errors import UserError, is_out_of_memory
 from .numerics import dropout_rates, uses_dropout
-from .quantised import check_available, import_library, loading_options, scales, settle
+from .quantised import check_available, import_library, loading_options, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -275,9 +272,7 @@ def load_backbone(
     where = f"backbone {str(name)!r}"
     # a checkpoint's head for other classes is replaced
     options: dict[str, Any] = {"ignore_mismatched_sizes": True} if isinstance(task, ByExample) else {}
-    if precision == "auto":
-        precision = choose(Train(), torch.device(device), block_shape(name)).precision  # type: ignore[assignment]
-    dtype = torch.bfloat16 if narrow else DTYPES[precision]
+    dtype = loading_dtype(precision, directory, device, narrow=narrow)
     if quantization is not None:
         from .parallel.skeleton import build_skeleton
 
@@ -436,19 +431,6 @@ def read_config(name: str | Path) -> Any:
         return AutoConfig.from_pretrained(resolve_backbone(name), trust_remote_code=False)
 
 
-def block_shape(name: str | Path, *, tokens: int = 256) -> Shape:
-    """Of a transformer block of the backbone `name` in a micro-batch of so many tokens; middling where its
-    configuration does not tell, or is not to be had."""
-    try:
-        config = json.loads((resolve_backbone(name) / "config.json").read_text(encoding="utf-8"))
-        config = config.get("text_config") or config
-        width = next((int(config[key]) for key in ("hidden_size", "d_model", "n_embd") if config.get(key)), 512)
-        inner = next((int(config[key]) for key in ("intermediate_size", "d_ff") if config.get(key)), 4 * width)
-    except (UserError, OSError, ValueError, AttributeError, TypeError):  # whoever loads the backbone says what is wrong
-        width = inner = 512
-    return Shape.of(tokens=tokens, width=width, inner=inner)
-
-
 def _reads_both_ways(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -485,22 +467,6 @@ def first_line(error: Exception) -> str:
     """What an exception of another library says, for an error of ours."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-# --------------------------------------------------------------------------------------------- proof that it is frozen
-
-
-@torch.no_grad()
-def checksum(model: torch.nn.Module) -> str:
-    """SHA-256 over the bytes of every parameter that does not train, of every buffer and of every scale of quantised
-    weights, in name order."""
-    digest = hashlib.sha256()
-    tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    tensors |= dict(model.named_buffers()) | scales(model)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def resolve_device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .bounds import check_bounds as check_bounds
+from .course import Spikes as Spikes
 from .projecting import Projector as Projector
 from .tasks import ByExample as ByExample
 from .tasks import Chat as Chat
@@ -157,30 +158,6 @@ class Optimizer:
 
 
 Quantization = Literal["nf4", "nf4-double", "int8"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spikes:
-    """What to do when the loss jumps: go back and leave out the batches around (PaLM, arXiv 2204.02311, §5.1).
-
-    An update is a spike where its loss is above m + `threshold` · max(1.4826 · MAD, m/100), m the median of the losses
-    of the last `window` updates and MAD their median distance from it.
-    """
-
-    window: int = 64
-    """Updates whose losses say what is usual; none is a spike before so many."""
-    threshold: float = 8.0
-    """Robust standard deviations above the median."""
-    back: int = 100
-    """Updates before the spike that are undone at least: training goes on from the newest regular checkpoint (a
-    multiple of `train.save_every`) that is so old."""
-    skip: int = 200
-    """Batches that are left out from there on; always at least those up to the spike."""
-    most: int = 3
-    """Spikes that a stage goes back for; the next one stops it."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, window=(4, None), threshold=(1, None), back=(0, None), skip=(1, None), most=(1, None))
 
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.adapter import attach_adapter, trainable
-from finetune.backbone import checksum, load_backbone
+from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
 from finetune.errors import Interrupted
+from finetune.fingerprint import checksum
 from finetune.loop import train_stage
 from finetune.rundir import RunDirectory, read_metrics
 from regularizers import RegularizerConfig, build

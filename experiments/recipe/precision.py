@@ -106,8 +106,8 @@ def _decide(
     precision: Precision, tf32: bool, device: str, threads: int | None, backbone: str, tokens: int
 ) -> dict[str, str | None]:
     """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
-    from finetune.backbone import block_shape, resolve_device
-    from finetune.devices.precision import choose
+    from finetune.backbone import resolve_backbone, resolve_device
+    from finetune.devices.precision import block_shape, choose
     from finetune.numerics import cpu_threads
     from finetune.parallel import voice
 
@@ -115,7 +115,11 @@ def _decide(
         return {}
     asked = Train(precision=precision, tf32=tf32)
     # rows are padded to the longest of their micro-batch, which is seldom as long as it may be
-    shape = block_shape(backbone, tokens=tokens // 2)
+    try:
+        directory = resolve_backbone(backbone)
+    except UserError:  # whoever loads it says what is wrong
+        directory = None
+    shape = block_shape(directory, tokens=tokens // 2)
     with cpu_threads(threads):
         return dataclasses.asdict(choose(asked, resolve_device(device), shape))
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..config import Train
+from ..config import Precision, Train
 from ..errors import UserError
 from .capabilities import capabilities
 from .products import DTYPES, Rates, Shape, cpu_rates
@@ -69,6 +71,31 @@ def choose(train: Train, device: torch.device, shape: Shape) -> Choice:
         )
         return Choice("bf16", "asked for", slow if rates.gain < 1 else wrong)
     return Choice(faster(rates), f"{rates}", wrong)
+
+
+def block_shape(directory: Path | None, *, tokens: int = 256) -> Shape:
+    """Of a transformer block of the backbone in `directory` in a micro-batch of so many tokens; middling where its
+    config.json does not tell, or is not to be had."""
+    width = inner = 512
+    try:
+        if directory is not None:
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            config = config.get("text_config") or config
+            width = next((int(config[key]) for key in ("hidden_size", "d_model", "n_embd") if config.get(key)), width)
+            inner = next((int(config[key]) for key in ("intermediate_size", "d_ff") if config.get(key)), 4 * width)
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass  # whoever loads the backbone says what is wrong
+    return Shape.of(tokens=tokens, width=width, inner=inner)
+
+
+def loading_dtype(precision: Precision, directory: Path, device: str | torch.device, *, narrow: bool) -> torch.dtype:
+    """What the weights in `directory` are kept in: bf16 where they are kept `narrow`, else what `precision` computes
+    in, `auto` settled by `device`."""
+    if narrow:
+        return torch.bfloat16
+    if precision == "auto":
+        return DTYPES[choose(Train(), torch.device(device), block_shape(directory)).precision]
+    return DTYPES[precision]
 
 
 def faster(rates: Rates) -> str:

@@ -13,9 +13,10 @@ from experiments.recipe import from_override, load_recipe
 from experiments.sweep.cell import cell_of, run_cell
 from experiments.sweep.stacking import run_stack
 from finetune.adapter import attach_adapter, trainable
-from finetune.backbone import checksum, load_backbone
+from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Completion, Evaluate, LanguageModel, Optimizer, Record, Train
 from finetune.data import Batches, Example
+from finetune.fingerprint import checksum
 from finetune.loop import stage_work, train_stage
 from finetune.rates import RATES
 from finetune.recording import Recording, read_trace

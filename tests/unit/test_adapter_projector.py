@@ -19,7 +19,7 @@ from torch import nn
 from experiments.config import Recipe
 from experiments.tokens import is_large
 from finetune.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
-from finetune.backbone import checksum, load_backbone, position_limit
+from finetune.backbone import load_backbone, position_limit
 from finetune.compiling import refuse_compile
 from finetune.config import (
     Adapter,
@@ -37,6 +37,7 @@ from finetune.data import Example, Examples
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, ranking
 from finetune.evaluate.writing import lacking_room
+from finetune.fingerprint import checksum
 from finetune.loss import batch_loss, find_head
 from finetune.memory import memory_plan
 from finetune.parallel.engine import Engine

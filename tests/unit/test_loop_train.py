@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from finetune.adapter import attach_adapter, read_adapter, trainable
-from finetune.backbone import checksum, load_backbone, position_limit
+from finetune.backbone import load_backbone, position_limit
 from finetune.checkpoint import steps as saved_steps
 from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Optimizer, Train
 from finetune.data import Batches, Example
 from finetune.errors import Interrupted, UserError
+from finetune.fingerprint import checksum
 from finetune.loop import Diverged, train_stage
 from finetune.memory import memory_plan, plan_lines
 from finetune.numerics import uses_dropout

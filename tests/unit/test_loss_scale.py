@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from finetune.adapter import attach_adapter, trainable
-from finetune.backbone import checksum, load_backbone
+from finetune.backbone import load_backbone
 from finetune.config import Adapter, LanguageModel, Optimizer, Train
 from finetune.devices.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
 from finetune.devices.precision import settled
 from finetune.devices.widened import WidenedEmbedding, WidenedLinear, widen_on_use
 from finetune.errors import UserError
+from finetune.fingerprint import checksum
 from finetune.loop import Diverged
 from finetune.loss import batch_loss, find_head
 from finetune.parallel.engine import Engine

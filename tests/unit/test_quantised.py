@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetune.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
-from finetune.backbone import checksum, load_backbone
+from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel, Quantization, Train
 from finetune.devices.precision import autocast
 from finetune.errors import UserError
+from finetune.fingerprint import checksum
 from finetune.quantised import KINDS, scales
 from flatshift.cli import run
 from regularizers import GGPO, RegularizerError, build

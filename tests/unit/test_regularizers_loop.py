@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from finetune.adapter import trainable
-from finetune.backbone import checksum
 from finetune.errors import Interrupted
+from finetune.fingerprint import checksum
 from finetune.rundir import RunDirectory, read_metrics
 from regularizers import ASAM, SAM, BiLora, LoraSAM, Plain
 from tests.unit.test_loop_train import fit, model_of, sources

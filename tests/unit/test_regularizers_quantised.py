@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from finetune.adapter import trainable
-from finetune.backbone import checksum
 from finetune.config import Quantization
+from finetune.fingerprint import checksum
 from finetune.quantised import KINDS
 from regularizers import ASAM, SAM, BiLora, LoraSAM, build
 from tests.regularizer_models import base_weights
