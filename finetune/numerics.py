@@ -15,12 +15,13 @@ from .config import Train
 from .devices.capabilities import capabilities, kept_draws, seed_draws
 
 SHORT = 96
-"""Tokens of a row up to which a CPU with bf16 instructions attends by batched products in bf16."""
+"""Tokens of a row up to which a CPU attends by batched products in bf16, where oneDNN makes these."""
 
 
 @functools.cache
 def bf16_instructions() -> bool:
-    """Whether oneDNN multiplies bf16 matrices here by instructions of the CPU."""
+    """Whether oneDNN multiplies bf16 matrices here: by instructions for them, or by AVX512 after widening. With AVX2
+    alone it leaves them to torch's fallback."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -57,10 +58,10 @@ def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
 def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
     """The kernel of `scaled_dot_product_attention` for a training pass over `inputs`, model keyword arguments (B, T).
 
-    torch's flash attention for CPUs calls five small matrix products for every row and head in its backward pass. By
-    bf16 instructions such a call costs more than the product itself where T is small: up to `SHORT` tokens batched
-    products take a sixth to two thirds of the time, for more memory (`benchmarks.short_rows`). A CPU that has none
-    takes twice as long for them (`benchmarks.any_machine`): there, and elsewhere, torch chooses.
+    torch's flash attention for CPUs calls five small matrix products for every row and head in its backward pass. In
+    bf16 such a call costs more than the product itself where T is small: up to `SHORT` tokens batched products of
+    oneDNN take a sixth to two thirds of the time, for more memory (`benchmarks.short_rows`). Without AVX512 they take
+    twice as long instead (`benchmarks.any_machine`): there, and elsewhere, torch chooses.
     """
     widths = [
         value.shape[1] for value in inputs.values() if value.ndim > 1 and capabilities(value.device).short_products
