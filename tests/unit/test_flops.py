@@ -148,5 +148,5 @@ def test_no_share_of_the_peak_is_above_one(tmp_path):
     for _ in range(EVERY):
         with meter.watching([micro], head=None):
             pass
-        figures = meter.updated(0.5)
+        figures = meter.updated(0.5).read()
     assert figures["hfu"] == 1.0 and 0 < figures["mfu"] <= 1.0
