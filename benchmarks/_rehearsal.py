@@ -174,7 +174,10 @@ def rehearse(
         callbacks: of transformers.
     Raises:
         RuntimeError: tensors of the host and of the device met, or a generator of the host drew on the device.
+        ValueError: bf16 on a device without it.
     """
+    if case.precision == "bf16" and not record.bf16:
+        raise ValueError(f"{case}: this device has no bf16 instructions; rehearse it in fp16 or fp32")
     task = case.task
     model, examples = _adapted(case), rows(case.objective, 14)
     train = Train(

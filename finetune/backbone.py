@@ -31,7 +31,8 @@ from .config import (
     Seq2Seq,
     Task,
 )
-from .devices.cuda import generators, read_straight_to
+from .devices.capabilities import kept_draws
+from .devices.cuda import read_straight_to
 from .devices.precision import loading_dtype
 from .devices.presence import look, missing
 from .devices.widened import widen_on_use
@@ -283,7 +284,7 @@ def load_backbone(
         options |= read_straight_to(torch.device(device))
     try:
         # Missing weights are drawn from the global generators by transformers; forking hides that.
-        with quiet_transformers(), torch.random.fork_rng(devices=generators(torch.device(device))):
+        with quiet_transformers(), kept_draws([torch.device(device)]):
             loaded: Any = auto.from_pretrained(
                 directory,
                 config=configured(directory, settings, dropout=dropout),

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..config import Train
-from ..devices.capabilities import capabilities, copied
 from ..devices.cuda import is_cuda
 from ..devices.packed_attention import as_mask, rows_apart, starts
 from .batches import MicroBatch
@@ -75,20 +74,6 @@ class CudaLane:
         current.wait_event(token)
         for tensor in tensors.values():
             tensor.record_stream(current)  # else its memory could be given away while this stream still reads
-
-
-class PlainLane:
-    """No stream: where a CUDA device is only rehearsed (`finetune.devices.rehearsal`)."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def send(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-        """See `Lane`."""
-        return tensors, {name: copied(tensor, self.device) for name, tensor in tensors.items()}, None
-
-    def join(self, tensors: dict[str, Tensor], token: Any) -> None:
-        """See `Lane`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,12 +173,11 @@ def fed(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None
     There, packed rows are attended to sample by sample where that is possible, and `say` is told. Stacked cells, whose
     rows are joined on the host, and pipelines, which cut them there, ask their batches themselves.
     """
-    if not capabilities(engine.device).pinned or not engine.keeps or engine.runner is not None:
+    if not is_cuda(engine.device) or not engine.keeps or engine.runner is not None:
         yield batches
         return
     with contextlib.ExitStack() as around:
         apart = batches.packed and around.enter_context(rows_apart(engine, train, engine.device, say))
-        lane: Lane = CudaLane(engine.device) if is_cuda(engine.device) else PlainLane(engine.device)
-        ahead = Prefetch(batches, lane, apart=apart)
+        ahead = Prefetch(batches, CudaLane(engine.device), apart=apart)
         around.callback(ahead.close)
         yield ahead

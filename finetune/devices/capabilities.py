@@ -35,8 +35,6 @@ class Capabilities:
     """Whether torch's AdamW goes over all tensors in one pass."""
     pinned: bool
     """Whether host memory can be pinned, so that copies to the device wait for nothing."""
-    generator: bool
-    """Whether it draws from a generator of its own, beside the host's."""
     pages: bool
     """Whether it can page host memory in, as paged optimizer states and offloaded shards need."""
     unread: int
@@ -59,7 +57,6 @@ CPU = Capabilities(
     short_products=True,
     fused_optimizer=True,
     pinned=False,
-    generator=False,
     pages=False,
     unread=1,
     reads_masks=True,
@@ -71,7 +68,6 @@ CUDA = Capabilities(
     short_products=False,
     fused_optimizer=True,
     pinned=True,
-    generator=True,
     pages=True,
     unread=10,
     reads_masks=False,

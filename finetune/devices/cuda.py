@@ -23,11 +23,6 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if inside else tensor.dtype
 
 
-def generators(device: torch.device) -> list[torch.device]:
-    """The devices whose global generators are drawn from beside the CPU's, for `torch.random.fork_rng`."""
-    return [device] if is_cuda(device) else []
-
-
 def read_straight_to(device: torch.device) -> dict[str, Any]:
     """What `from_pretrained` is told so that each tensor goes from its safetensors file to `device`.
 

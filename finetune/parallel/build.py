@@ -9,6 +9,7 @@ weight is read before everything that can be refused has been; no rank ever has 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ def build_engine(
 ) -> Engine:
     """The frozen `backbone` with a fresh adapter, laid out on `mesh`; collective.
 
+    Commands settle `train.precision` before (`finetune.devices.precision.choose`); `auto` that nobody has settled is
+    float32, as `load_backbone` takes it unasked.
+
     Args:
         say: told what was loaded and how it was cut (every rank's own figures).
         initial, calibration: as in `finetune.adapter.attach_adapter`; for one process.
@@ -50,6 +54,8 @@ def build_engine(
     Raises:
         UserError: whatever of backbone, adapter and mesh does not go together, before a weight is read.
     """
+    if train.precision == "auto":
+        train = dataclasses.replace(train, precision="fp32")
     if world.size == 1 or train.quantization is not None:
         model = load_backbone(
             backbone,

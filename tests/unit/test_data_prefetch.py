@@ -70,6 +70,8 @@ def same(one, other):
     assert (one.rows, one.samples, one.supervised) == (other.rows, other.samples, other.supervised)
     assert one.inputs.keys() == other.inputs.keys() and torch.equal(one.labels, other.labels)
     assert all(torch.equal(one.inputs[name], other.inputs[name]) for name in one.inputs)
+    assert (one.padded, one.real) == (other.padded, other.real) and (one.chosen is None) == (other.chosen is None)
+    assert one.chosen is None or torch.equal(one.chosen, other.chosen)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ And the parts that only such a device takes, compared on a CPU with those that a
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -440,6 +441,47 @@ def test_an_ascent_that_is_left_out_on_the_device_changes_nothing(llama):
         torch.testing.assert_close(device._factors[name], factor, rtol=1e-5, atol=1e-7)
     first = run(False, {0, 1, 2, 3})
     assert all(not factor.any() for name, factor in first._factors.items() if name.endswith(".B"))
+
+
+@pytest.mark.gpu
+@FAKE_BACKWARD
+def test_torch_counts_the_same_on_a_device(tmp_path):
+    """Where there is a GPU, its own count of what synchronises is that of the rehearsal: nothing in most updates."""
+    import warnings
+
+    source, counts = save_backbone("llama", tmp_path / "backbone"), []
+
+    def passed():
+        counts.append(len([each for each in seen if "synchronizing" in str(each.message)]))
+        return False
+
+    model = attach_adapter(load_backbone(source, task=LM, device="cuda"), Adapter(rank=4), task=LM, seed=0)
+    batches = Batches(
+        cases.rows("completion", 12), task=LM, batch_size=2, accumulate=2, seed=0, max_length=24, pad_id=0
+    )
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train_stage(
+                model,
+                PadOnly(),
+                stage="fine-tune",
+                task=LM,
+                batches=batches,
+                dev=[],
+                optimizer=Optimizer(),
+                train=Train(steps=20, save_every=0),
+                evaluate=Evaluate(batch_size=2),
+                regularizer=build(GGPO(refresh=2)),
+                run=RunDirectory.create(tmp_path / "run"),
+                seed=0,
+                stop=passed,
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    each = [after - before for before, after in itertools.pairwise(counts[1:])]
+    assert max(each) <= 1 and sum(each) < len(each)
 
 
 def test_a_rehearsal_leaves_everything_as_it_was():
