@@ -95,7 +95,22 @@ def _recompute(module: nn.Module) -> None:
 
 def _surroundings(kernels: list[SDPBackend]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What the first run and the one in backward happen in: the same kernels of attention."""
-    return nullcontext(), nullcontext() if len(kernels) == len(_ENABLED) else sdpa_kernel(kernels)
+    return nullcontext(), nullcontext() if len(kernels) == len(_ENABLED) else _Attending(kernels)
+
+
+class _Attending(AbstractContextManager[None]):
+    """torch's `sdpa_kernel`, which is for one use, as often as backward goes through the same graph."""
+
+    def __init__(self, kernels: list[SDPBackend]) -> None:
+        self._kernels = kernels
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(sdpa_kernel(self._kernels))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def _kernels() -> list[SDPBackend]:
