@@ -288,11 +288,16 @@ class Benchmark:
 def where(packages: Sequence[str]) -> dict[str, Any]:
     """What the results file says of the tree, the machine and the packages that rows are measured with."""
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": commit(),
         "dirty": bool(_git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")),
         "machine": machine(),
         "versions": versions(packages),
     }
+
+
+def commit() -> str:
+    """Of the tree that is measured."""
+    return _git("rev-parse", "HEAD")
 
 
 def machine() -> dict[str, Any]:

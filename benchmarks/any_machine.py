@@ -1,6 +1,7 @@
 """What was tuned on one machine, on others: rehearsed by hiding instruction sets from the libraries that multiply.
 
-    python -m benchmarks.any_machine
+    python -m benchmarks.any_machine                       # everything, about an hour on two cores
+    python -m benchmarks.any_machine precision rehearsal   # only these groups; the other rows stay
 
 Every setting runs in a process of its own, natively and once more as on a machine with AVX2 and no bf16 instructions
 (`benchmarks._instructions`); a row is named by what torch and oneDNN then say that they use. On a machine that has no
@@ -12,18 +13,31 @@ more than AVX2 the second run is left out. One thread, CPU-seconds, in turn. Row
 - attention on short rows in bf16: what we choose beside the faster of both kernels;
 - every number that was chosen by measurement, beside the better of its half and its double;
 - what `train.precision: auto` takes beside the dtype that a whole step is faster in (`benchmarks._machine_precision`);
+- how long the demo and the tests take (`benchmarks._first_minutes`), with nothing beside them;
 - the training step rehearsed for a CUDA device: waits of an update, and how many cases pass (`benchmarks._rehearsal`).
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from benchmarks import _instructions
-from benchmarks._harness import Benchmark, cpu_seconds, in_child, limit_threads, peak_bytes
+from benchmarks._first_minutes import minute_rows
+from benchmarks._harness import (
+    RESULTS,
+    Benchmark,
+    commit,
+    cpu_seconds,
+    in_child,
+    limit_threads,
+    machine,
+    peak_bytes,
+)
 from benchmarks._machine_constants import CONSTANTS
 from benchmarks._machine_precision import narrow_rows, precision_rows
 
@@ -234,12 +248,6 @@ def constants(bench: Benchmark, sets: str, environment: Environment) -> None:
         beside_neighbours(bench, f"{what}: {int(value):,} ({sets})", ours, others)
 
 
-def first_minutes(bench: Benchmark) -> None:
-    """How long the demo and the suite take."""
-    for what, most in (("make demo, after installation", 4), ("make test", 15), (".ci/run", 30), ("make slow", 45)):
-        bench.row(what, unit="minutes", bar_op="<=", bar_value=most, reason="not measured in this run")
-
-
 def rehearsal(bench: Benchmark) -> None:
     """What a CUDA device would do with the training loop, rehearsed without one (docs/cuda.md)."""
     found = in_child("benchmarks._rehearsal:figures")
@@ -260,20 +268,48 @@ def rehearsal(bench: Benchmark) -> None:
     )
 
 
-def main() -> None:
-    """Measure all rows and write benchmarks/results/any_machine.json."""
-    limit_threads(1)
-    bench = Benchmark("any_machine", packages=("torch", "numpy", "transformers", "peft"))
+def measured_numbers(bench: Benchmark) -> None:
+    """Everything that was tuned, natively and rehearsed."""
     for sets, environment in settings().items():
         bf16 = has_bf16(environment)
         losses(bench, sets, environment, bf16=bf16)
         layers(bench, sets, environment, bf16=bf16)
         kernels(bench, sets, environment)
         constants(bench, sets, environment)
-    precision_rows(bench)
-    narrow_rows(bench)
-    rehearsal(bench)
-    first_minutes(bench)
+
+
+GROUPS: dict[str, Callable[[Benchmark], None]] = {
+    "precision": precision_rows,
+    "narrow": narrow_rows,
+    "rehearsal": rehearsal,
+    "minutes": partial(minute_rows, slow=False),
+    "numbers": measured_numbers,
+}
+
+
+def main() -> None:
+    """Measure the groups that are named (all by default) and write benchmarks/results/any_machine.json; rows of the
+    others stay as this machine measured them, with the commit that they are of."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument("--slow", action="store_true", help="minutes: the slow tests as well")
+    asked = parser.parse_args()
+    if odd := sorted(set(asked.groups) - GROUPS.keys()):
+        parser.error(f"there is no group {odd[0]}; take {', '.join(GROUPS)}")
+    groups = GROUPS | ({"minutes": partial(minute_rows, slow=True)} if asked.slow else {})
+    limit_threads(1)
+    bench = Benchmark("any_machine", packages=("torch", "numpy", "transformers", "peft"))
+    file = RESULTS / "any_machine.json"
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    known = before.get("rows", []) if before.get("machine") == machine() else []
+    for name, measure in groups.items():
+        start = len(bench.rows)
+        if asked.groups and name not in asked.groups:
+            bench.rows += [row for row in known if row.get("group") == name]
+            continue
+        measure(bench)
+        for row in bench.rows[start:]:
+            row |= {"group": name, "commit": commit()}
     bench.finish()
 
 

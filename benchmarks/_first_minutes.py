@@ -1,0 +1,59 @@
+"""How long a newcomer waits: the demo, the default tests and the slow ones, as they are and with AVX2 only.
+
+Wall minutes of the commands after installation, on the machine that the file names, with nothing beside them; the
+rehearsal hides instruction sets but leaves clock, memory and caches as they are, so a real machine of that kind is
+slower by what those differ.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks._harness import ROOT, Benchmark, cpu_clock
+from benchmarks._instructions import rehearsal
+
+TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+
+
+def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float, str]:
+    """Wall minutes, CPU-minutes and the last line of a command, which must succeed."""
+    wall, cpu = time.perf_counter(), cpu_clock()
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {last} {done.stderr[-500:]}")
+    return (time.perf_counter() - wall) / 60, (cpu_clock() - cpu) / 60, last
+
+
+def minute_rows(bench: Benchmark, *, slow: bool) -> None:
+    """The demo and the default tests under the rehearsal; slow: the slow tests as well."""
+    environment = rehearsal()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.pop(name, None)
+    with tempfile.TemporaryDirectory() as folder:
+        demo = [sys.executable, "-m", "flatshift", "demo", "--out", str(Path(folder) / "demo")]
+        wall, cpu, _ = timed(demo, environment)
+        _row(bench, "make demo, after installation", wall, 4, f"{cpu:.1f} CPU-minutes")
+    wall, cpu, last = timed([*TESTS, "-n", "2", "--dist", "loadfile"], environment)
+    _row(bench, "the default tests of make test", wall, 15, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
+    if slow:
+        wall, cpu, last = timed([*TESTS, "-m", "slow"], environment)
+        _row(bench, "make slow", wall, 45, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
+    else:
+        bench.row("make slow", unit="minutes", bar_op="<=", bar_value=45, reason="not asked for (--slow)")
+
+
+def _row(bench: Benchmark, what: str, wall: float, most: float, more: str) -> None:
+    bench.row(f"{what}, AVX2 rehearsed ({more})", ours=wall, unit="minutes", bar_op="<=", bar_value=most)
+
+
+def _counts(last: str) -> str:
+    return ", ".join(re.findall(r"\d+ (?:passed|skipped|failed)", last))
