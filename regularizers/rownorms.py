@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 17
-"""Elements of W0 widened to float32 at a time (512 KiB): small enough for a cache, and for memory that is used again
-rather than asked of the system each time, which cost more than the sums (`benchmarks.any_machine`)."""
+_CHUNK = 1 << 14
+"""Elements of W0 widened to float32 at a time (64 KiB): memory of this size is used again, where larger pieces are asked
+of the system each time, which costs more than the sums (`benchmarks.any_machine`)."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
