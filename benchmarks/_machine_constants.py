@@ -153,13 +153,15 @@ def ngrams() -> Work:
 
 
 def row_norms() -> Work:
-    """Row norms of a bf16 weight of 4096 × 4096 (GGPO)."""
+    """Row norms of a bf16 weight of 4096 × 4096 with an adapter of rank 8 (GGPO)."""
     import torch
 
-    from regularizers.rownorms import squared_row_norms
+    from regularizers.rownorms import adapted_squared_row_norms
 
-    weight = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
-    return lambda: squared_row_norms(weight)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4096, 4096, generator=generator).bfloat16()
+    a, sb = torch.randn(8, 4096, generator=generator), torch.randn(4096, 8, generator=generator)
+    return lambda: adapted_squared_row_norms(weight, a, sb)
 
 
 def dots() -> Work:

@@ -185,8 +185,9 @@ def beside_neighbours(bench: Benchmark, what: str, ours: list[float], others: Ma
     )  # fmt: skip
 
 
-def losses(bench: Benchmark, sets: str, environment: Environment, *, bf16: bool) -> None:
+def losses(bench: Benchmark, sets: str, environment: Environment) -> None:
     """The head."""
+    bf16 = has_bf16(environment)
     for vocabulary, width, tokens, rounds in LOSSES:
         for precision in ("fp32", "bf16"):
             what = f"V {vocabulary:,}, {tokens} × {width}, {precision} ({sets})"
@@ -210,8 +211,9 @@ def losses(bench: Benchmark, sets: str, environment: Environment, *, bf16: bool)
             )
 
 
-def layers(bench: Benchmark, sets: str, environment: Environment, *, bf16: bool) -> None:
+def layers(bench: Benchmark, sets: str, environment: Environment) -> None:
     """The fused form of plain LoRA layers."""
+    bf16 = has_bf16(environment)
     for size, (blocks, width, _, tokens) in STEPS.items():
         for precision in ("fp32", "bf16"):
             what = f"{blocks} blocks of {width}, 4 × {tokens} tokens, {precision} ({sets})"
@@ -268,14 +270,10 @@ def rehearsal(bench: Benchmark) -> None:
     )
 
 
-def measured_numbers(bench: Benchmark) -> None:
-    """Everything that was tuned, natively and rehearsed."""
+def everywhere(measure: Callable[[Benchmark, str, Environment], None], bench: Benchmark) -> None:
+    """Natively and rehearsed."""
     for sets, environment in settings().items():
-        bf16 = has_bf16(environment)
-        losses(bench, sets, environment, bf16=bf16)
-        layers(bench, sets, environment, bf16=bf16)
-        kernels(bench, sets, environment)
-        constants(bench, sets, environment)
+        measure(bench, sets, environment)
 
 
 GROUPS: dict[str, Callable[[Benchmark], None]] = {
@@ -283,7 +281,10 @@ GROUPS: dict[str, Callable[[Benchmark], None]] = {
     "narrow": narrow_rows,
     "rehearsal": rehearsal,
     "minutes": partial(minute_rows, slow=False),
-    "numbers": measured_numbers,
+    "head": partial(everywhere, losses),
+    "layers": partial(everywhere, layers),
+    "attention": partial(everywhere, kernels),
+    "numbers": partial(everywhere, constants),
 }
 
 

@@ -19,7 +19,7 @@ from regularizers.adapters import Adapters
 from regularizers.errors import RegularizerError
 from regularizers.sharpness.objective import Objective
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 15
 """Elements widened to float64 at a time: they stay in a cache (`benchmarks.any_machine`)."""
 
 Purpose = Literal["noise", "slice", "trace", "start", "ascent"]
