@@ -164,8 +164,11 @@ def test_unknown_recipe_names_the_nearest() -> None:
 
 
 def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
-    """What `recipe_key` was at 0.1.0, before sources, trackers, compiled blocks and other optimizers came."""
+    """What `recipe_key` was at 0.1.0, before sources, trackers, compiled blocks and other optimizers came, and before
+    the machine chose the precision, which the recipes named."""
     from experiments.recipe import from_override, load_recipe, recipe_key
+
+    bf16 = from_override("train.precision", "bf16")
 
     before = {
         "classify": "6b6154076e4aa60b",
@@ -175,11 +178,11 @@ def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
         "selection-quality": "9f75fb60ac776da1",
         "warmup": "ccbe761224e21445",
     }
-    assert {name: recipe_key(load_recipe(name).recipe, []) for name in before} == before
+    assert {name: recipe_key(load_recipe(name, [bf16]).recipe, []) for name in before} == before
     changed = {"seq2seq": "5c5ff5185db78236", "completion": "4f54fcaab7d0201e"}
     for kind, key in changed.items():
-        assert recipe_key(load_recipe("language-model", [from_override("task.kind", kind)]).recipe, []) == key
-    watched = [from_override("tracker.kinds", "tensorboard"), from_override("train.peak_tflops", "1")]
+        assert recipe_key(load_recipe("language-model", [bf16, from_override("task.kind", kind)]).recipe, []) == key
+    watched = [bf16, from_override("tracker.kinds", "tensorboard"), from_override("train.peak_tflops", "1")]
     assert recipe_key(load_recipe("classify", watched).recipe, []) == before["classify"]
-    other = [from_override("optimizer.kind", "adamw-8bit")]
+    other = [bf16, from_override("optimizer.kind", "adamw-8bit")]
     assert recipe_key(load_recipe("classify", other).recipe, []) != before["classify"]
