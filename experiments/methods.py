@@ -102,7 +102,7 @@ def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
     from finetune.backbone import load_backbone, load_tokenizer, resolve_device
     from finetune.data import encode
-    from finetune.devices.precision import autocast_dtype
+    from finetune.devices.precision import autocast_dtype, settled
     from finetune.evaluate import document_nats
 
     task = LanguageModel(pack=False)
@@ -110,7 +110,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
     tokenizer = load_tokenizer(recipe.backbone)
     model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    dtype = autocast_dtype(recipe.train)
+    dtype = autocast_dtype(settled(recipe.train, model))
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]

@@ -137,6 +137,10 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
     """
     resolved = resume_recipe(path, overrides)
     check_recipe(resolved.recipe)
+    train = resolved.recipe.train
+    if train.backbone_precision == "auto":  # begun before there was a choice
+        recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(train, backbone_precision="same"))
+        resolved = dataclasses.replace(resolved, recipe=recipe)
     said: list[str] = []
     resolved = settled(resolved, say=said.append)
     with _mesh(resolved.recipe, path=path) as world:

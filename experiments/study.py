@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from experiments.console import Console
 from experiments.recipe import Resolved, from_override, load_recipe
+from experiments.recipe.precision import settled
 from experiments.recipe.tree import Branch
 from experiments.shift import text_perplexity
 from experiments.sweep import Cell, cell_of, run_cells
@@ -88,7 +89,7 @@ def study(
         for seed in seeds
     }
     run_cells(out, list(cells.values()), jobs, console, label=f"study {name}")
-    cold = _surprise(text_perplexity(load_recipe(recipe, overrides).recipe, None, only=("test",)))
+    cold = _surprise(text_perplexity(settled(load_recipe(recipe, overrides)).recipe, None, only=("test",)))
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():

@@ -180,8 +180,6 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
             raise UserError(
                 f"--{key}: a resumed run may change only mesh, train.device and train.steps; start a new run for {key}"
             )
-    if after.train.backbone_precision == "auto":  # a run begun before there was a choice
-        after = dataclasses.replace(after, train=dataclasses.replace(after.train, backbone_precision="same"))
     return Resolved(with_own_template(run, after), run.name, {})
 
 

@@ -12,7 +12,6 @@ from finetune.config import Adapter, Completion, LanguageModel, Optimizer, Train
 from finetune.data import Batches, encode, prefetch, refuse_leaks
 from finetune.data.prefetch import Prefetch
 from finetune.devices import packed_attention
-from finetune.devices.capabilities import CUDA
 from finetune.devices.packed_attention import NAME, as_mask, rows_apart, starts, without_starts
 from finetune.errors import UserError
 from finetune.loss import batch_loss
@@ -184,7 +183,6 @@ def test_a_stage_learns_the_same_curve(tmp_path, monkeypatch, on_cuda, checkpoin
     dense, said = trained(tmp_path / "dense")
     assert "packed rows" not in said
     monkeypatch.setattr(prefetch, "is_cuda", lambda device: True)
-    monkeypatch.setattr(prefetch, "capabilities", lambda device: CUDA)
     monkeypatch.setattr(prefetch, "CudaLane", lambda device: FakeLane())
     seen = []
 
