@@ -62,19 +62,23 @@ def sweep(
     Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's, before any cell
     runs; Interrupted when stopped or when the disk is full.
     """
-    console = Console(quiet=quiet)
-    base = Base.of(recipe, overrides, kept=out / RECIPE, say=console.say)
-    asked = _asked(base, grid, seeds, design, points, bisection, epsilon, stack)
+    asked = _asked(Base.of(recipe, overrides), grid, seeds, design, points, bisection, epsilon, stack)
     placed = choose_devices(devices, asked.base.recipe.train.device)
     workers = jobs if jobs is not None else max(1, len(placed))
     if workers < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")
     if devices != "auto" and workers < len(placed):
         raise UserError(f"--jobs {jobs} leaves some of --devices {devices} without work; give at least {len(placed)}")
-    cells = list(base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
+    asked.base.check(asked.axes)
     check_directory(out)
+    said: list[str] = []
+    asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
+    cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
+    console = Console(quiet=quiet)
+    for line in said:
+        console.say(line)
     with locked(out):
-        before = claim(out, asked.document(cells), base.resolved)
+        before = claim(out, asked.document(cells), asked.base.resolved)
         if before == 1:
             console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")
         if _could_record(asked):

@@ -46,27 +46,20 @@ class Base:
     resolved: Resolved
 
     @classmethod
-    def of(
-        cls,
-        recipe: str,
-        overrides: Sequence[Branch],
-        *,
-        kept: Path | None = None,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> Base:
-        """The recipe file or shipped recipe with `overrides` laid over it, and its precision settled.
-
-        kept, say: as in `experiments.recipe.precision.settled`.
-        """
-        from experiments.recipe.precision import settled_tree
-
+    def of(cls, recipe: str, overrides: Sequence[Branch]) -> Base:
+        """The recipe file or shipped recipe with `overrides` laid over it."""
         tree: Tree = recipe_tree(recipe)
         for override in overrides:
             tree = merge(tree, override)
         name = Path(recipe).stem
-        tree = settled_tree(tree, name=name, kept=kept, say=say)
-        resolved = resolve_tree(tree, (), name=name)
-        return cls(tree, name, resolved)
+        return cls(tree, name, resolve_tree(tree, (), name=name))
+
+    def settled(self, *, kept: Path, say: Callable[[str], None]) -> Base:
+        """The same with its precisions settled; arguments as in `experiments.recipe.precision.settled`."""
+        from experiments.recipe.precision import settled_tree
+
+        tree = settled_tree(self.tree, name=self.name, kept=kept, say=say)
+        return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     @property
     def recipe(self) -> Recipe:

@@ -211,16 +211,18 @@ def test_a_name_holds_what_auto_came_to_and_a_precision_by_name_is_the_same_run(
     assert recipe_key(wide, []) == recipe_key(named.recipe, []) != recipe_key(narrow, [])
 
 
-def test_cells_are_settled_when_they_are_planned(monkeypatch):
+def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
     from experiments.sweep.plan import Base
 
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
     from experiments.recipe import precision as of_recipes
 
     of_recipes._decide.cache_clear()
-    base = Base.of("double-descent", [])
+    said: list[str] = []
+    base = Base.of("double-descent", []).settled(kept=tmp_path / "nothing.yaml", say=said.append)
     cells = list(base.cells([{"adapter.rank": 1}], 2))
     of_recipes._decide.cache_clear()
+    assert said == [f"precision: fp32 (auto: {WIDE})"]
     assert {cell.resolved.recipe.train.precision for cell in cells} == {"fp32"}
     assert base.resolved.origins["train.precision"].startswith("auto: a product")
 
