@@ -28,6 +28,7 @@ from experiments.comparison.tuning import (
     together,
 )
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.precision import settled
 from experiments.stats import detectable, holm, paired_p
 from finetune.errors import UserError
 from tests.comparison_study import make_study
@@ -347,7 +348,7 @@ def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
 def test_a_study_is_part_of_the_resolved_recipe(made, tmp_path: Path) -> None:
     recipe, out, _ = made
     again = load_recipe(str(out / "study.recipe.yaml"))
-    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(load_recipe(str(recipe)).recipe)
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(settled(load_recipe(str(recipe))).recipe)
     changed = load_recipe(str(recipe), [from_override("comparison.methods.ggpo.lr", "[1e-3, 2e-3]")])
     assert changed.recipe.comparison is not None and changed.recipe.comparison.methods["ggpo"].lr == (1e-3, 2e-3)
 
