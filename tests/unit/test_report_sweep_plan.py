@@ -140,9 +140,9 @@ def _cells(out, grid, ends, *, overrides=(), seeds=2):
     from experiments.sweep.cell import finish_cell
     from experiments.sweep.command import _asked
     from experiments.sweep.directory import claim
-    from experiments.sweep.plan import plan_cells
+    from experiments.sweep.plan import Base, plan_cells
 
-    asked = _asked("double-descent", overrides, grid, seeds, None, None, None, None, None)
+    asked = _asked(Base.of("double-descent", overrides), grid, seeds, None, None, None, None, None)
     planned = list(plan_cells("double-descent", overrides, parse_grid(grid), seeds))
     out.mkdir()
     claim(out, asked.document(planned), load_recipe("double-descent", overrides))
