@@ -88,11 +88,11 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     """
     check_recipe(resolved.recipe)
     said: list[str] = []
-    resolved = settled(resolved, say=said.append)
-    recipe = resolved.recipe
     out = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
-    with _mesh(recipe, path=out) as world:
+    with _mesh(resolved.recipe, path=out) as world:
         # Everything that can be wrong with the input is found before the directory exists.
+        resolved = settled(resolved, say=said.append)
+        recipe = resolved.recipe
         prepared = prepare(recipe)
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": backbone_record(recipe)}
@@ -142,8 +142,8 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
         recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(train, backbone_precision="same"))
         resolved = dataclasses.replace(resolved, recipe=recipe)
     said: list[str] = []
-    resolved = settled(resolved, say=said.append)
     with _mesh(resolved.recipe, path=path) as world:
+        resolved = settled(resolved, say=said.append)
         if world.is_main:
             RunDirectory.open(path)  # repairs what a killed process left torn
         world.wait()

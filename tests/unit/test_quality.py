@@ -17,6 +17,7 @@ from experiments.quality.plan import Plan
 from experiments.quality.pool import open_pool, pool_file
 from experiments.quality.study import study_quality
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.precision import settled
 from finetune.errors import UserError
 from tests.quality_study import make_study
 
@@ -391,7 +392,7 @@ def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
 def test_a_study_is_part_of_the_resolved_recipe(made) -> None:
     recipe, out, _ = made
     again = load_recipe(str(out / "study.recipe.yaml"))
-    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(load_recipe(str(recipe)).recipe)
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(settled(load_recipe(str(recipe))).recipe)
 
 
 def test_results_and_guide_come_from_the_document_alone(made) -> None:
