@@ -13,7 +13,6 @@ from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Completion, LanguageModel, MaskedLM, Optimizer, Train
 from finetune.data import Batches, Masking, encode, prefetch
 from finetune.data.prefetch import Prefetch, fed
-from finetune.devices.capabilities import CUDA
 from finetune.parallel.engine import Engine
 from finetune.parallel.world import World
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
@@ -171,7 +170,6 @@ def rehearsed(monkeypatch):
     """The CPU taken for a CUDA device by the prefetch alone."""
     lanes = []
     monkeypatch.setattr(prefetch, "is_cuda", lambda device: True)
-    monkeypatch.setattr(prefetch, "capabilities", lambda device: CUDA)
     monkeypatch.setattr(prefetch, "CudaLane", lambda device: lanes.append(FakeLane()) or lanes[-1])
     return lanes
 
