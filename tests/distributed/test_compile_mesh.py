@@ -141,7 +141,7 @@ def test_two_ranks_have_the_course_of_one_process(
 ) -> None:
     source = save_backbone("llama", tmp_path / "model")
     wanted = {kind: alone(source, tmp_path / kind, kind) for kind in {kind for _, kind, _, _ in cases}}
-    ranks = run_ranks(on_mesh, 2, str(source), str(tmp_path), cases, "aot_eager", timeout=500)
+    ranks = run_ranks(on_mesh, 2, str(source), str(tmp_path), cases, "aot_eager", anew=True)
     for case, first, second in zip(cases, *ranks, strict=True):
         mesh, kind, compiled, _ = case
         compare(first, wanted[kind], case)
@@ -160,7 +160,7 @@ def test_inductor_on_two_ranks(tmp_path: Path) -> None:
     source = save_backbone("llama", tmp_path / "model")
     wanted = alone(source, tmp_path / "plain", "plain")
     case = (FSDP, "plain", True, True)
-    for found in run_ranks(on_mesh, 2, str(source), str(tmp_path), [case], "inductor", timeout=500):
+    for found in run_ranks(on_mesh, 2, str(source), str(tmp_path), [case], "inductor", anew=True):
         compare(found[0], wanted, case)
         assert found[0]["graphs"] >= 1
 
