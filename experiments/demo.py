@@ -21,11 +21,11 @@ from finetune.atomic import write_json
 from finetune.rundir import refuse_nonempty, write_provenance
 
 _RUN = {
-    "train.steps": 24,
+    "train.steps": 40,
     "train.batch_size": 8,
     "train.max_length": 64,
     "optimizer.lr": 6e-3,
-    "train.eval_every": 12,
+    "train.eval_every": 20,
     "warmup.steps": 12,
     "warmup.batch_size": 4,
     "select.pool.limit": 6000,
@@ -81,7 +81,8 @@ def demo(out: Path) -> int:
 
     console.say("1/3  Select and fine-tune: GOT-D warm-up data for 300 labelled sentences, then the classifier")
     console.say(
-        f"     small: {_RUN['select.pool.limit']:,} of 24,000 passages, {_RUN['train.steps']} steps, a 5 M backbone"
+        f"     small: a 5 M backbone, {_RUN['select.pool.limit']:,} of 24,000 passages, {_RUN['train.steps']} steps, "
+        f"texts cut to {_RUN['train.max_length']} tokens"
     )
     if (out / "warmup").is_dir():
         resume(out / "warmup")
@@ -89,11 +90,15 @@ def demo(out: Path) -> int:
         train(load_recipe("warmup", _laid(_RUN)), out / "warmup")
     console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
     console.say(
-        f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows: wide intervals"
+        f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows cut to "
+        f"{_STUDY['train.max_length']} tokens: the intervals are wide"
     )
     study("warmup", out / "study", name="scicite", seeds=(0, 1), overrides=_laid(_STUDY), jobs=jobs, console=console)
     console.say("3/3  Sweep: train and test error over the adapter's rank, with wrong labels")
-    console.say(f"     small: three ranks, two seeds, {_SWEEP['train.steps']} steps: too few for a verdict")
+    console.say(
+        f"     small: three ranks, two seeds, {_SWEEP['data.train.limit']} rows, {_SWEEP['train.steps']} steps: "
+        "too few for a verdict"
+    )
     sweep(
         "double-descent",
         _laid(_SWEEP),
