@@ -52,7 +52,8 @@ def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     monkeypatch.setattr(experiments.report, "write_plots", lambda out: [])
     monkeypatch.setattr(experiments.report, "build_report", lambda runs, out: out)
     out = tmp_path / "sweep"
-    return lambda *words: run(["sweep", "double-descent", "--out", str(out), "--devices", "cpu", *words])
+    fixed = ["--out", str(out), "--devices", "cpu", "--train.precision", "fp32"]
+    return lambda *words: run(["sweep", "double-descent", *fixed, *words])
 
 
 def started(out: Path) -> Counter[str]:
