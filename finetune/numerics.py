@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .config import Train
 from .devices.capabilities import capabilities, kept_draws, seed_draws
 
-SHORT = 96
+SHORT = 128
 """Tokens of a row up to which a CPU attends by batched products in bf16, where oneDNN makes these."""
 
 

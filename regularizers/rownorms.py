@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20
-"""Elements of W0 widened at a time for the product with A (4 MiB in float32)."""
+_CHUNK = 1 << 18
+"""Elements of W0 widened at a time for the product with A (1 MiB in float32)."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

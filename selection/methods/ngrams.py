@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
-_BATCH = 2048
+_BATCH = 1024
 _CACHED_PAIRS = 1 << 20
 """Distinct bigrams whose bucket is remembered between batches, at most: about 100 MB."""
 
