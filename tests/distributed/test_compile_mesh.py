@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from finetune.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.compiling import Compiled
 from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
+from finetune.devices.capabilities import capabilities
 from finetune.loop import train_stage
 from finetune.parallel import shard as sharding
 from finetune.parallel.build import build_engine
@@ -90,7 +92,8 @@ def on_mesh(source: str, folder: str, cases: list[tuple[dict[str, Any], str, boo
     for number, (mesh, kind, compiled, ahead) in enumerate(cases):
         settings = Mesh(**mesh)
         world = World.of(settings, torch.device("cpu"))
-        with mock.patch.object(sharding, "is_cuda", lambda device, ahead=ahead: ahead):
+        record = replace(capabilities(torch.device("cpu")), kind="cuda" if ahead else "cpu")
+        with mock.patch.object(sharding, "capabilities", lambda device, record=record: record):
             engine = build_engine(
                 source,
                 task=LM,
