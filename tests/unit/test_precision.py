@@ -289,6 +289,7 @@ print(memory.bytes / sum(p.nbytes for p in model.parameters()))
 """
 
 
+@pytest.mark.slow  # a process of its own, whose memory is sampled: not beside a busy suite
 def test_a_bf16_file_is_widened_for_a_float32_run_without_lying_in_memory_twice(tmp_path):
     from safetensors.torch import load_file, save_file
 
