@@ -319,7 +319,7 @@ def _recipes(argv: list[str]) -> int:
     from finetune.atomic import write_text
     from finetune.lock import owned
 
-    with owned(target, instead="name another --to"):
+    with owned(target, instead="name another file"):
         if target.exists():
             raise UserError(f"{target} exists; name another file or remove it")
         write_text(target, text)
