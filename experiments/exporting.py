@@ -25,7 +25,7 @@ from finetune.config import Regress
 from finetune.data.chat import give_template
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.rundir import new_output, refuse_nonempty
+from finetune.rundir import new_output, refuse_old
 
 if TYPE_CHECKING:
     from finetune.adapting.saved import SavedAdapter
@@ -44,7 +44,7 @@ def export(
     adapter is not of this backbone.
     """
     with owned(out):
-        refuse_nonempty(out)
+        refuse_old(out)
         return _export(path, out, base_model, license, add)
 
 

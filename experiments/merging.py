@@ -31,7 +31,7 @@ from finetune.data import encode, iterate_eval
 from finetune.data.chat import give_template
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.rundir import new_output, refuse_nonempty
+from finetune.rundir import new_output, refuse_old
 from finetune.seeds import numpy_generator
 
 Check = Literal["auto", "logits", "rows"]
@@ -63,7 +63,7 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
     quantised in its own files, memory is too small for what only memory can do, or `logits` finds no row.
     """
     with owned(out):
-        refuse_nonempty(out)
+        refuse_old(out)
         return _merge(path, out, check)
 
 

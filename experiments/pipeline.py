@@ -76,7 +76,7 @@ from finetune.parallel.plan import mesh_lines
 from finetune.parallel.rules import Settings, check_settings
 from finetune.parallel.world import World
 from finetune.rates import rate_text
-from finetune.rundir import RunDirectory, disk_full_interrupts, refuse_nonempty
+from finetune.rundir import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
 from finetune.tracking import Trackers, open_trackers
 from finetune.units import fold_units
@@ -99,7 +99,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     said: list[str] = []
     with _mesh(resolved.recipe, path=out) as world, _alone_in(out, world):
         if world.is_main:
-            refuse_nonempty(out, resumable=True)
+            refuse_old(out, resumable=True)
         # Everything that can be wrong with the input is found before the directory exists.
         resolved = settled(resolved, say=said.append)
         recipe = resolved.recipe

@@ -20,7 +20,7 @@ import yaml
 
 from finetune.atomic import is_bare, make_directory, replacing_directory, write_text
 from finetune.errors import Interrupted, UserError
-from finetune.rundir import RECIPE, refuse_nonempty
+from finetune.rundir import RECIPE, refuse_nonempty, refuse_old
 
 _STATE, _KEPT = "state", "kept"
 
@@ -51,7 +51,7 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
     if began:
         _refuse_others(out, recipe_yaml)
     elif not _bare(out, state):
-        refuse_nonempty(out)
+        refuse_old(out)
     make_directory(state)
     write_text(state / RECIPE, recipe_yaml)
     # The name that `atomic` gives to directories in the making: a report written inside knows `out` by it.

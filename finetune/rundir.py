@@ -90,7 +90,7 @@ class RunDirectory:
         Raises UserError for a non-empty `path`, also for one that another process has made meanwhile.
         """
         path = Path(path)
-        refuse_nonempty(path, resumable=True)
+        refuse_old(path, resumable=True)
         with disk_full_interrupts(f"creating {path}"), new_output(path) as temporary:
             write_provenance(temporary, recipe_yaml=recipe_yaml)
             if manifest is not None:
@@ -161,11 +161,16 @@ def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
-    if path.is_mount():
-        raise UserError(f"--out: {path} is a mount point, which cannot appear as a whole; name a directory in it")
     if path.is_dir() and not is_bare(path):
         instead = ", or continue a run with `flatshift train --resume`" if resumable else ""
         raise UserError(f"--out: {path} is not empty; name another directory{instead}")
+
+
+def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
+    """As `refuse_nonempty`, for a directory that is to appear as a whole: raise UserError for a mount point too."""
+    refuse_nonempty(path, resumable=resumable)
+    if Path(path).is_mount():
+        raise UserError(f"--out: {path} is a mount point, which cannot be replaced; name a directory in it")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from finetune.errors import UserError
 from finetune.parallel import agree, launch, voice
 from finetune.parallel.rules import Settings, check_settings
 from finetune.quantised import check_available
-from finetune.rundir import RECIPE, refuse_nonempty
+from finetune.rundir import RECIPE, refuse_old
 from flatshift import leaving
 from flatshift.flags import (
     CompareFlags,
@@ -151,7 +151,7 @@ def _train(argv: list[str]) -> int:
         if flags.out is None:
             with agree.dated_directory("runs", resolved.name) as new:
                 return _spawn("train", [*argv, "--out", str(new)], resolved.recipe, new)
-        refuse_nonempty(flags.out, resumable=True)
+        refuse_old(flags.out, resumable=True)
         return _spawn("train", argv, resolved.recipe, flags.out)
     if flags.out is not None and launch.restarted() and (flags.out / RECIPE).is_file():
         _, axes = _split_overrides(axis_flags(resolved.recipe.mesh), TrainFlags)  # there may be fewer ranks than before

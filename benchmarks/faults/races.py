@@ -38,6 +38,8 @@ Found = dict[str, str]
 
 def serve() -> None:
     """Read starts as JSON lines, `[{"argv", "delay", "cwd", "said"}, …]`; fork them, answer with their exit codes."""
+    for name in _COMMANDS:
+        __import__(name)
     learnt = False
     for line in sys.stdin:
         starts = json.loads(line)
@@ -49,6 +51,18 @@ def serve() -> None:
                 with contextlib.suppress(Exception):
                     __import__(name)
         print(json.dumps(codes), flush=True)
+
+
+_COMMANDS = (
+    "experiments.pipeline",
+    "experiments.selecting",
+    "experiments.merging",
+    "experiments.exporting",
+    "experiments.generating",
+    "experiments.report.page",
+    "experiments.sweep.command",
+    "experiments.comparison.compare",
+)
 
 
 def _fork(start: Mapping[str, Any], modules: str | None) -> int:
@@ -248,14 +262,13 @@ class Field:
             if kind.name == "generate" and not (self.inputs / "writer").exists():
                 settings = [word for key, value in _WRITER.items() for word in (f"--{key}", str(value))]
                 self._must(["train", "language-model", "--out", str(self.inputs / "writer"), *settings])
-            out = self.folder / f"alone-{len(self._alone)}" / "out"
-            out.parent.mkdir()
-            kind.begin(self.inputs, out)
-            began = time.monotonic()
-            for place in order:
-                self._must(kind.commands[place](self.inputs, out))
-            self._alone[key] = kind.result(out), time.monotonic() - began
-            shutil.rmtree(out.parent)
+            with tempfile.TemporaryDirectory(prefix="alone-", dir=self.folder) as folder:
+                out = Path(folder) / "out"
+                kind.begin(self.inputs, out)
+                began = time.monotonic()
+                for place in order:
+                    self._must(kind.commands[place](self.inputs, out))
+                self._alone[key] = kind.result(out), time.monotonic() - began
         return self._alone[key]
 
     def race(self, kind: Kind, draw: random.Random) -> Outcome:

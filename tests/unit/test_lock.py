@@ -172,6 +172,15 @@ def test_what_two_processes_make_at_once_one_of_them_made(tmp_path: Path) -> Non
     assert [entry.name for entry in (tmp_path / "empty").iterdir()] == ["a"]
 
 
+def test_a_mount_point_cannot_be_made_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    refuse_nonempty(tmp_path)
+    with pytest.raises(UserError, match="is a mount point, which cannot be replaced; name a directory in it"):
+        RunDirectory.create(tmp_path)
+    assert not list(tmp_path.iterdir())
+    RunDirectory.create(tmp_path / "run")
+
+
 def test_leftovers_of_a_killed_command_go_with_the_next_one_on_its_path(tmp_path: Path) -> None:
     for name in (".out.12345678.tmp", ".out.12345678.old.tmp", ".other.12345678.tmp", ".out.x.12345678.tmp"):
         (tmp_path / name).mkdir()
