@@ -32,6 +32,10 @@ __all__ = [*_PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'flatshift' has no attribute {name!r}")
+    from flatshift.installation import foreign
+
+    if (told := foreign()) is not None:
+        raise ImportError(told)
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
