@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING
 from ..config import Mesh
 from ..devices.allocator import growing_segments
 from ..errors import UserError
+from ..lock import scratch
 from .board import FOLDER, JOIN_SECONDS, FolderBoard, attempt, job_store, reach_board
 from .voice import PATIENT_GRACE, Cause, claim_cause, rank, read_cause, sign_off
 
@@ -95,8 +95,7 @@ def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, thr
         resume: run directory, named in messages about an interruption.
         threads: CPU threads of each rank; by default its share of the cores, unless the environment sets it.
     """
-    folder = Path(tempfile.mkdtemp(prefix="flatshift-ranks-"))
-    try:
+    with scratch("flatshift-ranks-") as folder:
         (folder / "board").mkdir()
         with _held_port() as held:
             processes = _start(command, ranks, threads, folder, held)
@@ -113,8 +112,6 @@ def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, thr
                     process.kill()
                     process.wait()
         return _verdict(job)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
