@@ -291,8 +291,11 @@ def _report(argv: list[str]) -> int:
     if flags.out is not None and flags.out.is_dir():
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
     from experiments.report import build_report
+    from finetune.lock import owned
 
-    print(build_report(flags.runs, out=flags.out or flags.runs[0] / "report.html"))
+    out = flags.out or flags.runs[0] / "report.html"
+    with owned(out):
+        print(build_report(flags.runs, out=out))
     return 0
 
 

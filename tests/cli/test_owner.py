@@ -62,6 +62,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["export", "RUN", "--out", "OUT"],
         ["export", "RUN"],
         ["generate", "RUN", "--prompt", "a", "--out", "OUT"],
+        ["report", "RUN", "--out", "OUT"],
         ["demo", "--out", "OUT"],
         ["recipes", "copy", "classify", "OUT"],
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.faults.races import KINDS, Field, Kind, field_of
 
-pytestmark = pytest.mark.slow  # `test_owner` and `test_lock` hold each promise; this one looks for what nobody thought of
+pytestmark = pytest.mark.slow  # `test_owner` and `test_lock` hold each promise; this looks for what nobody thought of
 
 
 @pytest.fixture(scope="module")

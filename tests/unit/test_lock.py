@@ -93,6 +93,22 @@ def test_one_owner_at_a_time_however_many_ask(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_lock_of_an_owner_that_ended_is_not_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened before its owner took it away, locked after: somebody else has made a new one by then."""
+    ask, place, newer = lock.taken, tmp_path / ".out.lock", []
+
+    def late(fd: int) -> bool | None:
+        if not newer:
+            place.unlink()
+            newer.append(os.open(place, os.O_CREAT | os.O_RDWR))
+            fcntl.flock(newer[0], fcntl.LOCK_EX)
+        return ask(fd)
+
+    monkeypatch.setattr(lock, "taken", late)
+    refused(tmp_path / "out", "unknown process")
+    os.close(newer[0])
+
+
 def test_what_is_not_our_lock_is_left_alone(tmp_path: Path) -> None:
     mine, place = tmp_path / "mine", tmp_path / ".out.lock"
     mine.write_text("kept")
