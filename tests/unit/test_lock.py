@@ -195,6 +195,10 @@ def test_a_mount_point_cannot_be_made_as_a_whole(tmp_path: Path, monkeypatch: py
         RunDirectory.create(tmp_path)
     assert not list(tmp_path.iterdir())
     RunDirectory.create(tmp_path / "run")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match="is the working directory, which cannot be replaced"):
+        RunDirectory.create(".")
 
 
 def test_leftovers_of_a_killed_command_go_with_the_next_one_on_its_path(tmp_path: Path) -> None:
