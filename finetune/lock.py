@@ -87,7 +87,7 @@ def _remove_abandoned(folder: Path) -> None:
         if os.lstat(folder).st_uid != os.geteuid() or not stat.S_ISDIR(os.lstat(folder).st_mode):
             return
         lock = _place(folder)
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)  # a killed owner leaves it
         try:
             if taken(fd) and _is_still(fd, lock):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -167,10 +167,13 @@ def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
 
 
 def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
-    """As `refuse_nonempty`, for a directory that is to appear as a whole: raise UserError for a mount point too."""
+    """As `refuse_nonempty`, for a directory that is to appear as a whole: raise UserError too for one that cannot be
+    replaced, a mount point or this process's working directory."""
     refuse_nonempty(path, resumable=resumable)
-    if Path(path).is_mount():
-        raise UserError(f"--out: {path} is a mount point, which cannot be replaced; name a directory in it")
+    path = Path(path)
+    if path.is_mount() or (path.is_dir() and path.samefile(Path.cwd())):
+        what = "a mount point" if path.is_mount() else "the working directory"
+        raise UserError(f"--out: {path} is {what}, which cannot be replaced; name a directory in it")
 
 
 @contextmanager

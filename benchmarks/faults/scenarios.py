@@ -33,7 +33,7 @@ LABELLED = [
     {"text": f"{('fine', 'poor')[i % 2]} meal {i}", "label": ("good", "bad")[i % 2], "split": ("train", "test")[i > 23]}
     for i in range(32)
 ]
-TIMES = ("rates", "seconds", "time_s", "created", "peak_bytes", "record_s", "cpu_s", "tokens_per_s", "mfu", "attempt", "code")
+TIMES = ("rates", "seconds", "time_s", "created", "peak_bytes", "record_s", "cpu_s", "wall_s", "tokens_per_s", "mfu", "attempt", "code")
 """What differs between two undisturbed runs, or tells of the disturbance."""
 
 

@@ -166,8 +166,10 @@ def test_a_file_system_without_locks_is_said_and_worked_on(
         assert (tmp_path / ".out.12345678.tmp").is_dir(), "it may be of another command, at work"
     warned = capsys.readouterr().err
     assert warned.count("keeps no locks: nothing stops a second command on out") == 1 == warned.count("\n")
+    monkeypatch.setattr(lock.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     with scratch("flatshift-test-") as first, scratch("flatshift-test-"):
         assert first.is_dir(), "whether it is abandoned cannot be known"
+    assert not (tmp_path / "temporary").exists()
 
 
 def test_what_two_processes_make_at_once_one_of_them_made(tmp_path: Path) -> None:
@@ -195,6 +197,10 @@ def test_a_mount_point_cannot_be_made_as_a_whole(tmp_path: Path, monkeypatch: py
         RunDirectory.create(tmp_path)
     assert not list(tmp_path.iterdir())
     RunDirectory.create(tmp_path / "run")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match="is the working directory, which cannot be replaced"):
+        RunDirectory.create(".")
 
 
 def test_leftovers_of_a_killed_command_go_with_the_next_one_on_its_path(tmp_path: Path) -> None:
@@ -272,6 +278,9 @@ def test_default_names_are_unique_within_a_second(tmp_path: Path) -> None:
     with dated_directory(tmp_path / "runs", "unused") as unused:
         assert unused.is_dir()
     assert not unused.exists(), "nothing came into it"
+    with dated_directory(tmp_path / "a" / "b", "unused"):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
 
 
 def test_a_lock_is_asked_for_a_moment_longer(tmp_path: Path) -> None:
