@@ -10,7 +10,6 @@ resumes from its newest checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +52,7 @@ from experiments.selecting import select_into
 from experiments.shift import text_perplexity
 from experiments.sources import check_supply, mixture_record, padding_line, supply, supply_lines
 from experiments.unfinished import unfinished
-from finetune.atomic import write_json, write_text
+from finetune.atomic import read_object, write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
@@ -153,7 +152,7 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
             console.say(line)
         if is_finished(run.path, resolved.recipe):
             console.say(f"{path} is finished: nothing to do")
-            return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
+            return read_object(run.path / "eval.json")
         _check_inputs(run.path)
         check_backbone(run.path, resolved.recipe)
         if world.is_main:
@@ -166,7 +165,7 @@ def is_finished(path: Path, recipe: Recipe) -> bool:
     done = path / "stages" / FINE_TUNE / "done.json"
     if not (done.is_file() and (path / "eval.json").is_file() and (path / "report.html").is_file()):
         return False
-    return json.loads(done.read_text(encoding="utf-8"))["target_steps"] == recipe.train.steps
+    return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
 
 
 def recipe_inputs(recipe: Recipe) -> list[str]:
@@ -180,7 +179,7 @@ def recipe_inputs(recipe: Recipe) -> list[str]:
 
 def _check_inputs(path: Path) -> None:
     """A resumed run must read what it read before."""
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_object(path / "manifest.json", "inputs")
     for before in manifest["inputs"]:
         (now,) = describe([before["path"]])
         if now["sha256"] != before["sha256"]:
@@ -348,7 +347,7 @@ def _stage(
     """Train one stage unless it is finished; returns the directory of its adapter."""
     adapter = run.path / "stages" / name / "adapter"
     done = run.path / "stages" / name / "done.json"
-    if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["target_steps"] == train.steps:
+    if done.is_file() and read_object(done, "target_steps")["target_steps"] == train.steps:
         return adapter
     initial, rows = beginning(run.path, recipe, task, prepared, lambda: load_tokenizer(recipe.backbone))
     engine, tokenizer = lay_out(

@@ -6,8 +6,10 @@ A union (`Task`) is chosen in a recipe by its `kind:` tag. Every field's docstri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
+from .bounds import LONGEST, MOST_STEPS, refuse_zero
 from .bounds import check_bounds as check_bounds
 from .course import Spikes as Spikes
 from .projecting import Projector as Projector
@@ -92,10 +94,15 @@ class Adapter:
         check_bounds(self, init_rows=(1, None), experts=(1, None))
         if not isinstance(self.alpha, str):
             check_bounds(self, alpha=(0, None))
-        for name, low in (("ranks", 1), ("alphas", 0)):
-            for key, value in (getattr(self, name) or {}).items():
-                if not value >= low:
-                    raise ValueError(f"{name}.{key} must be ≥ {low}, got {value}")
+            refuse_zero(
+                self, alpha="the adapter would be multiplied by 0; elsewhere 0 means the default, here null does"
+            )
+        for key, value in (self.ranks or {}).items():
+            if not value >= 1:
+                raise ValueError(f"ranks.{key} must be ≥ 1, got {value}; `exclude` leaves a layer without adapter")
+        for key, scale in (self.alphas or {}).items():
+            if not 0 < scale < inf:
+                raise ValueError(f"alphas.{key} must be above 0 and finite, got {scale}; at 0 it would train nothing")
         if any(layer < 0 for layer in self.layers or ()):
             raise ValueError(f"layers must hold numbers ≥ 0, got {min(self.layers or ())}")
         if self.init_rows is not None and self.init not in DATA_INITS:
@@ -153,8 +160,17 @@ class Optimizer:
     """LoRA+: by how much the learning rate of the B factors is above that of everything else; null: not."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), clip=(0, None))
+        check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), clip=(0, inf))
         check_bounds(self, lora_plus=(1, None))
+        refuse_zero(
+            self,
+            lr="the adapter would stay as it begins; elsewhere 0 may mean a default, here 1e-3 is one",
+            clip="every gradient would become nothing; elsewhere 0 switches clipping off, here write null",
+            eps="a parameter without a gradient yet would become 0/0; write 1e-8",
+        )
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas must each be at least 0 and below 1, got {list(self.betas)}")
 
 
 Quantization = Literal["nf4", "nf4-double", "int8"]
@@ -241,6 +257,7 @@ class Train:
 
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
+        check_bounds(self, steps=(None, MOST_STEPS), max_length=(None, LONGEST), threads=(None, 4096))
         check_bounds(self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None))
         check_bounds(self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), peak_tflops=(1e-6, None))
         check_bounds(self, backbone_dropout=(0, 0.99), max_dropped=(0, 1), threads=(1, None))
@@ -472,7 +489,9 @@ class Evaluate:
     """Coverage of the intervals."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, batch_size=(1, None), train_limit=(0, None), bootstrap=(1, None), confidence=(0.5, 0.9999))
+        check_bounds(
+            self, batch_size=(1, None), train_limit=(0, None), bootstrap=(1, 1_000_000), confidence=(0.5, 0.9999)
+        )
 
 
 TrackerKind = Literal["tensorboard", "wandb", "trackio"]

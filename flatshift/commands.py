@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from experiments.config import Recipe
 from experiments.meshing import axis_flags, mesh_flags, named_axes
 from experiments.recipe import (
@@ -45,6 +43,7 @@ from flatshift.flags import (
     SweepFlags,
     TrainFlags,
 )
+from flatshift.flags import parse as _parse
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 
@@ -70,10 +69,6 @@ def _split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]
         overrides.append(from_override(key, value, f"--{name}"))
     refuse_contradictions(overrides)
     return rest, overrides
-
-
-def _parse(flags: type, name: str, argv: list[str]) -> Any:
-    return tyro.cli(flags, prog=f"flatshift {name}", args=argv)
 
 
 def _demo(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import Columns
-from ..errors import UserError
+from ..errors import UserError, user_path
 from .formats import HUB, SUPPORTED, Record, count, has_half_pair, records, split_suffix
 from .seen import Seen, Unnamed, looks_unnamed
 
@@ -70,8 +70,10 @@ def _expand_one(name: str) -> list[Path]:
         return [Path(sample(name.removeprefix(_SAMPLE)))]
     if name.startswith(HUB):
         return [Path(name)]
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.exists():
+        if not (path.is_file() or path.is_dir()):
+            raise UserError(f"{name}: a pipe, socket or device, which cannot be read twice; write it to a file first")
         return [path]
     if glob.has_magic(name):
         matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
