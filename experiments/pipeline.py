@@ -48,6 +48,7 @@ from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
+from experiments.room import check_memory
 from experiments.selecting import select_into
 from experiments.shift import text_perplexity
 from experiments.sources import check_supply, mixture_record, padding_line, supply, supply_lines
@@ -70,6 +71,7 @@ from finetune.parallel.world import World
 from finetune.rates import rate_text
 from finetune.rundir import METRICS, RunDirectory, disk_full_interrupts
 from finetune.seeds import derive
+from finetune.stage import refuse_fewer
 from finetune.tracking import Trackers, open_trackers
 from finetune.units import fold_units
 from regularizers import build as build_regularizer
@@ -94,6 +96,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         recipe = resolved.recipe
         prepared = prepare(recipe)
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
+        check_memory(recipe, prepared.train)
         manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": backbone_record(recipe)}
         manifest |= learnt_record(prepared)
         if isinstance(recipe.task, Chat):
@@ -150,6 +153,7 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
         console = Console(quiet=quiet or not world.is_main, log=run.log)
         for line in said:
             console.say(line)
+        refuse_fewer(run.path, FINE_TUNE, resolved.recipe.train.steps)
         if is_finished(run.path, resolved.recipe):
             console.say(f"{path} is finished: nothing to do")
             return read_object(run.path / "eval.json")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -19,6 +18,8 @@ from urllib.parse import urlparse
 import torch
 
 from . import assets
+from .architecture import quiet_transformers as quiet_transformers
+from .architecture import refuse_remote_code, sound_config
 from .atomic import read_object
 from .config import (
     ByExample,
@@ -37,7 +38,7 @@ from .devices.cuda import read_straight_to
 from .devices.precision import loading_dtype
 from .devices.presence import look, missing
 from .devices.widened import widen_on_use
-from .errors import UserError, first_line, is_out_of_memory, shortened, user_path
+from .errors import UserError, first_line, is_out_of_memory, user_path
 from .numerics import dropout_rates, uses_dropout
 from .quantised import check_available, import_library, loading_options, settle
 
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _PACKAGE = "package:"
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-_LARGEST_SIZE = 10_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -158,47 +157,10 @@ def _check_directory(directory: Path, name: str) -> None:
         config = read_object(directory / "config.json", fix="fetch the backbone again")
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    _refuse_remote_code(config, where)
-
-
-def _refuse_remote_code(config: dict[str, Any], where: str) -> None:
-    """Refuse a config whose classes are the repository's own; one that names transformers' classes is fine."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    own, kind = config.get("auto_map") or {}, config.get("model_type")
-    if not isinstance(own, dict) or not isinstance(kind, str):
-        odd = "auto_map" if not isinstance(own, dict) else "model_type"
-        what = "an object" if odd == "auto_map" else "the name of an architecture"
-        raise UserError(f"{where}: config.json has {odd} {shortened(json.dumps(config.get(odd)), 40)}, not {what}")
-    foreign = sorted({str(target).rsplit(".", 1)[-1] for key, target in own.items() if "Token" not in key})
-    foreign = [cls for cls in foreign if not hasattr(transformers, cls)]
-    if foreign or (config.get("auto_map") and kind not in CONFIG_MAPPING_NAMES):
-        raise UserError(
-            f"{where} needs code from its own repository ({', '.join(foreign) or kind}; trust_remote_code), which is "
-            "never run; take a model whose architecture is part of transformers"
-        )
-    if kind not in CONFIG_MAPPING_NAMES:
-        raise UserError(f"{where}: config.json names the model type {kind!r}, which transformers does not know")
+    refuse_remote_code(config, where)
 
 
 # --------------------------------------------------------------------------------------------- loading
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' own log lines and progress bars; both are put back afterwards."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
@@ -351,7 +313,7 @@ def configured(directory: Path, settings: dict[str, Any], *, dropout: float | No
     The odds that a whole layer is left out (`layerdrop`) are changed only by 0, which turns off whatever is random.
     Raises UserError for a rate above 0 where no key takes it.
     """
-    config = _sound_config(directory, settings)
+    config = sound_config(directory, settings)
     if dropout is not None:
         found = [(owner, key) for owner, key, _ in dropout_rates(config) if dropout == 0 or "layerdrop" not in key]
         for owner, key in found:
@@ -428,27 +390,7 @@ def is_encoder(name: str | Path) -> bool:
 def read_config(name: str | Path) -> Any:
     """The configuration of the backbone `name`, transformers' own. Raises UserError as `resolve_backbone`, and for
     values that the architecture cannot have."""
-    return _sound_config(resolve_backbone(name), {})
-
-
-def _sound_config(directory: Path, settings: dict[str, Any]) -> Any:
-    """transformers' configuration in `directory` with `settings`. Raises UserError where it refuses config.json."""
-    from transformers import AutoConfig
-
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **settings)
-    except Exception as error:  # each architecture checks its own, in exceptions of many kinds
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shortened(told, 140)}") from error
-    for key in _SIZES:
-        value = getattr(config.get_text_config(), key, None)
-        if value is not None and not (isinstance(value, int) and 1 <= value <= _LARGEST_SIZE):
-            shown = shortened(json.dumps(value, default=str), 40)
-            raise UserError(
-                f"{directory / 'config.json'} has {key} {shown}, not a whole number from 1 to {_LARGEST_SIZE:,}"
-            )
-    return config
+    return sound_config(resolve_backbone(name), {})
 
 
 def _reads_both_ways(config: Any) -> bool:

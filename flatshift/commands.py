@@ -206,6 +206,7 @@ def _sweep(argv: list[str]) -> int:
         jobs=flags.jobs,
         stack=flags.stack,
         devices=flags.devices,
+        max_cells=flags.max_cells,
         rerun_stale=flags.rerun_stale,
         rerun_failed=flags.rerun_failed,
     )

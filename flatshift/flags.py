@@ -188,6 +188,8 @@ class SweepFlags:
     """Cells that train together on one backbone: auto (as many as memory allows) or a number; 1: each alone."""
     devices: str = "auto"
     """auto (every CUDA device), cpu, or CUDA numbers such as 0,1; processes get them in turn."""
+    max_cells: int | None = None
+    """Refuse a plan of more cells (points times seeds) than this; 10000 by default."""
     rerun_stale: bool = False
     """Run finished cells anew that another version of the code made."""
     rerun_failed: bool = False
