@@ -91,7 +91,7 @@ def sentence(text: str, most: int = SENTENCE) -> str:
     for room in (120, 80, 50):
         if len(line) <= most:
             return line
-        line = re.sub(rf"\S{{{room + 1},}}", lambda word, room=room: shortened(word[0], room), line)
+        line = " ".join(shortened(word, room) for word in line.split(" "))
     return shortened(line, most)
 
 

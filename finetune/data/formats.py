@@ -157,7 +157,8 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Physical lines with their line ends; the byte-order mark of UTF-8 is removed, UTF-16 is refused."""
-    number, begun, size = 1, [], 0
+    begun: list[bytes] = []
+    number, size = 1, 0
     first = True
     for chunk in _chunks(path):
         if first:
