@@ -155,8 +155,9 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
             console.say(line)
         refuse_fewer(run.path, FINE_TUNE, resolved.recipe.train.steps)
         if is_finished(run.path, resolved.recipe):
+            result = read_object(run.path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
-            return read_object(run.path / "eval.json")
+            return result
         _check_inputs(run.path)
         check_backbone(run.path, resolved.recipe)
         if world.is_main:

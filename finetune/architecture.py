@@ -13,8 +13,15 @@ from typing import Any
 
 from .errors import UserError, shortened
 
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-_LARGEST_SIZE = 10_000_000
+_LARGEST = 10_000_000
+_SIZES = {
+    "hidden_size": _LARGEST,
+    "num_hidden_layers": 2000,
+    "num_attention_heads": _LARGEST,
+    "vocab_size": _LARGEST,
+    "intermediate_size": _LARGEST,
+}
+"""Key of config.json → the largest value; beyond it a model is built for hours before its weights differ."""
 
 
 def refuse_remote_code(config: dict[str, Any], where: str) -> None:
@@ -64,11 +71,9 @@ def sound_config(directory: Path, settings: dict[str, Any]) -> Any:
     except Exception as error:  # each architecture checks its own, in exceptions of many kinds
         told = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shortened(told, 140)}") from error
-    for key in _SIZES:
+    for key, most in _SIZES.items():
         value = getattr(config.get_text_config(), key, None)
-        if value is not None and not (isinstance(value, int) and 1 <= value <= _LARGEST_SIZE):
+        if value is not None and not (isinstance(value, int) and 1 <= value <= most):
             shown = shortened(json.dumps(value, default=str), 40)
-            raise UserError(
-                f"{directory / 'config.json'} has {key} {shown}, not a whole number from 1 to {_LARGEST_SIZE:,}"
-            )
+            raise UserError(f"{directory / 'config.json'} has {key} {shown}, not a whole number from 1 to {most:,}")
     return config

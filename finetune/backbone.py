@@ -419,6 +419,13 @@ def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, 
     core = [n for n in absent if not headed or (n.startswith(prefix) and ".pooler." not in n)]
     if core:
         more = f" and {len(core) - 1} more" if len(core) > 1 else ""
+        for entry in report["mismatched_keys"]:
+            if isinstance(entry, tuple | list) and entry[0] in core and len(entry) == 3:
+                there, made = (list(shape) for shape in entry[1:])
+                raise UserError(
+                    f"{where}: config.json makes {entry[0]} {made} and the weights have {there}{more}; one of the two "
+                    "is of another model, fetch the backbone again"
+                )
         raise UserError(
             f"{where}: its weights lack {core[0]}{more}; the checkpoint is not complete or not of this kind"
         )

@@ -22,7 +22,9 @@ def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> No
         if value is None:
             continue
         if (low is not None and not value >= low) or (high is not None and not value <= high):
-            wanted = f"≥ {low}" if high is None else f"≤ {high}" if low is None else f"between {low} and {high}"
+            wanted = (
+                f"≥ {low}" if high in (None, math.inf) else f"≤ {high}" if low is None else f"between {low} and {high}"
+            )
             raise ValueError(f"{name} must be {wanted}, got {value}")
         if high is None and math.isinf(value):
             raise ValueError(f"{name} must be a finite number, got {value}")

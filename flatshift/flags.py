@@ -91,7 +91,7 @@ def _told(text: str, kinds: dict[str, set[Any]]) -> str:
     if said[0].startswith("Missing from"):
         return f"{said[1]} is missing" + (f": {said[2].split('. (')[0]}" if len(said) > 2 else "")
     first = re.sub(r", 'None'|'None', ", "", said[0].rstrip(".")).replace(". Expected", "; expected")
-    near = next((line.split()[0] for line in said[1:] if line.startswith("--")), None)
+    near = next((line.split()[0].rstrip(",") for line in said[1:] if line.startswith("--")), None)
     return first[:1].lower() + shortened(first[1:], 160) + (f" (did you mean {near}?)" if near else "")
 
 

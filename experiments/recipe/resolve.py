@@ -64,6 +64,8 @@ def _locate(reference: str, beside: Path | None = None) -> Path:
         raise UserError(
             f"{reference} is a directory, not a recipe; to continue a run use `flatshift train --resume {reference}`"
         )
+    if candidate.exists():
+        raise UserError(f"{reference} is a pipe, socket or device, not a recipe; write it to a file first")
     raise UserError(
         f"recipe {reference!r} is neither a file nor a shipped recipe{nearest(reference, shipped_recipes())}"
     )
@@ -170,6 +172,8 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
     if not path.is_file():
         raise UserError(f"{run} is not a run directory: it has no recipe.resolved.yaml")
     tree = parse_file(path)
+    if isinstance(tree, Branch) and not tree.children:
+        raise UserError(f"{path} is empty; restore it from a copy of the run, or train anew")
     before = build(Recipe, tree)
     for override in overrides:
         tree = merge(tree, override)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import UserError, first_line, shortened
+from finetune.errors import UserError, shortened
 
 _MAX_DEPTH = 32
 _MAX_BYTES = 1 << 20
@@ -157,8 +157,10 @@ def parse(text: str, source: str) -> Tree:
 
     Raises UserError with `source:line` for a syntax error, a duplicate key or a tag.
     """
+    loader = None
     try:
-        node = yaml.compose(text, Loader=_CoreLoader)
+        loader = _CoreLoader(text)
+        node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         if error.problem == _TOO_DEEP:
@@ -170,8 +172,9 @@ def parse(text: str, source: str) -> Tree:
         raise UserError(
             f"{source}:{line}: {sign} cannot stand in YAML as it is; write it in double quotes as an escape"
         ) from None
-    except (yaml.YAMLError, ValueError) as error:  # `"\U00110000"` is no character
-        raise UserError(f"{source}: not valid YAML ({shortened(first_line(error), 120)})") from None
+    except ValueError:  # an escape such as `"\U00110000"`
+        line = loader.line + 1 if loader is not None else 1
+        raise UserError(f"{source}:{line}: not valid YAML (an escape or number that names no character)") from None
     if node is None:
         return Branch({}, f"{source}:1")
     return _Reader(source).tree(node)

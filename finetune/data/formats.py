@@ -72,10 +72,8 @@ def count(path: Path) -> int:
     """How many records `path` has, bad ones included; the file is read but not parsed where that is enough."""
     kind, _ = split_suffix(path)
     if kind == ".parquet":
-        with _named(path):
-            import pyarrow.parquet as pq
-
-            return int(pq.ParquetFile(path).metadata.num_rows)
+        with _parquet_file(path) as file:
+            return int(file.metadata.num_rows)
     if kind in JSONL:
         return sum(1 for line in _lines(path) if line.strip(b" \t\r\n\xef\xbb\xbf"))
     return sum(1 for _ in records(path))
@@ -206,8 +204,8 @@ def _jsonl(path: Path) -> Iterator[Record]:
             problem = f"the key {shortened(error.key)!r} is there twice in one object; keep one of them"
         except RecursionError:
             problem = f"nested deeper than {DEEPEST} levels"
-        except ValueError as error:
-            problem = f"not valid JSON ({error})"
+        except ValueError:  # what else Python's reader refuses
+            problem = "a number of more than 4,300 digits"
         if problem is None and not isinstance(value, dict):
             problem = f"a JSON {_json_type(value)}, not an object with columns"
         yield Record(number, number + 1, {} if problem else value, problem)
@@ -293,19 +291,28 @@ def has_half_pair(text: str) -> bool:
 
 
 def _parquet(path: Path) -> Iterator[Record]:
+    with _parquet_file(path) as file:
+        _refuse_twins(file.schema_arrow.names, f"{path}: the table")
+        ordinal = 0
+        for batch in file.iter_batches(batch_size=1024):
+            for values in _arrow_rows(batch):
+                unread = isinstance(values, str)
+                yield Record(ordinal, ordinal + 1, {}, values) if unread else _of_arrow(ordinal, values)
+                ordinal += 1
+
+
+@contextlib.contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """The opened file. Raises UserError for what is no Parquet, also while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with _named(path), pq.ParquetFile(path) as file:
-            _refuse_twins(file.schema_arrow.names, f"{path}: the table")
-            ordinal = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for values in _arrow_rows(batch):
-                    unread = isinstance(values, str)
-                    yield Record(ordinal, ordinal + 1, {}, values) if unread else _of_arrow(ordinal, values)
-                    ordinal += 1
-    except pa.ArrowException as error:
+            yield file
+    except UserError:
+        raise
+    except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # names that are no text, and others
         raise UserError(f"{path}: not a valid Parquet file ({first_line(error)})") from error
 
 

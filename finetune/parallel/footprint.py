@@ -230,7 +230,7 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _first(config: dict[str, Any], *names: str, default: int | None = None) -> int:
-    found = next((config[name] for name in names if isinstance(config.get(name), int)), default)
+    found = next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), default)
     if found is None:
         raise UserError(f"config.json says nothing of {names[0]}, so mesh.auto cannot tell what fits; set the axes")
     return found
