@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import random
 import signal
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import RESULTS, Benchmark
+from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks.faults.mutator import Mutator
 from finetune.errors import SENTENCE, Interrupted, UserError, sentence
 from regularizers.errors import RegularizerError
@@ -128,6 +129,19 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     }
 
 
+_ROWS = ("finetune/data/formats.py", "finetune/data/rows.py", "finetune/data/seen.py")
+_SOURCES = {
+    "recipe": ("experiments/recipe/*.py", "experiments/*/settings.py", "*/config.py", "*/*/config.py", "finetune/*s.py"),
+    "jsonl": _ROWS,
+    "csv": _ROWS,
+    "parquet": _ROWS,
+    "chat": (*_ROWS, "finetune/data/chat/conversation.py"),
+    "npy": ("selection/features/own.py",),
+    "safetensors": ("finetune/parallel/index.py",),
+    "metrics": ("finetune/rundir.py", "experiments/report/load.py"),
+    "grid": ("experiments/sweep/axes.py",),
+}
+"""What each parser is made of: counts of other code do not add up."""
 NAMES = ("recipe", "jsonl", "csv", "parquet", "chat", "npy", "safetensors", "metrics", "grid")
 
 
@@ -200,33 +214,41 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
 
 def advance(upto: int, *, seed: int, only: tuple[str, ...] = NAMES, seconds: float = float("inf")) -> dict[str, Count]:
     """Go on where the ledger stands, each parser up to `upto` executions, for at most so many seconds in all."""
-    counts, key = _read_ledger(seed)
+    counts = _read_ledger(seed)
     until = time.monotonic() + seconds
     for name in only:
         while counts[name].done < upto and time.monotonic() < until:
             run_parser(name, counts[name], upto=upto, seed=seed, until=min(until, time.monotonic() + _EVERY_S))
-            _write_ledger(key, counts)
+            _write_ledger(seed, counts)
             print(f"{name}: {counts[name].done:,} of {upto:,}, {counts[name].tracebacks} wrong", flush=True)
     return counts
 
 
-def _read_ledger(seed: int) -> tuple[dict[str, Count], str]:
-    """What earlier calls counted with the same code and seed, and what names these."""
-    from experiments.sweep.source import source_digest
+def _code(name: str, seed: int) -> str:
+    """What the executions of one parser depend on: its sources, the mutations and the seed."""
+    digest = hashlib.sha256(f"{seed} {Mutator.digest()}".encode())
+    for pattern in (*_SOURCES[name], "finetune/errors.py"):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
-    key = f"{source_digest()} {Mutator.digest()} {seed}"
+
+def _read_ledger(seed: int) -> dict[str, Count]:
+    """What earlier calls counted with the same code and seed."""
     counts = {name: Count() for name in NAMES}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads(LEDGER.read_text(encoding="utf-8"))
-        if kept["code"] == key:
-            counts |= {name: Count(**found) for name, found in kept["parsers"].items()}
-    return counts, key
+        for name in NAMES:
+            found = kept.get(name, {"code": ""})
+            if found.pop("code") == _code(name, seed):
+                counts[name] = Count(**found)
+    return counts
 
 
-def _write_ledger(key: str, counts: dict[str, Count]) -> None:
+def _write_ledger(seed: int, counts: dict[str, Count]) -> None:
     from finetune.atomic import write_json
 
-    write_json(LEDGER, {"code": key, "parsers": {name: vars(count) for name, count in counts.items()}})
+    write_json(LEDGER, {name: {"code": _code(name, seed), **vars(count)} for name, count in counts.items()})
 
 
 # ------------------------------------------------------------------------------------------------------- atheris
