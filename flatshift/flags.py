@@ -81,8 +81,8 @@ def _wide(argv: Sequence[str]) -> Iterator[None]:
 def _told(text: str, kinds: dict[str, set[Any]]) -> str:
     """What the parser says in a box of several lines, as a clause."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    lines = [line.strip("│╭╮╰╯─ ") for line in text.splitlines()]
-    said = [line for line in lines[1:] if line] or ["this command line cannot be read"]
+    lines = [re.sub(r"^[│|]\s*|\s*[│|]$", "", line.strip()) for line in text.splitlines()]
+    said = [line for line in lines[1:] if line.strip("╰╯─+- ")] or ["this command line cannot be read"]
     odd = re.search(r"Error parsing (\S+): .* from \[(.*?)\]", said[0])
     if odd is not None:
         kind = kinds.get(odd[1].removeprefix("--").replace("-", "_"), set())

@@ -131,7 +131,13 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
 
 _ROWS = ("finetune/data/formats.py", "finetune/data/rows.py", "finetune/data/seen.py")
 _SOURCES = {
-    "recipe": ("experiments/recipe/*.py", "experiments/*/settings.py", "*/config.py", "*/*/config.py", "finetune/*s.py"),
+    "recipe": (
+        "experiments/recipe/*.py",
+        "experiments/*/settings.py",
+        "*/config.py",
+        "*/*/config.py",
+        "finetune/*s.py",
+    ),
     "jsonl": _ROWS,
     "csv": _ROWS,
     "parquet": _ROWS,

@@ -150,7 +150,6 @@ def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | N
     """
     from experiments.pipeline import execute, remove_weights
     from experiments.preparing import prepare
-    from experiments.room import check_memory
 
     recipe = without_cache(cell.resolved.recipe)
     if threads is not None and recipe.train.threads is None:
@@ -158,7 +157,6 @@ def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | N
 
     def measure() -> dict[str, Any]:
         prepared = prepare(recipe)
-        check_memory(recipe, prepared.train)
         run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
         metrics = execute(run, recipe, prepared, Console(quiet=True, log=run.log), report=False)
         remove_weights(directory)
