@@ -27,9 +27,11 @@ def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    last = (done.stdout.strip().splitlines() or [""])[-1]
+    lines = done.stdout.strip().splitlines() or [""]
+    last = lines[-1]
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {last} {done.stderr[-500:]}")
+        named = "; ".join(line for line in lines if line.startswith("FAILED"))
+        raise RuntimeError(f"{' '.join(command)} failed: {last} {named} {done.stderr[-500:]}")
     return (time.perf_counter() - wall) / 60, (cpu_clock() - cpu) / 60, last
 
 

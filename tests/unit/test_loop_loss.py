@@ -118,13 +118,16 @@ def test_slices_that_divide_neither_rows_nor_vocabulary_agree_with_dense_float64
     terms = F.cross_entropy(wide @ linear.weight.double().T, targets, reduction="none")
     weights = torch.rand(rows, generator=generator)
     (wanted,) = torch.autograd.grad(terms.sum(), wide, retain_graph=True)
+    whole = F.cross_entropy(hidden @ linear.weight.T, targets, reduction="sum")
+    (rounded,) = torch.autograd.grad(whole, hidden)  # sums over V in one chain on some CPUs, in several on others
+    bound = 1e-6 + 1.5 * float((rounded - wanted).norm() / wanted.norm())
     (weighted,) = torch.autograd.grad((terms * weights).sum(), wide)
     for expected, value in (
         (wanted, linear_cross_entropy(hidden, linear, targets)),
         (weighted, (linear_cross_entropies(hidden, linear, targets) * weights).sum()),
     ):
         (gradient,) = torch.autograd.grad(value, hidden)
-        assert (gradient - expected).norm() <= 1e-6 * expected.norm()
+        assert (gradient - expected).norm() <= bound * expected.norm()
     assert abs(linear_cross_entropy(hidden, linear, targets).item() / terms.sum().item() - 1) < 1e-7
 
 

@@ -438,7 +438,8 @@ def test_an_ascent_that_is_left_out_on_the_device_changes_nothing(llama):
     host, device = run(True, {2}), run(False, {2})
     assert device.metrics() == pytest.approx(host.metrics(), rel=1e-5) and device.metrics()["auxiliary_skips"] == 1
     for name, factor in host._factors.items():
-        torch.testing.assert_close(device._factors[name], factor, rtol=1e-5, atol=1e-7)
+        # AdamW divides rounding by rounding where a gradient is next to nothing, so the bound is that of a step
+        torch.testing.assert_close(device._factors[name], factor, rtol=1e-3, atol=1e-6)
     first = run(False, {0, 1, 2, 3})
     assert all(not factor.any() for name, factor in first._factors.items() if name.endswith(".B"))
 

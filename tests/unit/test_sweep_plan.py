@@ -124,7 +124,8 @@ def test_cells_are_those_of_single_recipes() -> None:
 def test_a_local_backbone_is_known_by_its_bytes(tmp_path: Path) -> None:
     def key() -> str:
         _backbone_digests.cache_clear()
-        (cell,) = plan_cells("double-descent", [from_override("backbone", str(tmp_path / "model"))], {}, 1)
+        laid = {"backbone": str(tmp_path / "model"), "train.precision": "fp32", "train.backbone_precision": "same"}
+        (cell,) = plan_cells("double-descent", [from_override(name, value) for name, value in laid.items()], {}, 1)
         return cell.key
 
     absent = key()
