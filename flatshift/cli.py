@@ -66,9 +66,12 @@ def _refuse_encoding(argv: Sequence[str]) -> None:
         here = str(Path.cwd())
     except OSError:
         raise UserError("the current directory is gone; change into one that is there") from None
-    for what, text in (("the current directory", here), *((f"argument {i}", a) for i, a in enumerate(argv, start=1))):
+    what = ""
+    for text in (here, *argv):
+        what = text if text.startswith("--") else what
         if any("\ud800" <= sign <= "\udfff" for sign in text):
-            raise UserError(f"{what} is not valid UTF-8 ({shortened(ascii(text))}); rename the file or directory")
+            place = "the current directory" if text is here else what.partition("=")[0] or f"`flatshift {argv[0]}`:"
+            raise UserError(f"{place} {shortened(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
 
 
 def _broken_disk(error: OSError, argv: Sequence[str]) -> int:

@@ -93,9 +93,9 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         options = [o for o in options if (typing.get_origin(o) is Literal) == wants_word] or options
         if lists and isinstance(tree, Leaf) and typing.get_origin(options[0]) is Literal:
             words = typing.get_args(options[0])
-            known = nearest(str(tree.value), map(str, words))
+            known, shown = nearest(str(tree.value), map(str, words)), shortened(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
-                raise UserError(f"{tree.where}: {path} cannot be {_quoted(tree.value)}{known}, or a list")
+                raise UserError(f"{tree.where}: {path} cannot be {_quoted(tree.value)}{known}, or a list, as [{shown}]")
     return _plain(options[0], tree, path, origins)
 
 

@@ -208,7 +208,7 @@ def test_a_mistake_is_one_line_of_at_most_300_characters(monkeypatch, capsys) ->
         (["train", "--out"], "missing value for argument '--out'"),
         (["eval"], "PATH is missing"),
         (["recipes", "frob"], "invalid choice 'frob'"),
-        (["train", os.fsdecode(b"caf\xe9.yaml")], "argument 2 is not valid UTF-8"),
+        (["train", os.fsdecode(b"caf\xe9.yaml")], "`flatshift train`: 'caf\\udce9.yaml' is not valid UTF-8"),
     ],
 )
 def test_a_command_line_that_cannot_be_read_is_told_in_one_sentence(capsys, arguments: list[str], said: str) -> None:
