@@ -99,12 +99,6 @@ def steps(directory: Path) -> list[int]:
     return sorted((int(n) for n in names if n.isdigit()), reverse=True)
 
 
-def stage_of(directory: Path, step: int) -> str | None:
-    """The stage whose checkpoint of `step` updates this is, as far as the file says."""
-    meta = _meta(directory / f"step-{step}")
-    return None if meta is None else meta.get("stage")
-
-
 def _remove(folder: Path) -> None:
     """Rename first, so that a kill half-way leaves a leftover to sweep, not half a checkpoint."""
     hidden = folder.with_name(f".{folder.name}.gone.tmp")

@@ -23,7 +23,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .atomic import replacing_directory, sweep_leftovers, write_json, write_text
+from .atomic import (
+    is_bare,
+    make_directory,
+    new_directory,
+    sweep_leftovers,
+    sync_files,
+    write_json,
+    write_text,
+)
 from .errors import Interrupted, UserError, disk_trouble, is_disk_full
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
@@ -75,11 +83,11 @@ class RunDirectory:
         file name.
 
         It appears whole or not at all: a run that is killed here can simply be started again.
-        Raises UserError for a non-empty `path`.
+        Raises UserError for a non-empty `path`, also for one that another process has made meanwhile.
         """
         path = Path(path)
-        refuse_nonempty(path, resumable=True)
-        with disk_full_interrupts(f"creating {path}"), replacing_directory(path) as temporary:
+        refuse_old(path, resumable=True)
+        with disk_full_interrupts(f"creating {path}"), new_output(path) as temporary:
             write_provenance(temporary, recipe_yaml=recipe_yaml)
             if manifest is not None:
                 write_json(temporary / MANIFEST, manifest)
@@ -112,7 +120,7 @@ class RunDirectory:
     def stage(self, name: str) -> Path:
         """`stages/<name>/`, made if need be."""
         folder = self.path / "stages" / name
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
         return folder
 
     def log_metrics(self, stage: str, **fields: Any) -> None:
@@ -122,6 +130,11 @@ class RunDirectory:
         text = _line(stage, fields)
         for file in (self.path / METRICS, self.stage(stage) / METRICS):
             _append(file, text)
+
+    def sync_metrics(self, stage: str) -> None:
+        """Make the lines that were logged so far durable, before a checkpoint says that their updates are done."""
+        if self.writes:
+            sync_files(self.path / METRICS, self.path / "stages" / stage / METRICS, self.path / TRACE)
 
     def log_trace(self, stage: str, **fields: Any) -> None:
         """Append one line to trace.jsonl. NaN and infinities become null."""
@@ -137,13 +150,38 @@ class RunDirectory:
 
 
 def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
-    """Raise UserError unless `path` is absent or an empty directory. resumable: what may be there is a run's."""
+    """Raise UserError unless `path` is absent or an empty directory, but for what killed writes leave.
+
+    resumable: what may be there is a run's.
+    """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and not is_bare(path):
         instead = ", or continue a run with `flatshift train --resume`" if resumable else ""
         raise UserError(f"--out: {path} is not empty; name another directory{instead}")
+
+
+def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
+    """As `refuse_nonempty`, for a directory that is to appear as a whole: raise UserError for a mount point too."""
+    refuse_nonempty(path, resumable=resumable)
+    if Path(path).is_mount():
+        raise UserError(f"--out: {path} is a mount point, which cannot be replaced; name a directory in it")
+
+
+@contextmanager
+def new_output(path: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `path` at the end, whole.
+
+    Raises UserError if somebody else made `path` meanwhile; what is there stays.
+    """
+    try:
+        with new_directory(path) as temporary:
+            yield temporary
+    except FileExistsError as error:
+        if error.filename != os.path.realpath(path):
+            raise
+        raise UserError(f"--out: {path} was made by another command meanwhile; name another directory") from None
 
 
 def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
@@ -242,11 +280,13 @@ def last_attempt(records: Iterable[dict[str, Any]], stage: str) -> int:
 
 
 def _cut_torn_tail(path: Path) -> None:
-    """Drop what follows the last line break: lines are written with it in one piece."""
+    """Drop what follows the last line break: lines are written with it in one piece. A zero byte, which no line has, is
+    where a machine without power lost what was not yet synced: what follows it is younger than any checkpoint."""
     if not path.is_file():
         return
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
+    lost = data.find(b"\0")
+    whole = data.rfind(b"\n", 0, lost if lost >= 0 else len(data)) + 1
     if whole < len(data):
         os.truncate(path, whole)
 

@@ -6,14 +6,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
 from regularizers.fused import FusedLayers
 
-from . import checkpoint
 from .adapting.soft_tokens import before_text
 from .atomic import read_object
 from .compiling import Compiled
@@ -153,20 +151,6 @@ def check_length(engine: Engine, batches: Batches) -> None:
         left = f"the {limit} positions that this backbone has left beside {front}"
         room = left if front else f"this backbone's {limit} positions"
         raise UserError(f"train.max_length: {batches.max_length}{padded} is above {room}")
-
-
-def refuse_fewer(path: Path, stage: str, steps: int) -> None:
-    """Raise UserError where `stage` of the run directory `path` has already taken more than `steps` updates."""
-    done = path / "stages" / stage / "done.json"
-    taken = int(read_object(done, "steps")["steps"]) if done.is_file() else 0
-    for step in checkpoint.steps(path / "state"):
-        if step > max(taken, steps) and checkpoint.stage_of(path / "state", step) == stage:
-            taken = step
-    if steps < taken:
-        raise UserError(
-            f"--train.steps: {steps:,} are fewer than the {taken:,} that {path} has taken; ask for as many or more, or "
-            "start a new run"
-        )
 
 
 def ended(run: RunDirectory, stage: str, train: Train) -> StageResult | None:

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flatshift import installation
+
 _COMMANDS = {
     "demo": "the three journeys on shipped samples; ends with a report",
     "select": "choose warm-up data from a pool for a target",
@@ -96,6 +98,18 @@ def _end(message: str, code: int, *, patient: bool = False) -> int:
     return voice.speak(f"flatshift: {message}", code, patient=patient)
 
 
+def _examine(argv: Sequence[str]) -> None:
+    """What the doctor says where packages of ours are not: it needs only its own file."""
+    try:
+        from experiments.doctor import doctor, render
+    except ImportError:
+        return
+    import json
+
+    found = doctor()
+    print(json.dumps(found, indent=2) if "--json" in argv else render(found))
+
+
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises."""
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -112,12 +126,13 @@ def run(argv: Sequence[str]) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_COMMANDS)}"
         return _fail(f"error: unknown command {name[:80]!a}; {hint}", 2)
 
-    try:
-        from finetune.errors import Interrupted, OutOfMemory, UserError, sentence
-        from regularizers.errors import RegularizerError
-        from selection.errors import SelectionError
-    except ImportError as error:  # another distribution's `finetune` or `selection` stands in front of ours
-        return _fail(f"error: {error}; see which package shadows ours with `python -m experiments.doctor`", 2)
+    if (foreign := installation.foreign()) is not None:
+        if name == "doctor":
+            _examine(argv)
+        return _fail(f"error: {foreign}", 2)
+    from finetune.errors import Interrupted, OutOfMemory, UserError, sentence
+    from regularizers.errors import RegularizerError
+    from selection.errors import SelectionError
 
     try:
         _refuse_encoding(argv)
@@ -152,10 +167,10 @@ def _unexpected(error: Exception) -> int:
 
 def _set_allocator() -> None:
     """Before anything imports torch; ranks and cells of a sweep inherit it."""
-    try:
-        from finetune.devices.allocator import growing_segments
-    except ImportError:  # a foreign `finetune`, of which `run` tells
+    if installation.foreign() is not None:  # of which `run` tells
         return
+    from finetune.devices.allocator import growing_segments
+
     os.environ.update(growing_segments(os.environ))
 
 

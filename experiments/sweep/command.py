@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.cells.lock import locked
 from experiments.config import Sweep
 from experiments.console import Console
 from experiments.recipe.tree import Branch
@@ -31,6 +30,7 @@ from experiments.sweep.queue import run_cells
 from experiments.sweep.table import Row, write_table
 from finetune.config import Record
 from finetune.errors import Interrupted, UserError
+from finetune.lock import owned
 from finetune.rundir import RECIPE, disk_full_interrupts
 
 MOST_CELLS = 10_000
@@ -63,8 +63,8 @@ def sweep(
     processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code, and
     those that failed without diverging. max_cells: refuse a larger plan (`MOST_CELLS`).
     stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`.
-    Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's, before any cell
-    runs; Interrupted when stopped or when the disk is full.
+    Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's or in use,
+    before any cell runs; Interrupted when stopped or when the disk is full.
     """
     asked = _asked(Base.of(recipe, overrides), grid, seeds, design, points, bisection, epsilon, stack)
     placed = choose_devices(devices, asked.base.recipe.train.device)
@@ -75,14 +75,14 @@ def sweep(
         raise UserError(f"--jobs {jobs} leaves some of --devices {devices} without work; give at least {len(placed)}")
     asked.base.check(asked.axes)
     asked.refuse_more(MOST_CELLS if max_cells is None else max_cells)
-    check_directory(out)
-    said: list[str] = []
-    asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
-    cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
-    console = Console(quiet=quiet)
-    for line in said:
-        console.say(line)
-    with locked(out):
+    with owned(out):
+        check_directory(out)
+        said: list[str] = []
+        asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
+        cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
+        console = Console(quiet=quiet)
+        for line in said:
+            console.say(line)
         before = claim(out, asked.document(cells), asked.base.resolved)
         if before == 1:
             console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")

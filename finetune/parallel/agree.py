@@ -6,15 +6,19 @@ intends is a flat mapping of names to texts; digests are compared first, and onl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..atomic import make_directory
 from ..errors import UserError
 from .board import JOIN_SECONDS, Silent, reach_board
 from .voice import rank, read_cause, several
@@ -99,6 +103,32 @@ def word_of_main(name: str, text: str) -> str:
     except Silent:
         pass
     raise UserError(f"rank {rank()} heard nothing from rank 0; look whether it was started")
+
+
+@contextlib.contextmanager
+def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
+    """A new directory `parent`/DATE-TIME-NAME, the same on every rank, with -2, -3, … behind it where others began in
+    the same second; it goes again if nothing comes into it."""
+    made = _dated(Path(parent), name) if rank() == 0 else None
+    try:
+        yield Path(word_of_main("out", str(made)))
+    finally:
+        if made is not None:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+
+def _dated(parent: Path, name: str) -> Path:
+    make_directory(parent)
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    for number in itertools.count(1):
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()  # fails where another process was faster
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError
 
 
 def source_digest() -> str:

@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING
 from ..config import Mesh
 from ..devices.allocator import growing_segments
 from ..errors import UserError
+from ..lock import scratch
 from .board import FOLDER, JOIN_SECONDS, FolderBoard, attempt, job_store, reach_board
 from .devices import machine_memory
 from .voice import PATIENT_GRACE, Cause, claim_cause, rank, read_cause, sign_off
@@ -104,8 +104,7 @@ def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, thr
             f"mesh: {ranks:,} ranks are {ranks:,} processes, more than {memory / 2**30:.0f} GiB of memory hold; "
             f"take {max(1, memory // _RANK_BYTES)} or fewer here, or start them on several machines with torchrun"
         )
-    folder = Path(tempfile.mkdtemp(prefix="flatshift-ranks-"))
-    try:
+    with scratch("flatshift-ranks-") as folder:
         (folder / "board").mkdir()
         with _held_port() as held:
             processes = _start(command, ranks, threads, folder, held)
@@ -122,8 +121,6 @@ def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, thr
                     process.kill()
                     process.wait()
         return _verdict(job)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
