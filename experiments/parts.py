@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from experiments.beginnings import check_unchanged
 from experiments.config import Recipe
 from experiments.console import Console
+from finetune.atomic import read_object
 from finetune.data import describe
 from finetune.errors import UserError
 from finetune.rundir import METRICS, read_metrics
@@ -22,7 +22,7 @@ def is_finished(path: Path, recipe: Recipe) -> bool:
     done = path / "stages" / FINE_TUNE / "done.json"
     if not (done.is_file() and (path / "eval.json").is_file() and (path / "report.html").is_file()):
         return False
-    return json.loads(done.read_text(encoding="utf-8"))["target_steps"] == recipe.train.steps
+    return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
 
 
 def refuse_fewer(path: Path, steps: int) -> None:
@@ -47,7 +47,7 @@ def recipe_inputs(recipe: Recipe) -> list[str]:
 
 def check_inputs(path: Path) -> None:
     """A resumed run must read what it read before."""
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_object(path / "manifest.json", "inputs")
     for before in manifest["inputs"]:
         (now,) = describe([before["path"]])
         if now["sha256"] != before["sha256"]:

@@ -10,7 +10,6 @@ resumes from its newest checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -55,11 +54,12 @@ from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
+from experiments.room import check_memory
 from experiments.selecting import select_into
 from experiments.shift import text_perplexity
 from experiments.sources import check_supply, mixture_record, padding_line, supply, supply_lines
 from experiments.unfinished import unfinished
-from finetune.atomic import write_json, write_text
+from finetune.atomic import read_object, write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
@@ -105,6 +105,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         recipe = resolved.recipe
         prepared = prepare(recipe)
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
+        check_memory(recipe, prepared.train)
         manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": backbone_record(recipe)}
         manifest |= learnt_record(prepared)
         if isinstance(recipe.task, Chat):
@@ -169,8 +170,9 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
         for line in said:
             console.say(line)
         if is_finished(run.path, resolved.recipe):
+            result = read_object(run.path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
-            return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
+            return result
         check_inputs(run.path)
         check_backbone(run.path, resolved.recipe)
         if world.is_main:
@@ -338,7 +340,7 @@ def _stage(
     """Train one stage unless it is finished; returns the directory of its adapter."""
     adapter = run.path / "stages" / name / "adapter"
     done = run.path / "stages" / name / "done.json"
-    if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["target_steps"] == train.steps:
+    if done.is_file() and read_object(done, "target_steps")["target_steps"] == train.steps:
         return adapter
     initial, rows = beginning(run.path, recipe, task, prepared, lambda: load_tokenizer(recipe.backbone))
     engine, tokenizer = lay_out(

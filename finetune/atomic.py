@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .errors import UserError, shortened
+
 _OLD = ".old"
 
 
@@ -181,6 +183,26 @@ def json_text(value: Any, **options: Any) -> str:
         except UnicodeEncodeError:
             return json.dumps(value, ensure_ascii=True, **options)
     return text
+
+
+def read_object(path: Path, *keys: str, fix: str = "restore it, or make the run again") -> dict[str, Any]:
+    """The JSON object in `path`, which has `keys`.
+
+    Raises:
+        UserError: it is missing, cannot be read, is no JSON object, or lacks one of `keys`; ends with `fix`.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise UserError(f"{path}:{line}: not valid JSON; {fix}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object but {shortened(json.dumps(value), 40)}; {fix}")
+    if lacks := [key for key in keys if key not in value]:
+        raise UserError(f"{path}: has no {lacks[0]!r}; {fix}")
+    return value
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -32,7 +32,7 @@ from .atomic import (
     write_json,
     write_text,
 )
-from .errors import Interrupted, UserError
+from .errors import Interrupted, UserError, disk_trouble, is_disk_full
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
     "environment.json",
@@ -51,19 +51,15 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @contextmanager
 def disk_full_interrupts(doing: str) -> Iterator[None]:
-    """Turn a full disk (or quota) while `doing` something into Interrupted; other errors pass through."""
+    """Turn a disk that is full (or the quota), or that fails, while `doing` something into Interrupted; other errors
+    pass through."""
     try:
         yield
     except Exception as error:
-        code = getattr(error, "errno", None)
-        # safetensors reports the operating system's error in words only
-        if code in {errno.ENOSPC, errno.EDQUOT} or (
-            type(error).__name__ == "SafetensorError" and ("No space left" in str(error) or "quota" in str(error))
-        ):
-            raise Interrupted(
-                f"the disk is full while {doing}; free some space and resume, everything finished before is kept"
-            ) from error
-        raise
+        if (trouble := disk_trouble(error)) is None:
+            raise
+        then = "free some space and resume" if is_disk_full(error) else "resume when it is well again"
+        raise Interrupted(f"{trouble} while {doing}; {then}, everything finished before is kept") from error
 
 
 @dataclass(frozen=True)
@@ -235,7 +231,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     stage went back for) takes away what the stage wrote of later steps before it.
 
     Raises:
-        UserError: any other line is not a JSON object.
+        UserError: any other line is none of metrics.
     """
     path = Path(path)
     if not path.is_file():
@@ -243,16 +239,34 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     lines: dict[tuple[Any, Any, Any], dict[str, Any]] = {}
     pieces = path.read_bytes().split(b"\n")
     for number, piece in enumerate(pieces, start=1):
-        record = _parse(piece)
+        record = parse_line(piece)
         if record is None:
             if piece.strip() and number < len(pieces):
-                raise UserError(f"{path}:{number}: not a JSON object")
+                raise UserError(f"{path}:{number}: not a JSON object with a stage and a whole step")
             continue
         forget_undone(lines, record)
-        key = (record.get("stage"), record.get("split"), record.get("step"))
+        key = (record["stage"], record.get("split"), record["step"])
         lines.pop(key, None)
         lines[key] = record
     return list(lines.values())
+
+
+def parse_line(piece: bytes) -> dict[str, Any] | None:
+    """The object of one line of metrics.jsonl, its `step` a whole number ≥ 0; None for what is no such line."""
+    try:
+        record = json.loads(piece)
+        if not isinstance(record, dict) or not isinstance(record["stage"], str):
+            return None
+        if not isinstance(record.get("split", ""), str):  # a trace has none
+            return None
+        step, back = record["step"], record.get("rewound_to", 0)
+        if not all(isinstance(one, int) and one >= 0 for one in (step, back)):
+            return None
+        if any(isinstance(one, int) and abs(one) >= 2**63 for one in record.values()):  # no float, no table holds it
+            return None
+    except (ValueError, KeyError, RecursionError):
+        return None
+    return record
 
 
 def forget_undone(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> None:
@@ -266,14 +280,6 @@ def forget_undone(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> N
 def last_attempt(records: Iterable[dict[str, Any]], stage: str) -> int:
     """The highest attempt that `stage` has logged; 0 for none."""
     return max((int(r.get("attempt") or 0) for r in records if r.get("stage") == stage), default=0)
-
-
-def _parse(piece: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(piece)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _cut_torn_tail(path: Path) -> None:

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from experiments.config import Recipe
 from experiments.meshing import axis_flags, mesh_flags, named_axes
 from experiments.recipe import (
@@ -43,6 +41,7 @@ from flatshift.flags import (
     SweepFlags,
     TrainFlags,
 )
+from flatshift.flags import parse as _parse
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 
@@ -68,10 +67,6 @@ def _split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]
         overrides.append(from_override(key, value, f"--{name}"))
     refuse_contradictions(overrides)
     return rest, overrides
-
-
-def _parse(flags: type, name: str, argv: list[str]) -> Any:
-    return tyro.cli(flags, prog=f"flatshift {name}", args=argv)
 
 
 def _demo(argv: list[str]) -> int:
@@ -203,6 +198,7 @@ def _sweep(argv: list[str]) -> int:
         jobs=flags.jobs,
         stack=flags.stack,
         devices=flags.devices,
+        max_cells=flags.max_cells,
         rerun_stale=flags.rerun_stale,
         rerun_failed=flags.rerun_failed,
     )

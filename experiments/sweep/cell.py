@@ -26,7 +26,7 @@ from experiments.console import Console
 from experiments.recipe import Resolved, recipe_key
 from experiments.sweep.source import flatshift_version, source_digest
 from finetune.atomic import write_json
-from finetune.errors import Interrupted, UserError, is_out_of_memory
+from finetune.errors import Interrupted, UserError, is_out_of_memory, user_path
 from finetune.rundir import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _backbone_digests(name: str) -> list[list[str]]:
     """[file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
     from finetune import assets
 
-    directory = Path(name).expanduser()
+    directory = user_path(name)
     if name.startswith("package:") or assets.backbone(name) is not None or not directory.is_dir():
         return []
     found = []

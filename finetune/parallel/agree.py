@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .world import World
 
 _PACKAGES = ("flatshift", "experiments", "finetune", "selection", "regularizers")
+_TRIES = 100
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors")
 
 
@@ -109,25 +110,30 @@ def word_of_main(name: str, text: str) -> str:
 def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
     """A new directory `parent`/DATE-TIME-NAME, the same on every rank, with -2, -3, … behind it where others began in
     the same second; it goes again if nothing comes into it."""
-    made = _dated(Path(parent), name) if rank() == 0 else None
+    made = _dated(Path(parent), name) if rank() == 0 else []
     try:
-        yield Path(word_of_main("out", str(made)))
+        yield Path(word_of_main("out", str(made[0]) if made else ""))
     finally:
-        if made is not None:
+        for folder in made:
             with contextlib.suppress(OSError):
-                made.rmdir()
+                folder.rmdir()
 
 
-def _dated(parent: Path, name: str) -> Path:
-    make_directory(parent)
+def _dated(parent: Path, name: str) -> list[Path]:
+    """The directory, and those that were made for it, innermost first."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    above: list[Path] = []
     for number in itertools.count(1):
         path = parent / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            path.mkdir()  # fails where another process was faster
-        except FileExistsError:
-            continue
-        return path
+        for _ in range(_TRIES):
+            above = [*make_directory(parent), *above]
+            try:
+                path.mkdir()
+            except FileNotFoundError:  # a command that failed took `parent` away again
+                continue
+            except FileExistsError:  # another process was faster
+                break
+            return [path, *above]
     raise AssertionError
 
 

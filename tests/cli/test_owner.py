@@ -107,7 +107,7 @@ def test_a_run_in_which_nothing_was_finished_goes(tmp_path: Path, monkeypatch, c
     assert not list(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)
     assert run(["train", "warmup", *flags(WARM)]) == 2
-    assert not list((tmp_path / "runs").iterdir()), "nor does the default directory stay"
+    assert not list(tmp_path.iterdir()), "nor does the default directory stay"
 
 
 def test_metrics_are_durable_before_a_checkpoint_says_that_their_updates_are_done(tmp_path: Path, monkeypatch) -> None:

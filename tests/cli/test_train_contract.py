@@ -234,6 +234,9 @@ def test_resume_refuses_a_changed_input(tmp_path: Path, capsys) -> None:
         (["--adapter.targets", "[q_prj]"], "q_proj"),
         (["--data.train.limit", "99999"], "99999"),
         (["--task.kind", "completion", "--task.prompt", "{txt}"], "'text'"),
+        (["--adapter.rank", "1000000000"], "adapter.rank: at 1,000,000,000 the factors"),
+        (["--train.batch_size", "1000000000"], "train.batch_size times train.accumulate: an update of 1,000,000,000"),
+        (["--train.accumulate", "1000000000"], "train.batch_size times train.accumulate"),
     ],
 )
 def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str], message: str) -> None:
@@ -244,6 +247,14 @@ def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("finetune.parallel.devices.machine_memory", lambda: 1 << 24)
+    words = ["train", "classify", "--out", str(tmp_path / "run"), *flags(SMALL | {"train.batch_size": 40})]
+    assert run(words) == 2
+    assert "train.batch_size: 40 rows at once keep about" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_processes_than_ranks_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:

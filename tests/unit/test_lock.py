@@ -278,6 +278,9 @@ def test_default_names_are_unique_within_a_second(tmp_path: Path) -> None:
     with dated_directory(tmp_path / "runs", "unused") as unused:
         assert unused.is_dir()
     assert not unused.exists(), "nothing came into it"
+    with dated_directory(tmp_path / "a" / "b", "unused"):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
 
 
 def test_a_lock_is_asked_for_a_moment_longer(tmp_path: Path) -> None:
