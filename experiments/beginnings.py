@@ -18,6 +18,7 @@ from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter, Regress, Task
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
+from finetune.sums import check_files
 
 if TYPE_CHECKING:
     from finetune.adapting.initial import Calibration
@@ -42,7 +43,7 @@ def backbone_record(recipe: Recipe) -> dict[str, str]:
 def check_backbone(path: Path, recipe: Recipe) -> None:
     """Raise UserError if the weights of the recipe's backbone are not those that the run directory `path` trained on.
 
-    By their fingerprint, which reads 8 KiB of each tensor. Runs of earlier versions, which noted none, pass.
+    By their fingerprint, of every byte (`finetune.fingerprint`). A run that noted none passes.
     """
     from finetune.backbone import resolve_backbone
     from finetune.fingerprint import fingerprint
@@ -58,6 +59,15 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
             f"{path}: its backbone {recipe.backbone!r} has other weights than the run trained on (fingerprint "
             f"{now[:12]}…, then {before[:12]}…); restore them, or train anew"
         )
+
+
+def check_run(path: Path, recipe: Recipe) -> None:
+    """Raise UserError if what reading the run's adapter depends on is not as the run left it.
+
+    That is its recipe, what it learnt of its data, and its backbone; the adapter is compared where it is read.
+    """
+    check_files(path, lambda name: "/" not in name)
+    check_backbone(path, recipe)
 
 
 def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.beginnings import check_backbone
+from experiments.beginnings import check_run
 from experiments.card import card, own_name, published_name
 from experiments.config import Recipe
 from experiments.preparing import learnt
@@ -29,6 +29,9 @@ from finetune.rundir import new_output, refuse_old
 
 if TYPE_CHECKING:
     from finetune.adapting.saved import SavedAdapter
+
+_FILES = ("adapter_model.safetensors", "adapter_config.json")
+"""What of `adapter/` is handed on, by name: nothing else that came to lie there."""
 
 
 def export(
@@ -49,9 +52,12 @@ def export(
 
 
 def _export(path: Path, out: Path, base_model: str | None, license: str | None, add: Sequence[str]) -> Path:
+    from finetune.adapter import read_adapter, require_saved
+
     recipe = resume_recipe(path).recipe
     require_finished(path, recipe)
     own = _own(path, recipe, alone=not add)
+    tensors = read_adapter(path / "adapter")
     added = [_weighted(text, recipe) for text in add]
     if base_model is not None:
         _require_hub_name(base_model)
@@ -65,8 +71,10 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
             assert own is not None  # `_own` refuses soft tokens here
             combine([(own, 1.0), *added], temporary)
         else:
-            for file in (path / "adapter").iterdir():
-                shutil.copy2(file, temporary / file.name)
+            for name in _FILES:
+                if (path / "adapter" / name).is_file():
+                    shutil.copyfile(path / "adapter" / name, temporary / name)
+            require_saved(read_adapter(temporary), tensors)
         settings = json.loads((temporary / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = base_model or published_name(recipe.backbone)
         write_json(temporary / "adapter_config.json", settings)
@@ -124,7 +132,7 @@ def require_finished(path: Path, recipe: Recipe) -> None:
     """Raise UserError unless the run directory `path` has its adapter and its figures, and its backbone as it was."""
     if not (path / "adapter").is_dir() or not (path / "eval.json").is_file():
         raise UserError(f"{path} is not finished; finish it with `flatshift train --resume {path}`")
-    check_backbone(path, recipe)
+    check_run(path, recipe)
 
 
 def known_labels(path: Path, recipe: Recipe) -> tuple[str, ...] | None:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from experiments.beginnings import check_backbone
+from experiments.beginnings import check_run
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.judging import lay_out
@@ -171,7 +171,7 @@ def finished_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
     recipe = readable(resume_recipe(path, overrides).recipe)
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
-    check_backbone(path, recipe)
+    check_run(path, recipe)
     return recipe
 
 

@@ -5,24 +5,38 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from experiments.beginnings import check_unchanged
+from experiments.beginnings import INITIAL, check_unchanged
 from experiments.config import Recipe
 from experiments.console import Console
 from finetune.atomic import read_object
 from finetune.data import describe
 from finetune.errors import UserError
 from finetune.rundir import METRICS, read_metrics
+from finetune.sums import DONE, sums
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LAST = (FINE_TUNE, "train")
+_KEPT = {".json", ".jsonl", ".yaml", ".txt", ".tsv", ".parquet", ".jinja"}
+_ANEW = {"log.txt", "sharpness.json", "harness.json"}
+"""What later commands write."""
 
 
 def is_finished(path: Path, recipe: Recipe) -> bool:
     """Whether every part of the run is there, with as many steps as the recipe asks for."""
-    done = path / "stages" / FINE_TUNE / "done.json"
-    if not (done.is_file() and (path / "eval.json").is_file() and (path / "report.html").is_file()):
+    done = path / "stages" / FINE_TUNE / DONE
+    if not (done.is_file() and (path / "adapter").is_dir()):
+        return False
+    if not all((path / name).is_file() for name in ("eval.json", "report.html", DONE)):
         return False
     return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
+
+
+def run_sums(path: Path) -> dict[str, str]:
+    """SHA-256 of what stays of a finished run and is read again: all but logs, checkpoints and pages."""
+    found = [*(path / "adapter").glob("*"), *(path / INITIAL).glob("*")]
+    for folder in (path, path / "selection", *(path / "stages").glob("*/")):
+        found += [file for file in folder.glob("*") if file.suffix in _KEPT and not file.name.startswith(".")]
+    return sums(path, [file for file in found if file.is_file() and file != path / DONE and file.name not in _ANEW])
 
 
 def refuse_fewer(path: Path, steps: int) -> None:

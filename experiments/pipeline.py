@@ -40,6 +40,7 @@ from experiments.parts import (
     leave,
     recipe_inputs,
     refuse_fewer,
+    run_sums,
 )
 from experiments.preparing import (
     Prepared,
@@ -78,6 +79,7 @@ from finetune.parallel.world import World
 from finetune.rates import rate_text
 from finetune.rundir import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
+from finetune.sums import DONE, FILES, check_files
 from finetune.tracking import Trackers, open_trackers
 from finetune.units import fold_units
 from regularizers import build as build_regularizer
@@ -106,7 +108,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         prepared = prepare(recipe)
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
-        manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": backbone_record(recipe)}
+        manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}}
         manifest |= learnt_record(prepared)
         if isinstance(recipe.task, Chat):
             manifest["chat_template"] = template_record(recipe.task)
@@ -115,6 +117,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         if adapters := check_beginning(recipe):
             manifest["adapters"] = adapters
         if world.is_main:
+            manifest["backbone"] = backbone_record(recipe)
             RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest, texts=template_copy(recipe))
         world.wait()
         run = RunDirectory(out, writes=world.is_main)
@@ -170,13 +173,17 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
         for line in said:
             console.say(line)
         if is_finished(run.path, resolved.recipe):
+            check_files(run.path)
             result = read_object(run.path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
             return result
         check_inputs(run.path)
-        check_backbone(run.path, resolved.recipe)
-        if world.is_main:
+        if world.is_main:  # reads all weights; the others take its word
+            check_files(run.path)
+            check_backbone(run.path, resolved.recipe)
+            (run.path / DONE).unlink(missing_ok=True)  # it speaks of a run that is finished
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
+        world.wait()
         return execute(run, resolved.recipe, prepare(resolved.recipe), console, world=world)
 
 
@@ -229,6 +236,7 @@ def execute(
         result = _evaluate(run, recipe, prepared, fine_tuned, console, world)
         if world.is_main:
             write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
+            write_json(run.path / DONE, {FILES: run_sums(run.path)})
         if report and world.is_main:
             from experiments.report import build_report, write_plots
 
@@ -283,6 +291,7 @@ def _warm_up(
     console.say(f"warm-up: {task.kind}, {reason}")
     check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, task))
     columns = recipe.select.columns if recipe.select is not None else recipe.data.columns
+    check_files(run.path / "selection")
     prepared = prepare_texts(recipe, [str(run.path / "selection" / "selected.jsonl")], columns, task)
     adapter = _stage(
         run,

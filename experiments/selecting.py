@@ -43,6 +43,7 @@ from finetune.errors import UserError
 from finetune.lock import owned
 from finetune.rundir import disk_full_interrupts, write_provenance
 from finetune.seeds import derive
+from finetune.sums import DONE, FILES, sums
 from selection import Pool, build_selector
 
 _SHIPPED_POOL = "sample:pool"
@@ -258,6 +259,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
         )
     vectors.close()
     write_json(directory / "manifest.json", manifest)
+    kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
+    write_json(directory / DONE, {FILES: sums(directory, kept)})
     console.say(f"selected {spec.budget:,} of {len(pool.rows):,} in {time.monotonic() - started:.1f} s")
     return manifest
 

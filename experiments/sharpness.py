@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.beginnings import check_backbone
+from experiments.beginnings import check_run
 from experiments.config import Recipe
 from experiments.console import Console
 from experiments.judging import lay_out, lost_lines
@@ -119,7 +119,7 @@ def _check(path: Path, recipe: Recipe, batches: int, split: str | None, data: Se
         raise UserError(f"{path} ran on a mesh, and sharpness is measured in one process; add {flags}")
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
-    check_backbone(path, recipe)
+    check_run(path, recipe)
     if batches < 1:
         raise UserError(f"--sharpness-batches: {batches} is not a number ≥ 1")
     if data and split is not None:

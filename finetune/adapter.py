@@ -29,6 +29,7 @@ from .devices.capabilities import kept_draws
 from .errors import UserError
 from .parallel.layout import canonical
 from .seeds import torch_generator
+from .sums import check_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -190,7 +191,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
         model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         write_projector(model, temporary)
-        require_saved(read_adapter(temporary), trainable(model))
+        require_saved(_tensors(temporary), trainable(model))
     return directory
 
 
@@ -216,7 +217,7 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     with replacing_directory(directory) as temporary:
         config.save_pretrained(str(temporary))
         save_file(host, temporary / WEIGHTS, metadata={"format": "pt"})
-        require_saved(read_adapter(temporary), tensors)
+        require_saved(_tensors(temporary), tensors)
     return directory
 
 
@@ -237,13 +238,27 @@ def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
     """The tensors of a saved adapter by plain name (as `trainable`).
 
     Raises:
-        UserError: no such file, or not safetensors.
+        UserError: no such file, not safetensors, not what its run saved (`finetune.sums`), or a value that is NaN or
+            infinite.
     """
+    check_adapter(Path(directory))
+    tensors = _tensors(directory)
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"{Path(directory) / WEIGHTS}: {name} has values that are NaN or infinite; take another adapter"
+            )
+    return tensors
+
+
+def _tensors(directory: str | Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = Path(directory) / WEIGHTS
     if not file.is_file():
+        if pickles := sorted(Path(directory).glob("adapter_model.[bp]*")):
+            raise UserError(f"{pickles[0]} may be a pickle, which is never read nor shipped; save it as {WEIGHTS}")
         raise UserError(f"{directory}: no adapter here ({WEIGHTS} is missing)")
     try:
         tensors = {canonical(name): tensor for name, tensor in load_file(file).items()}

@@ -1,35 +1,111 @@
-"""What tells one backbone's weights from another's without reading all of them, and what shows that none changed."""
+"""What tells one backbone's weights from another's, read whole and remembered, and what shows that none changed."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from .parallel.index import read_index
+from .atomic import write_json
+from .cachedir import cache_root
+from .parallel.index import Entry, read_index
 from .quantised import scales
 
-_SAMPLE = 4096
-"""Bytes read of each tensor's beginning and of its middle."""
+_CHUNK = 1 << 22
+_YOUNG_NS = 2_000_000_000
+"""A file that changed this shortly before it was read is read again: its times may not tell of the next change."""
+_known: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
+"""What this process has read: (file, its state) → digest of each tensor."""
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over each tensor's name, dtype and shape and 4 KiB from its beginning and its middle, in name order.
+    """SHA-256 over each tensor's name, dtype, shape and bytes, all of them, in name order.
 
-    A fine-tuned copy of a model has another one; a file cut into shards has the same.
+    A fine-tuned copy of a model has another one; a file cut into shards has the same. What was read is remembered in
+    the cache directory by path, size, inode and times of change of the weight file, so a file is read once.
 
     Raises:
         UserError: as `finetune.parallel.index.read_index`.
     """
-    digest = hashlib.sha256()
-    for name, entry in sorted(read_index(directory).items()):
-        digest.update(f"{name}{entry.dtype}{tuple(entry.shape)}".encode())
-        with entry.file.open("rb") as stream:
-            for start in (0, entry.bytes // 2):
-                stream.seek(entry.offset + start)
-                digest.update(stream.read(min(_SAMPLE, entry.bytes - start)))
+    index = read_index(directory)
+    by_file: dict[Path, dict[str, Entry]] = {}
+    for name, entry in index.items():
+        by_file.setdefault(entry.file, {})[name] = entry
+    found: dict[str, str] = {}
+    for file, entries in by_file.items():
+        found |= _digests(Path(os.path.realpath(file)), entries)
+    whole = hashlib.sha256()
+    for name, entry in sorted(index.items()):
+        whole.update(f"{name}{entry.dtype}{tuple(entry.shape)}{found[name]}".encode())
+    return whole.hexdigest()
+
+
+def _digests(file: Path, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """SHA-256 of each tensor of a weight file, from memory, from the cache or from the file."""
+    state = _state(file)
+    key = (str(file), state)
+    about = {"file": str(file), "state": list(state)}
+    place = cache_root() / f"weights-{hashlib.sha256(str(file).encode()).hexdigest()[:32]}.json"
+    if (known := _known.get(key) or _remembered(place, about)) is not None and known.keys() == entries.keys():
+        _known[key] = known
+        return known
+    began = time.time_ns()
+    names = sorted(entries)
+    with ThreadPoolExecutor(_workers()) as pool:  # the digests let go of the interpreter's lock
+        found = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
+    if _state(file) == state and max(state[2:]) < began - _YOUNG_NS:
+        _known[key] = found
+        _remember(place, {**about, "tensors": found})
+    return found
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """What changes with every write: size, inode, times of the last change of the content and of the entry, ns."""
+    seen = file.stat()
+    return seen.st_size, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns
+
+
+def _workers() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, cores)
+
+
+def _tensor_digest(entry: Entry) -> str:
+    digest, left = hashlib.sha256(), entry.bytes
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset)
+        while left and (part := stream.read(min(left, _CHUNK))):
+            digest.update(part)
+            left -= len(part)
     return digest.hexdigest()
+
+
+def _remembered(place: Path, about: Mapping[str, object]) -> dict[str, str] | None:
+    """The digests in a file of the cache; None for one that is torn, of something else, or of another state."""
+    try:
+        told = json.loads(place.read_bytes())
+        if told.pop("self") != _own(told) or {name: told[name] for name in about} != about:
+            return None
+        return {str(name): str(value) for name, value in told["tensors"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _remember(place: Path, told: Mapping[str, object]) -> None:
+    try:
+        write_json(place, {**told, "self": _own(told)})
+    except (OSError, ValueError):
+        return  # a cache that cannot be written costs time only
+
+
+def _own(told: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 @torch.no_grad()

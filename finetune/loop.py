@@ -49,6 +49,7 @@ from .stage import Stage as Stage  # users know these by this module's name
 from .stage import StageResult as StageResult
 from .stage import Work as Work
 from .stage import alone, check_best, check_length, ended, on_device
+from .sums import DONE, FILES, adapter_sums
 from .throughput import Meter
 
 if TYPE_CHECKING:
@@ -476,20 +477,13 @@ class _Loop:
             self.engine.save_adapter(folder / "adapter")
             if self.engine.is_main:
                 self.run.sync_metrics(self.stage)
-                write_json(
-                    folder / "done.json",
-                    {
-                        "target_steps": self.train.steps,
-                        **asdict(result),
-                        "seconds": round(state.seconds, 3),
-                        "rates": rates,
-                    },
-                )
+                told = {"target_steps": self.train.steps, **asdict(result), "seconds": round(state.seconds, 3)}
+                write_json(folder / DONE, {**told, "rates": rates, FILES: adapter_sums(folder)})
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
         mishaps += [f"went back from {result.rewinds} spikes"] if result.rewinds else []
-        told = ", ".join([f"{result.tokens} supervised tokens", *mishaps, *filter(None, [rate_text(rates)])])
-        self.run.log(f"{self.stage}: done after step {result.steps}, {told}")
+        line = ", ".join([f"{result.tokens} supervised tokens", *mishaps, *filter(None, [rate_text(rates)])])
+        self.run.log(f"{self.stage}: done after step {result.steps}, {line}")
         return result
 
 

@@ -15,6 +15,7 @@ from experiments.report.sweepdata import SweepData, read_sweep
 from finetune import atomic
 from finetune.errors import UserError
 from finetune.rundir import forget_undone, parse_line
+from finetune.sums import check_files
 
 EXPECTED = "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/ or study.json"
 
@@ -362,7 +363,14 @@ def discover(paths: Sequence[Path]) -> list[Run]:
             raise UserError(f"{path}: not a run directory (none of {EXPECTED}){_nearest(path)}")
         for run in ([path] if own else []) + inside:
             found.setdefault(run.resolve(), run)
+    for path in found.values():
+        for folder in (path, path / "selection"):
+            check_files(folder, lambda name: not name.startswith(_WEIGHTS))
     return [read_run(path) for path in found.values()]
+
+
+_WEIGHTS = ("adapter/", "initial/")
+"""What of a run no page shows."""
 
 
 def _nearest(path: Path) -> str:

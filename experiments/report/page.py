@@ -16,10 +16,12 @@ from experiments.report.chapters import chapter, charts_of
 from experiments.report.figure import FONT, PALETTE, Chart, drawing
 from experiments.report.load import discover
 from finetune.atomic import write_text
+from finetune.errors import UserError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+_OURS, _HEAD = b'<meta name="generator" content="flatshift"', 4096
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -38,13 +40,26 @@ def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
     paths: run directories of `train`, `select` or `sweep`, studies, or folders that hold several of these. Only files
     of the run directory contract (design §4) are read; what is missing is left out of the page. The same files give
     the same bytes.
-    Raises UserError for a path that is no run directory or a file in it that cannot be read.
+    Raises UserError for a path that is no run directory, a file in it that cannot be read or is not what the run saved,
+    and an `out` that is there and no page of ours.
     """
+    refuse_foreign(Path(out))
     runs = discover([Path(p) for p in paths])
     with drawing():
         chapters = _with_slugs([chapter(run) for run in runs])
     write_text(out, render(chapters))
     return Path(out)
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raise UserError for a plain file that is no page of ours (what is no plain file, no writer replaces)."""
+    if not out.is_file() or out.is_symlink():
+        return
+    with out.open("rb") as stream:
+        if _OURS not in stream.read(_HEAD):
+            raise UserError(
+                f"--out: {out} is no report of ours and is not replaced; name another file, or move it away"
+            )
 
 
 def write_plots(run: str | Path) -> list[Path]:

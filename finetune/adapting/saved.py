@@ -16,6 +16,7 @@ from torch import Tensor
 from ..atomic import read_object
 from ..errors import UserError, user_path
 from ..fingerprint import fingerprint
+from ..sums import check_adapter
 from .offsets import ADAPTER, lora_layers
 from .patterns import by_pattern
 
@@ -52,6 +53,7 @@ class SavedAdapter:
         if not file.is_file():
             raise UserError(f"{where}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
         try:
+            check_adapter(path)
             settings = read_object(file, fix="save the adapter again")
         except UserError as error:
             raise UserError(f"{where}: {error}") from None

@@ -1,0 +1,244 @@
+"""Every file of a finished run damaged, for every command that reads it: refused by name, or provably harmless.
+
+Harmless means that the command leaves, or says, what it does on the run as it was. Anything else is *silent* (another
+result and exit code 0), a *traceback*, or *unnamed* (a refusal that does not name the file, or in over 300 characters).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks._harness import Benchmark
+from benchmarks.faults import scenarios
+from benchmarks.faults.scenarios import SCENARIOS, digest, leavings, write_inputs
+
+LONGEST = 300
+BUG = 70
+REFUSED = 2
+_HEAVY = ("experiments.merging", "experiments.exporting", "experiments.evaluating", "experiments.sharpness")
+_HEAVY += ("experiments.report", "experiments.pipeline", "experiments.sweep", "experiments.selecting", "peft", "pandas")
+
+Runner = Callable[[Sequence[str], Path], int]
+"""Runs a command with its output in a file; returns its exit code."""
+
+
+class Reader(NamedTuple):
+    """A command that reads a directory. command: its arguments. result: what it leaves, given its output's text."""
+
+    name: str
+    command: Callable[[Path, Path], list[str]]
+    result: Callable[[Path, str], dict[str, str]]
+
+
+def _page(run: Path, said: str) -> dict[str, str]:
+    file = run / "page.html"
+    return {"page": digest(file.read_bytes()) if file.is_file() else "missing"}
+
+
+def _made(run: Path, said: str) -> dict[str, str]:
+    return leavings(run.parent / "made", ("*",))
+
+
+_EVAL = Reader("eval", lambda run, inputs: ["eval", str(run)], lambda run, said: {"said": said})
+_REPORT = Reader("report", lambda run, inputs: ["report", str(run), "--out", str(run / "page.html")], _page)
+_MERGE = Reader("merge", lambda run, inputs: ["merge", str(run), "--out", str(run.parent / "made")], _made)
+_EXPORT = Reader("export", lambda run, inputs: ["export", str(run), "--out", str(run.parent / "made")], _made)
+_RESUME = Reader("resume", lambda run, inputs: ["train", "--resume", str(run)], lambda run, said: scenarios._run(run))
+_LONGER = Reader(
+    "resume for longer",
+    lambda run, inputs: ["train", "--resume", str(run), "--train.steps", "3"],
+    lambda run, said: scenarios._run(run),
+)
+_START = Reader(
+    "adapter.start",
+    lambda run, inputs: [
+        *scenarios._train(inputs, run.parent / "made"),
+        *("--adapter.start", str(run), "--adapter.dropout", "0"),
+    ],
+    lambda run, said: scenarios._run(run.parent / "made"),
+)
+_SHARPNESS = Reader(
+    "sharpness",
+    lambda run, inputs: ["eval", str(run), "--sharpness", "--sharpness-draws", "2", "--sharpness-batches", "1"],
+    lambda run, said: leavings(run, ("sharpness.json",)),
+)
+_SWEEP = Reader(
+    "sweep", lambda run, inputs: scenarios._sweep(inputs, run), lambda run, said: SCENARIOS["sweep"].result(run)
+)
+
+READERS: dict[str, tuple[Reader, ...]] = {
+    "train of three stages": (_EVAL, _EXPORT, _MERGE, _REPORT, _RESUME, _LONGER, _START, _SHARPNESS),
+    "select": (_REPORT,),
+    "sweep": (_REPORT, _SWEEP),
+}
+
+
+# --------------------------------------------------------------------------------------------------------- damages
+
+
+def _flip(file: Path, other: Path | None) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+
+
+def _swap(file: Path, other: Path | None) -> None:
+    assert other is not None
+    shutil.copyfile(other, file)
+
+
+DAMAGES: dict[str, Callable[[Path, Path | None], None]] = {
+    "missing": lambda file, other: file.unlink(),
+    "empty": lambda file, other: file.write_bytes(b""),
+    "flipped": _flip,
+    "truncated": lambda file, other: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "another run's": _swap,
+}
+
+
+@dataclass(frozen=True)
+class Tampered:
+    """One damage to one file and what a command made of it."""
+
+    scenario: str
+    file: str
+    damage: str
+    reader: str
+    wrong: str = ""
+    """Empty: refused by name, or harmless."""
+    said: str = ""
+    refused: bool = False
+
+
+class Matrix:
+    """Finished directories of one scenario, the one and another, and the undisturbed result of each reader."""
+
+    def __init__(self, scenario: str, folder: Path, run: Runner) -> None:
+        self.scenario, self.folder, self.run = scenario, folder, run
+        self.inputs = folder / "inputs"
+        if not self.inputs.is_dir():
+            write_inputs(self.inputs)
+        self.place = folder / "disk"
+        """Where each trial happens: always the same path, as results may name it."""
+        self.runs: dict[str, Path] = {}
+        for name, more in (("this", []), ("other", ["--train.seed", "5"])):
+            self._clear()
+            argv = [*SCENARIOS[scenario].command(self.inputs, self.place / "out"), *_seed(scenario, more)]
+            if code := run(argv, folder / "said"):
+                raise RuntimeError(f"{scenario} ends with {code}: {(folder / 'said').read_text()[-2000:]}")
+            self.runs[name] = folder / f"{scenario} {name}"
+            shutil.copytree(self.place / "out", self.runs[name], copy_function=shutil.copy2)
+        self.wanted: dict[str, dict[str, str]] = {}
+
+    def _clear(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.mkdir(parents=True)
+
+    def trials(self, readers: Sequence[Reader]) -> Iterator[tuple[str, str, Reader]]:
+        """Every (file, damage, reader); no damage that changes nothing."""
+        for file in sorted(path for path in self.runs["this"].rglob("*") if path.is_file()):
+            name = str(file.relative_to(self.runs["this"]))
+            other = self.runs["other"] / name
+            for damage, reader in itertools.product(DAMAGES, readers):
+                if damage == "another run's" and (not other.is_file() or other.read_bytes() == file.read_bytes()):
+                    continue
+                if file.stat().st_size == 0 and damage != "missing":
+                    continue
+                yield name, damage, reader
+
+    def _read(self, reader: Reader, file: str | None = None, damage: str = "") -> tuple[int, str, dict[str, str]]:
+        self._clear()
+        out, said = self.place / "out", self.folder / "said"
+        shutil.copytree(self.runs["this"], out, copy_function=shutil.copy2)
+        if file is not None:
+            DAMAGES[damage](out / file, self.runs["other"] / file)
+        said.unlink(missing_ok=True)
+        code = self.run(reader.command(out, self.inputs), said)
+        text = said.read_text(encoding="utf-8", errors="replace")
+        return code, text, reader.result(out, text) if code == 0 else {}
+
+    def judge(self, file: str, damage: str, reader: Reader) -> Tampered:
+        """Do one damage to a copy, have the command read it, and compare."""
+        if reader.name not in self.wanted:
+            code, text, self.wanted[reader.name] = self._read(reader)
+            if code:
+                raise RuntimeError(f"{reader.name} on the undisturbed {self.scenario} ends with {code}: {text[-2000:]}")
+        code, text, found = self._read(reader, file, damage)
+        wrong, said = "", text.strip().splitlines()[-1] if text.strip() else ""
+        if code == BUG or "Traceback" in text:
+            wrong, said = "traceback", text[-1500:]
+        elif code == 0:
+            if different := sorted(
+                k
+                for k in found.keys() | self.wanted[reader.name].keys()
+                if found.get(k) != self.wanted[reader.name].get(k)
+            ):
+                wrong, said = "silent", ", ".join(different[:4])
+        elif code != REFUSED or Path(file).name not in said and f"{Path(file).parent}/" not in said:
+            wrong = "unnamed"
+        elif len(said.replace(str(self.place), "")) > LONGEST:
+            wrong = "unnamed"
+        return Tampered(self.scenario, file, damage, reader.name, wrong, said, refused=code == REFUSED)
+
+
+def _seed(scenario: str, more: list[str]) -> list[str]:
+    if not more or scenario != "select":
+        return more
+    return ["--select.embedder.dim", "4"]
+
+
+def forked(disk: Path) -> Runner:
+    """A runner of commands in forks of this process, which imports what they need first."""
+    from benchmarks.faults.crash import run_forked
+
+    os.environ |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
+    for name in _HEAVY:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    disk.mkdir(parents=True, exist_ok=True)
+    return lambda argv, said: run_forked(argv, said, contextlib.nullcontext, disk)
+
+
+def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
+    """A row a scenario: damages × commands, and how many of them were neither refused by name nor harmless.
+
+    most: trials of a scenario, drawn by `seed`.
+    """
+    total = 0
+    with tempfile.TemporaryDirectory(prefix="tamper-") as name:
+        folder = Path(name).resolve()
+        run = forked(folder / "work")
+        for scenario, readers in READERS.items():
+            matrix = Matrix(scenario, folder, run)
+            trials = list(matrix.trials(readers))
+            random.Random(seed).shuffle(trials)
+            found = []
+            for trial in trials[:most]:
+                found.append(matrix.judge(*trial))
+                if found[-1].wrong:
+                    print(f"! {found[-1]}", flush=True)
+            wrong = Counter(one.wrong for one in found if one.wrong)
+            words = f" ({', '.join(f'{count} {what}' for what, count in wrong.items())})" if wrong else ""
+            refused = sum(one.refused for one in found)
+            bench.row(
+                f"{scenario}: damages to its files neither refused by name nor harmless, of {len(found):,} tried, "
+                f"{refused:,} refused{words}",
+                ours=wrong.total(),
+                unit="damages",
+                bar_op="==",
+                bar_value=0,
+            )
+            total += len(found)
+    if most is None:
+        bench.row("damages in all", ours=total, unit="damages", bar_op=">=", bar_value=1000)
