@@ -176,18 +176,14 @@ class Matrix:
                 raise RuntimeError(f"{reader.name} on the undisturbed {self.scenario} ends with {code}: {text[-2000:]}")
         code, text, found = self._read(reader, file, damage)
         wrong, said = "", text.strip().splitlines()[-1] if text.strip() else ""
+        wanted = self.wanted[reader.name]
+        different = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+        named = Path(file).name in said or f"{Path(file).parent}/" in said
         if code == BUG or "Traceback" in text:
             wrong, said = "traceback", text[-1500:]
-        elif code == 0:
-            if different := sorted(
-                k
-                for k in found.keys() | self.wanted[reader.name].keys()
-                if found.get(k) != self.wanted[reader.name].get(k)
-            ):
-                wrong, said = "silent", ", ".join(different[:4])
-        elif code != REFUSED or Path(file).name not in said and f"{Path(file).parent}/" not in said:
-            wrong = "unnamed"
-        elif len(said.replace(str(self.place), "")) > LONGEST:
+        elif code == 0 and different:
+            wrong, said = "silent", ", ".join(different[:4])
+        elif code and (code != REFUSED or not named or len(said.replace(str(self.place), "")) > LONGEST):
             wrong = "unnamed"
         return Tampered(self.scenario, file, damage, reader.name, wrong, said, refused=code == REFUSED)
 

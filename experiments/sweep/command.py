@@ -23,7 +23,16 @@ from experiments.recipe.tree import Branch
 from experiments.sweep.axes import Axes, Design, as_values, count_of, parse_grid
 from experiments.sweep.bisection import Bisection, bisect, parse_bisection
 from experiments.sweep.cell import Cell
-from experiments.sweep.directory import check_directory, claim, count_others, results_of, stale, write_marker
+from experiments.sweep.directory import (
+    check_directory,
+    check_finished,
+    claim,
+    count_others,
+    note_finished,
+    results_of,
+    stale,
+    write_marker,
+)
 from experiments.sweep.placing import choose_devices
 from experiments.sweep.plan import Base
 from experiments.sweep.queue import run_cells
@@ -77,6 +86,7 @@ def sweep(
     asked.refuse_more(MOST_CELLS if max_cells is None else max_cells)
     with owned(out):
         check_directory(out)
+        check_finished(out)
         said: list[str] = []
         asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
         cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
@@ -237,6 +247,7 @@ def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Cons
         console.say("--rerun-failed tries again those that did not diverge")
     from experiments.report import build_report, write_plots
 
+    note_finished(out)
     write_plots(out)
     console.say(f"report: {build_report([out], out=out / 'report.html')}")
     return 1 if failed else 0

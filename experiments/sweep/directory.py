@@ -22,7 +22,8 @@ from experiments.sweep.table import CELLS, CURVES, POINTS
 from finetune.atomic import is_bare, sweep_leftovers, write_json
 from finetune.errors import UserError
 from finetune.lock import INSIDE, taken
-from finetune.rundir import disk_full_interrupts, write_provenance
+from finetune.rundir import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
+from finetune.sums import DONE, FILES, check_files, sums
 
 FORMAT = 2
 MARKER = "sweep.json"
@@ -106,6 +107,7 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
     """
     with disk_full_interrupts(f"writing {out / MARKER}"):
         sweep_leftovers(out)
+        (out / DONE).unlink(missing_ok=True)  # it speaks of a sweep that is finished
         before = read_marker(out) if (out / MARKER).is_file() else {}
         if before and _asked(before) != _asked(plan):
             for name in (CELLS, CURVES, POINTS, EMC):
@@ -114,6 +116,19 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
     with disk_full_interrupts(f"writing {out}"):
         write_provenance(out, recipe_yaml=base.to_yaml())
     return int(before.get("format", 1)) if before else 0
+
+
+def note_finished(out: Path) -> None:
+    """Write done.json: SHA-256 of the plan, the tables and what each cell keeps (`finetune.sums`)."""
+    names = (MARKER, RECIPE, COMMAND, ENVIRONMENT, CELLS, CURVES, POINTS, EMC)
+    kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
+    write_json(out / DONE, {FILES: sums(out, [file for file in kept if file.is_file()])})
+
+
+def check_finished(out: Path) -> None:
+    """Raise UserError for a file of a finished sweep that is not what was saved; a cell's that is missing is made anew,
+    and so are the tables."""
+    check_files(out, lambda name: (out / name).is_file() and name not in (CELLS, CURVES, POINTS))
 
 
 def write_marker(out: Path, plan: dict[str, Any]) -> None:

@@ -52,8 +52,8 @@ class SavedAdapter:
         file = path / SETTINGS
         if not file.is_file():
             raise UserError(f"{where}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
+        check_adapter(path)
         try:
-            check_adapter(path)
             settings = read_object(file, fix="save the adapter again")
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
