@@ -1,6 +1,7 @@
 """Every process of the tests: one compute thread (bits depend on the count), this source tree, a limit in CPU time."""
 
 import gc
+import hashlib
 import os
 from pathlib import Path
 
@@ -31,3 +32,23 @@ def pytest_runtest_call(item: pytest.Item):
     if spent > CPU_S and item.get_closest_marker("slow") is None:
         pytest.fail(f"{spent:.0f} CPU-seconds, over {CPU_S:.0f}: make it smaller, or mark it slow")
     return result
+
+
+def _shipped() -> dict[str, str]:
+    """SHA-256 of every file of the shipped backbones."""
+    place = Path(__file__).resolve().parent.parent / "finetune" / "backbones"
+    return {
+        str(file.relative_to(place)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(place.rglob("*"))
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_backbones():
+    """Frozen means frozen: no command of the suite changes, adds or removes a file of the shipped backbones."""
+    before = _shipped()
+    yield
+    after = _shipped()
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    assert not changed, f"the suite changed the shipped backbones: {', '.join(changed)}"
