@@ -131,8 +131,8 @@ def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tupl
             raise
         try:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or (found.st_size and os.pread(fd, len(_OURS), 0) != _OURS):
-                raise _foreign(lock)
+            if not stat.S_ISREG(found.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0)):
+                raise _foreign(lock)  # a part of our own words is what a kill left
             free = taken(fd)
             if free is False and time.monotonic() > patience:
                 other = f", or {instead}" if instead else ""
