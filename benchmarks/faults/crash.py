@@ -38,6 +38,8 @@ from benchmarks.faults.scenarios import SCENARIOS, Scenario, write_inputs
 STUCK_S = 240.0
 """A command on these inputs takes seconds."""
 BUG = 70
+RARE = 10
+"""Of so many turns, the commands that start processes (which take ten times as long) get one."""
 TRIES = 3
 """Commands that a user may need after a fault: one that ends as the first one did is not the end."""
 
@@ -351,10 +353,13 @@ def faults_of(campaign: Campaign, names: Sequence[str], *, most: int, seed: int)
             draw.shuffle(group)
             groups.append(group)
     chosen: list[tuple[str, str, int]] = []
+    turn = 0
     while len(chosen) < most and any(groups):
         for group in groups:
-            if group and len(chosen) < most:
+            passed_over = bool(group) and SCENARIOS[group[0][0]].starts_ranks and turn % RARE
+            if group and not passed_over and len(chosen) < most:
                 chosen.append(group.pop())
+        turn += 1
     return chosen
 
 

@@ -56,6 +56,7 @@ class Scenario:
     again: Callable[[Path, Path], list[str]] | None = None
     prepare: tuple[str, ...] = ()
     """Scenarios whose undisturbed output is an input: found as `inputs / name`."""
+    starts_ranks: bool = False
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
@@ -242,7 +243,7 @@ SCENARIOS = {
             lambda out: _run(out) | leavings(out, ("selection/scores.parquet", "selection/selected.jsonl")),
             again=_resume(_stages),
         ),
-        Scenario("train, dp 2", _mesh, _run, again=_resume(_mesh)),
+        Scenario("train, dp 2", _mesh, _run, again=_resume(_mesh), starts_ranks=True),
         Scenario(
             "sweep",
             _sweep,
