@@ -106,7 +106,7 @@ class RunDirectory:
             raise UserError(f"{path}: no such run directory")
         if not (path / ENVIRONMENT).is_file() or not (path / COMMAND).is_file():
             raise UserError(f"{path} is not a run directory: it has no {ENVIRONMENT} and {COMMAND}")
-        for folder in (path, path / "state", path / "plots", path / "stages", *(path / "stages").glob("*/")):
+        for folder in (path, path / "state", path / "stages", *(path / "stages").glob("*/")):
             sweep_leftovers(folder)
         for file in (path / METRICS, path / TRACE, *(path / "stages").glob(f"*/{METRICS}")):
             _cut_torn_tail(file)
