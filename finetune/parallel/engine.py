@@ -25,11 +25,12 @@ from ..adapter import copy_tensors, load_adapter, read_adapter, save_adapter, sh
 from ..backbone import position_limit
 from ..config import Task
 from ..devices.packed_attention import without_starts
+from ..dropout import KeyedDropout, Pass
 from ..errors import UserError
 from ..evaluate.share import Share
 from ..loss import Head, batch_loss, find_head
 from . import placing
-from .layout import Layout
+from .layout import Layout, canonical
 from .world import DATA, TOKENS, World
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Engine:
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
         """By how much the gradients of `forward_backward` are larger than true (`finetune.devices.loss_scale`)."""
+        self.draws: Callable[..., Pass] | None = None
+        """`KeyedDropout.during` at the update under way; None where nothing is dropped."""
         self.beat: Callable[[], None] = lambda: None
         """Called after every micro-batch: a sign of life for whoever watches the job."""
 
@@ -104,6 +107,19 @@ class Engine:
     def stream(self) -> tuple[int, int]:
         """(i, n): this rank is the i-th of n that see different tokens, so that their dropout differs."""
         return self.world.index(*TOKENS), self.world.width(*TOKENS)
+
+    def dropout(self, seed: int) -> KeyedDropout:
+        """What draws this rank's part of the masks that one process draws of `seed`."""
+        modules = {module: canonical(name) for name, module in self.model.named_modules()}
+        tokens = self.tokens
+        return KeyedDropout(
+            modules,
+            seed,
+            columns=self.layout.first_features(modules.values()),
+            tensor=(self.world.index("tp"), self.world.width("tp")),
+            splits_tokens=self.layout.splits_tokens,
+            positions=None if tokens is None else lambda own: tokens.indices(own * tokens.width),
+        )
 
     @property
     def gradient_scale(self) -> float:
@@ -196,20 +212,29 @@ class Engine:
         scale = self.gradient_scale * self.loss_scale
         if self.runner is not None:
             total = self.runner.forward_backward(
-                micros, count, task=task, head=head, context=context, scale=scale, beat=self.beat
+                micros, count, task=task, head=head, context=context, scale=scale, beat=self.beat, draws=self.draws
             )
         else:
             total = torch.zeros((), device=self.device)
+            rows = max(len(micro.labels) for micro in micros)
             for index, micro in enumerate(micros):
                 if self.sharding is not None:
                     self.sharding.set_sync(last=index + 1 == len(micros))
-                with context(index):
+                with context(index), self._drawing(index, rows, micro):
                     loss = self._loss(micro.to(self.device), task=task, head=head) / count
                 (loss if scale == 1 else loss * scale).backward()
                 total += loss.detach()
                 self.beat()
         self._reduce_gradients()
         return self.world.sum(total, *TOKENS)
+
+    def _drawing(self, index: int, rows: int, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        """What draws the masks of the `index`-th micro-batch, of which a data rank has `rows` rows."""
+        if self.draws is None:
+            return contextlib.nullcontext()
+        place, ranks = self.share
+        tokens = micro.inputs["input_ids"].shape[1] // self.world.width("cp")
+        return self.draws(first=(index * ranks + place) * rows, rows=len(micro.labels), tokens=tokens)
 
     def _loss(self, micro: MicroBatch, *, task: Task, head: Head | None) -> Tensor:
         """Summed over this rank's tokens of `micro`."""
