@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from finetune.config import (
     Adapter,
@@ -27,6 +27,7 @@ from finetune.parallel.pipeline.families import pipeline_families
 from finetune.parallel.pipeline.plan import virtual_stages
 from finetune.parallel.rules import RULES, Settings, broken_rule
 from finetune.parallel.tensor import tensor_plans
+from regularizers.config import GGPO, SAM, Plain, RegularizerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support-matrix.md"
 HEAD = """# What goes with what on a mesh?
@@ -70,6 +71,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "`mesh.schedule: interleaved`": ({"schedule": "interleaved"}, {"pp": 2}),
     "`mesh.schedule: zero-bubble`": ({"schedule": "zero-bubble"}, {"pp": 2}),
     "`mesh.schedule: zbv`": ({"schedule": "zbv"}, {"pp": 2}),
+    **{f"`regularizer.kind: {kind.kind}`": ({"regularizer": kind()}, {}) for kind in get_args(RegularizerConfig)},
+    "`regularizer.kind: ggpo`, `scope: microbatch`": ({"regularizer": GGPO(scope="microbatch")}, {}),
+    "`regularizer.kind: ggpo`, `scope: sample`": ({"regularizer": GGPO(scope="sample")}, {}),
+    "`regularizer.kind: sam`, `mesh.zero: 1` or `2`": ({"regularizer": SAM(), "zero": 1}, {"dp": 2}),
 }
 _STAGES, _PIECES = 4, 16
 
@@ -81,7 +86,13 @@ def settings(changes: dict[str, Any]) -> Settings:
         own = {field.name for field in dataclasses.fields(component)} & changes.keys()
         return dataclasses.replace(component, **{key: changes[key] for key in own})
 
-    return Settings(part(Mesh()), part(Train()), part(Adapter()), changes.get("task", LanguageModel()))
+    return Settings(
+        part(Mesh()),
+        part(Train()),
+        part(Adapter()),
+        changes.get("task", LanguageModel()),
+        regularizer=changes.get("regularizer", Plain()),
+    )
 
 
 def crossed() -> list[str]:
@@ -137,7 +148,7 @@ def page() -> str:
         "## Rules\n",
         *rules,
         "\n## Setting by axis\n",
-        "Each cell is that setting with the axis at 2, decided by the rules above. Regularizers go with every axis.\n",
+        "Each cell is that setting with the axis at 2, decided by the rules above.\n",
         *crossed(),
         "\n## Model types\n",
         "`mesh.replicate` and `mesh.dp` take every model that one process takes, unless its files are quantised",

@@ -138,7 +138,7 @@ def compare(cases: dict[str, Case], ranks: int, sources: dict[str, str], tmp_pat
         if case.alone() not in alone:
             number = str(len(alone))
             alone[case.alone()] = course(case.alone(), sources[case.kind], tmp_path / f"alone-{number}")
-            dry = replace(case.alone(), adapter=replace(ADAPTER, dropout=0.0))
+            dry = replace(case.alone(), adapter=replace(case.adapter, dropout=0.0))
             felt = apart(alone[case.alone()], course(dry, sources[case.kind], tmp_path / f"dry-{number}"))
             assert felt > 100 * BOUND, felt
     with tempfile.TemporaryDirectory() as folder:

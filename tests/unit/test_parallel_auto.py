@@ -15,6 +15,7 @@ from finetune.parallel.auto import AXES, resolve
 from finetune.parallel.devices import Devices, visible
 from finetune.parallel.footprint import Backbone, footprint
 from finetune.parallel.rules import Settings, check_settings
+from regularizers.config import SAM, Plain
 
 GIB = 2**30
 NODE = Devices("cuda", 8, 78 * GIB)  # eight devices of 80 GB
@@ -63,9 +64,10 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
         **{"batch_size": 64, "max_length": 2048, "precision": "bf16", "checkpointing": "full"} | more.pop("train", {})
     )
     asked = mesh or Mesh(auto=True)
-    chosen, reasons = resolve(asked, backbone=backbone, adapter=adapter, train=train, task=LanguageModel(), **more)
+    settings = {"adapter": adapter, "train": train, "task": LanguageModel(), "regularizer": more.pop("regularizer", Plain())}
+    chosen, reasons = resolve(asked, backbone=backbone, **settings, **more)
     assert not chosen.auto
-    check_settings(Settings(chosen, train, adapter, LanguageModel()))
+    check_settings(Settings(chosen, **settings))
     return {axis: getattr(chosen, axis) for axis in AXES if getattr(chosen, axis) > 1}, "\n".join(reasons)
 
 
