@@ -123,10 +123,10 @@ def _unexpected(error: Exception) -> int:
 def _set_allocator() -> None:
     """Before anything imports torch; ranks and cells of a sweep inherit it."""
     try:
-        from finetune.devices.allocator import growing_segments
+        from finetune.devices.allocator import fixed_workspaces, growing_segments
     except ImportError:  # a foreign `finetune`, of which `run` tells
         return
-    os.environ.update(growing_segments(os.environ))
+    os.environ.update(growing_segments(os.environ) | fixed_workspaces(os.environ))
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..adapter import copy_tensors, load_adapter, read_adapter, save_adapter, shared_lora, trainable, write_adapter
 from ..backbone import position_limit
 from ..config import Task
+from ..devices.capabilities import copied
 from ..devices.packed_attention import without_starts
 from ..dropout import KeyedDropout, Pass
 from ..errors import UserError
@@ -276,8 +277,9 @@ class Engine:
         if self.world.size == 1:
             return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
         held = self.sharding is not None and bool(self.sharding.held)
-        # squares of what is [whole or FSDP-sharded][whole or cut over tp]
-        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        # squares of what is [whole or FSDP-sharded][whole or cut over tp], where they lie: offloaded shards have their
+        # gradients in host memory, where a number of the device cannot multiply
+        squares_at = {self.device: torch.zeros(2, 2, dtype=torch.float64, device=self.device)}
         grads = []
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -285,15 +287,19 @@ class Engine:
             grad = placing.local(parameter.grad)
             grads.append(grad)
             kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
-            squares[kind] += grad.double().square().sum() if grad.numel() else 0
+            if grad.device not in squares_at:
+                squares_at[grad.device] = torch.zeros(2, 2, dtype=torch.float64, device=grad.device)
+            squares_at[grad.device][kind] += grad.double().square().sum() if grad.numel() else 0
+        squares = torch.stack([copied(part, self.device) for part in squares_at.values()]).sum(0)
         squares[1] = self.world.sum(squares[1].clone(), *(("dp", "cp") if held else ()))
         whole = squares.sum(0)
         whole[1] = self.world.sum(whole[1].clone(), "tp")
         norm = self.world.sum(whole.sum(), "pp").sqrt()
         if math.isfinite(limit):
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            factors = {place: factor.to(place) for place in squares_at}
             for grad in grads:
-                grad.mul_(factor.to(grad.dtype))
+                grad.mul_(factors[grad.device].to(grad.dtype))
         return norm.float()
 
     # ------------------------------------------------------------------ whole tensors

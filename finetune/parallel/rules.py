@@ -274,6 +274,11 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.mesh.sequence_parallel and isinstance(s.task, ByExample),
     ),
     Rule(
+        "mesh.offload", REQUIRES, "regularizer.kind: plain", "the others compute on the device with adapters that would "
+        "lie in host memory", "leave it off, or set regularizer.kind: plain",
+        lambda s: s.mesh.offload and not isinstance(s.regularizer, Plain),
+    ),
+    Rule(
         "regularizer.kind: sam", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "it needs whole layers in every process",
         "use mesh.replicate, or regularizer.kind: lora-sam",
         lambda s: isinstance(s.regularizer, SAM) and s.mesh.tp * s.mesh.pp > 1,

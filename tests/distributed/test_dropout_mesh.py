@@ -29,6 +29,7 @@ LABELS = ("0", "1", "2")
 ADAPTER = Adapter(rank=4, dropout=0.2)
 WET: dict[str, dict[str, Any]] = {
     "llama": {"attention_dropout": 0.1},
+    "llama-even": {"attention_dropout": 0.1},
     "llama-deep": {"attention_dropout": 0.1, "num_hidden_layers": 4},
     "gpt2-dropout": {},
     "bert": {},
@@ -57,6 +58,12 @@ class Case:
             return Classify()
         return Seq2Seq() if self.kind.startswith("t5") else LanguageModel(pack=False)
 
+    def train(self) -> Train:
+        return Train(
+            steps=STEPS, batch_size=8 // self.accumulate, accumulate=self.accumulate, max_length=24, precision="fp32",
+            device="cpu", checkpointing=self.checkpointing, save_every=1,
+        )  # fmt: skip
+
     def alone(self) -> Case:
         """In one process, kept rather than computed again."""
         return replace(self, mesh=Mesh(), checkpointing="none", accumulate=2)
@@ -65,14 +72,14 @@ class Case:
 def save(kind: str, folder: Path) -> Path:
     if kind.startswith("t5"):
         return save_encoder_decoder(kind, folder, **WET[kind])
-    return save_backbone(kind.removesuffix("-deep"), folder, **WET[kind])
+    return save_backbone(kind.removesuffix("-deep").removesuffix("-even"), folder, **WET[kind])
 
 
-def examples(task: Task) -> list[Example]:
-    """Rows of unlike length, so that ranks pad to unlike widths."""
+def examples(task: Task, *, even: bool) -> list[Example]:
+    """Rows of unlike length, so that ranks pad to unlike widths; or `even`, all of one."""
     found = []
     for i in range(24):
-        ids = [3 + (7 * i + k) % 40 for k in range(5 + 5 * i % 9)]
+        ids = [3 + (7 * i + k) % 40 for k in range(8 if even else 5 + 5 * i % 9)]
         if isinstance(task, Classify):
             found.append(Example(ids, i % 3, str(i), str(i)))
         elif isinstance(task, Seq2Seq):
@@ -84,12 +91,7 @@ def examples(task: Task) -> list[Example]:
 
 def course(case: Case, source: str, folder: Path, *, stop_at: int | None = None) -> dict[str, Any]:
     """A stage by the loop; whether it was begun in `folder` before or not."""
-    task = case.task
-    rows = 8 // case.accumulate
-    train = Train(
-        steps=STEPS, batch_size=rows, accumulate=case.accumulate, max_length=24, precision="fp32", device="cpu",
-        checkpointing=case.checkpointing, save_every=1,
-    )  # fmt: skip
+    task, train = case.task, case.train()
     world = World.alone() if case.mesh.size == 1 else World.of(case.mesh, torch.device("cpu"))
     labels = LABELS if isinstance(task, Classify) else None
     engine = build_engine(
@@ -102,8 +104,8 @@ def course(case: Case, source: str, folder: Path, *, stop_at: int | None = None)
         writes=world.is_main,
         task=task,
         batches=Batches(
-            examples(task), task=task, batch_size=rows, accumulate=case.accumulate, seed=0, max_length=24, pad_id=0,
-            share=engine.share, multiple=engine.multiple,
+            examples(task, even=case.kind.endswith("even")), task=task, batch_size=train.batch_size,
+            accumulate=train.accumulate, seed=0, max_length=24, pad_id=0, share=engine.share, multiple=engine.multiple,
         ),
         optimizer=Optimizer(lr=3e-3, eps=1e-4),
         train=train,

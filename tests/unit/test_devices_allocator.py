@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from finetune.devices.allocator import NAMES, growing_segments
+from finetune.devices.allocator import NAMES, WORKSPACES, fixed_workspaces, growing_segments
 
 ASK = (
     "import os, sys; from unittest import mock; from flatshift import cli; "
@@ -22,6 +22,7 @@ def test_nothing_is_said_over_the_user():
     for name in NAMES:
         for value in ("max_split_size_mb:64", "expandable_segments:False", ""):
             assert growing_segments({name: value}, platform="linux") == {}
+    assert fixed_workspaces({}) == {WORKSPACES: ":4096:8"} and fixed_workspaces({WORKSPACES: ""}) == {}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the setting is for Linux")

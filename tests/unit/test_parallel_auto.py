@@ -64,7 +64,8 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
         **{"batch_size": 64, "max_length": 2048, "precision": "bf16", "checkpointing": "full"} | more.pop("train", {})
     )
     asked = mesh or Mesh(auto=True)
-    settings = {"adapter": adapter, "train": train, "task": LanguageModel(), "regularizer": more.pop("regularizer", Plain())}
+    regularizer = more.pop("regularizer", Plain())
+    settings = {"adapter": adapter, "train": train, "task": LanguageModel(), "regularizer": regularizer}
     chosen, reasons = resolve(asked, backbone=backbone, **settings, **more)
     assert not chosen.auto
     check_settings(Settings(chosen, **settings))

@@ -164,6 +164,10 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"sequence_parallel": True, "tp": 2, "task": Classify()},
         {"tp": 2, "task": Classify()},
     ),
+    ("mesh.offload", "regularizer.kind: plain"): (
+        {"offload": True, "dp": 2, "device": "cuda", "regularizer": GGPO()},
+        {"dp": 2, "device": "cuda", "regularizer": GGPO()},
+    ),
     ("regularizer.kind: sam", "mesh.tp > 1 or mesh.pp > 1"): (
         {"regularizer": SAM(), "tp": 2},
         {"regularizer": SAM(), "replicate": 2},
