@@ -237,8 +237,8 @@ class Train:
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     deterministic: bool = False
-    """On CUDA too, the same bits from the same run on the same machine: torch's deterministic algorithms, flash or plain
-    attention alone, our own loss slices. Slower; an operation without such an algorithm stops the run."""
+    """On CUDA too, the same bits from the same run on the same machine: torch's deterministic algorithms, attention
+    that is flash or plain, our own loss slices. Slower; an operation without such an algorithm stops the run."""
     threads: int | None = None
     """CPU threads; null: torch's own choice. Same bits need the same number."""
 

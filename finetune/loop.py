@@ -409,8 +409,8 @@ class _Loop:
 
     @contextlib.contextmanager
     def _context(self, step: int, micro: int) -> Iterator[None]:
-        """Precision, and a seed of (seed, step, micro-batch, rank) for what is no dropout and draws all the same (blocks
-        that are left out): equal where tokens are equal."""
+        """Precision, and a seed of (seed, step, micro-batch, rank) for what else draws, as blocks that are left out by
+        chance: equal where tokens are equal."""
         self.regularizer.micro(micro)
         index, width = self.engine.stream
         who = (index,) if width > 1 else ()

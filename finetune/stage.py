@@ -124,8 +124,8 @@ def on_device(
     stage: str,
     say: Callable[[str], None],
 ) -> Iterator[tuple[Any, Shortage]]:
-    """What the device asks for around a stage: threads, fixed algorithms, float32 products, batches made ahead, and what is told when
-    memory runs out. Gives the batches to take, and who must be told of the step."""
+    """What the device asks for around a stage: threads, fixed algorithms, float32 products, batches made ahead, and
+    what is told when memory runs out. Gives the batches to take, and who must be told of the step."""
     with (
         cpu_threads(train.threads),
         deterministic(train, engine.device),

@@ -13,7 +13,9 @@ from regularizers import Plain, build
 from tests.finetune_models import PadOnly
 
 
-def run_or_stop(model: Any, directory: Path, *, stop_at: int | None = None, writes: bool = True, **stage: Any) -> Path | None:
+def run_or_stop(
+    model: Any, directory: Path, *, stop_at: int | None = None, writes: bool = True, **stage: Any
+) -> Path | None:
     """Begin the fine-tune stage of `directory`, or go on with it; the adapter's folder, None if it was stopped.
 
     writes: False on the ranks of a mesh that write nothing.

@@ -274,8 +274,9 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.mesh.sequence_parallel and isinstance(s.task, ByExample),
     ),
     Rule(
-        "mesh.offload", REQUIRES, "regularizer.kind: plain", "the others compute on the device with adapters that would "
-        "lie in host memory", "leave it off, or set regularizer.kind: plain",
+        "mesh.offload", REQUIRES, "regularizer.kind: plain",
+        "the others compute on the device with adapters that lie in host memory",
+        "leave it off, or set regularizer.kind: plain",
         lambda s: s.mesh.offload and not isinstance(s.regularizer, Plain),
     ),
     Rule(

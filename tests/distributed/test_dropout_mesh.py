@@ -15,7 +15,7 @@ from finetune.config import Adapter, Classify, LanguageModel, Mesh, Optimizer, S
 from finetune.data import Batches, Example
 from finetune.parallel.build import build_engine
 from finetune.parallel.world import World
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.rundir import read_metrics
 from regularizers import GGPO, Plain, RegularizerConfig, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import save_backbone
@@ -146,7 +146,9 @@ def compare(cases: dict[str, Case], ranks: int, sources: dict[str, str], tmp_pat
     with tempfile.TemporaryDirectory() as folder:
         run = courses if ranks == 1 else partial(run_ranks, courses, ranks)
         found = run(cases, sources, folder)
-    worst = {name: apart((found if ranks == 1 else found[0])[name], alone[case.alone()]) for name, case in cases.items()}
+    worst = {
+        name: apart((found if ranks == 1 else found[0])[name], alone[case.alone()]) for name, case in cases.items()
+    }
     print({name: f"{far:.1e}" for name, far in worst.items()})
     assert all(far <= BOUND for far in worst.values()), worst
 

@@ -1,4 +1,4 @@
-"""`train.deterministic`: what it sets while a stage goes on, what it leaves behind, and that it changes no bit of a CPU."""
+"""`train.deterministic`: what it sets while a stage goes on, what it leaves behind; it changes no bit of a CPU."""
 
 from __future__ import annotations
 

@@ -239,3 +239,11 @@ def test_cuda_devices_as_a_process_sees_them() -> None:
     assert visible(table, "0,-1,1") == [1000 << 20]
     assert visible(table, "") == []
     assert visible(table, "MIG-x") == [None]
+
+
+def test_no_axis_on_which_the_regularizer_does_not_run(large: Path, small: Path) -> None:
+    assert pick(small, devices=NODE, train={"batch_size": 2})[0] == {"replicate": 2, "tp": 4}
+    axes, _ = pick(small, devices=NODE, train={"batch_size": 2}, regularizer=SAM())
+    assert axes == {"replicate": 2}
+    with pytest.raises(UserError, match=r"^regularizer\.kind: sam does not go with mesh\.tp > 1"):
+        pick(large, devices=NODE, mesh=Mesh(auto=True, tp=2), regularizer=SAM())

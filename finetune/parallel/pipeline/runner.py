@@ -190,7 +190,11 @@ class PipelineRunner:
         @contextlib.contextmanager
         def around(piece: int, stage: int) -> Any:
             reading = contextlib.nullcontext() if self.tokens is None else self.tokens.reading(pieces[piece])
-            with contextlib.nullcontext() if context is None else context(piece * self.total + stage), reading, drawing(piece):
+            with (
+                contextlib.nullcontext() if context is None else context(piece * self.total + stage),
+                reading,
+                drawing(piece),
+            ):
                 yield
             beat()
 
