@@ -51,6 +51,7 @@ lint: $(VENV)/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --warn-unused-ignores tests/public_types.py
 	$(BIN)/lint-imports
 
 test: lint

@@ -7,7 +7,6 @@ A resumed run and later stages read it there, so they need neither the calibrati
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.config import Recipe
 from experiments.preparing import Prepared, warm_up_task
-from finetune.atomic import replacing_directory
+from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter, Regress, Task
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
@@ -49,7 +48,7 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
     from finetune.fingerprint import fingerprint
 
     file = path / "manifest.json"
-    noted = json.loads(file.read_text(encoding="utf-8")).get("backbone") if file.is_file() else None
+    noted = read_object(file).get("backbone") if file.is_file() else None
     before = noted.get("fingerprint") if isinstance(noted, dict) else None
     if before is None:
         return

@@ -18,6 +18,7 @@ from typing import Any, cast
 from experiments.config import Recipe
 from experiments.report.formats import FLOORS
 from finetune import assets
+from finetune.atomic import read_object
 from finetune.config import Chat
 from finetune.data.chat import ask, question
 from finetune.data.formats import HUB, HubName
@@ -75,13 +76,13 @@ def card(
         parts += ["## Use\n", fenced(kind.snippet(recipe, tokenizer, labels, base), "python")]
     parts += [
         "## How it was judged\n",
-        _figures(json.loads((path / "eval.json").read_text(encoding="utf-8"))),
+        _figures(read_object(path / "eval.json")),
         "## How it was trained\n",
         _settings(recipe),
         fenced(_without_paths((path / "command.txt").read_text(encoding="utf-8").strip())),
-        _versions(json.loads((path / "environment.json").read_text(encoding="utf-8"))),
+        _versions(read_object(path / "environment.json", "versions")),
         "## Data\n",
-        _data(recipe, json.loads((path / "manifest.json").read_text(encoding="utf-8"))["inputs"]),
+        _data(recipe, read_object(path / "manifest.json", "inputs")["inputs"]),
         "## Licence\n",
         _licence(base, license),
     ]
@@ -137,7 +138,7 @@ def _number(value: float | None) -> str:
 def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, judged: bool) -> str:
     from huggingface_hub import ModelCardData
 
-    evaluation = json.loads((path / "eval.json").read_text(encoding="utf-8"))
+    evaluation = read_object(path / "eval.json")
     found = {name for metrics in evaluation.values() for name in metrics}
     kind = _KINDS.get(recipe.task.kind)
     data = ModelCardData(

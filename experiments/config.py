@@ -7,6 +7,7 @@ from typing import Literal
 
 from experiments.comparison.settings import Comparison
 from experiments.quality.settings import Quality
+from finetune.bounds import MOST_STEPS, refuse_zero
 from finetune.config import (
     Adapter,
     Columns,
@@ -88,6 +89,8 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None))
+        check_bounds(self, steps=(None, MOST_STEPS))
+        refuse_zero(self, lr="the warm-up would train nothing; to go without one, leave the `warmup` block out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from experiments.recipe.tree import Branch
 from experiments.study import study
 from experiments.sweep import sweep
 from finetune.atomic import write_json
+from finetune.lock import owned
 from finetune.rundir import refuse_nonempty, write_provenance
 
 _RUN = {
@@ -71,8 +72,13 @@ def demo(out: Path) -> int:
     """Run select → warm-up → fine-tune, the six-arm comparison and a rank sweep into `out`; prints the report's path.
 
     A demo that was stopped is continued, a finished one only reports again.
-    Raises UserError for a directory that holds something else, Interrupted when stopped.
+    Raises UserError for a directory that holds something else or is in use, Interrupted when stopped.
     """
+    with owned(out):
+        return _demo(out)
+
+
+def _demo(out: Path) -> int:
     marker = out / "demo.json"
     if not marker.is_file():
         refuse_nonempty(out)

@@ -18,7 +18,7 @@ from experiments.config import Recipe, Select
 from experiments.console import Console
 from experiments.reading import PoolRecords, Records
 from finetune.data import RowView
-from finetune.errors import UserError
+from finetune.errors import UserError, user_path
 from finetune.seeds import derive
 from selection.config import Backbone, Encoder, Features, Static, TfIdf, needs
 from selection.errors import BadRow
@@ -131,7 +131,7 @@ class Vectors:
 
     def _cache(self, count: int) -> FeatureCache | None:
         if self.spec.cache:
-            return FeatureCache(Path(self.spec.cache).expanduser())
+            return FeatureCache(user_path(self.spec.cache))
         embedder = self.spec.embedder
         width = embedder.dim if isinstance(embedder, TfIdf) else 1024
         if count * width * np.dtype(self.spec.feature_type).itemsize <= HELD_BYTES:
@@ -172,7 +172,7 @@ class Vectors:
         digest = hashlib.sha256(repr((embedder, seed, [len(text) for text in texts])).encode())
         for text in texts:
             digest.update(text.encode())
-        path = Path(self.spec.cache).expanduser() / f"tfidf-{digest.hexdigest()[:40]}.npz"
+        path = user_path(self.spec.cache) / f"tfidf-{digest.hexdigest()[:40]}.npz"
         load_fitted(path, tfidf, lambda: tfidf.fit(texts))
         return tfidf.transform, f"tfidf {tfidf.fingerprint}"
 
@@ -219,7 +219,7 @@ def state_embedder(
         raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
     pooling, normalise, length, lower, prompt = "mean", True, embedder.max_length, False, ""
     if isinstance(embedder, Encoder):
-        root = Path(name).expanduser()
+        root = user_path(name)
         # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
         if not (root / "modules.json").is_file():
             root = resolve_backbone(name)

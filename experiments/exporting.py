@@ -19,12 +19,13 @@ from experiments.card import card, own_name, published_name
 from experiments.config import Recipe
 from experiments.preparing import learnt
 from experiments.recipe import resume_recipe
-from finetune.atomic import replacing_directory, write_json, write_text
+from finetune.atomic import write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_backbone
 from finetune.config import Regress
 from finetune.data.chat import give_template
 from finetune.errors import UserError
-from finetune.rundir import refuse_nonempty
+from finetune.lock import owned
+from finetune.rundir import new_output, refuse_old
 
 if TYPE_CHECKING:
     from finetune.adapting.saved import SavedAdapter
@@ -39,12 +40,17 @@ def export(
     weighted sum, exactly, as one adapter of the sum of ranks.
     base_model: hub name of the backbone, for a run that had it as a local directory.
     license: of the adapter, by its name on the hub; without it the card asks for one.
-    Raises UserError if `path` is no finished run, `out` is not empty, `base_model` is no hub name, or an adapter is not
-    of this backbone.
+    Raises UserError if `path` is no finished run, `out` is not empty or in use, `base_model` is no hub name, or an
+    adapter is not of this backbone.
     """
+    with owned(out):
+        refuse_old(out)
+        return _export(path, out, base_model, license, add)
+
+
+def _export(path: Path, out: Path, base_model: str | None, license: str | None, add: Sequence[str]) -> Path:
     recipe = resume_recipe(path).recipe
     require_finished(path, recipe)
-    refuse_nonempty(out)
     own = _own(path, recipe, alone=not add)
     added = [_weighted(text, recipe) for text in add]
     if base_model is not None:
@@ -52,7 +58,7 @@ def export(
     labels = known_labels(path, recipe)
     tokenizer = load_tokenizer(recipe.backbone)
     give_template(tokenizer, recipe.task)
-    with replacing_directory(out) as temporary:
+    with new_output(out) as temporary:
         if added:
             from finetune.adapting.combine import combine
 

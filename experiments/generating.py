@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from finetune.data.chat import ask, question
 from finetune.data.formats import has_half_pair
 from finetune.data.prompts import Writer, end_token, writer_of
 from finetune.errors import UserError
+from finetune.lock import owned
 from finetune.numerics import cpu_threads
 
 
@@ -49,9 +51,28 @@ def generate_from_run(
     out: JSONL file to write, whole or not at all.
     Returns a record for each prompt, texts first, then rows in order: `{id, prompt, text, tokens, ended}`; `text` is
     what was written, exactly, `tokens` their number, `ended` whether the model closed its answer itself.
-    Raises UserError if `path` is no finished run, its task writes no text, `out` exists, or a prompt is not text in
-    Unicode or does not fit.
+    Raises UserError if `path` is no finished run, its task writes no text, `out` exists or is in use, or a prompt is
+    not text in Unicode or does not fit.
     """
+    with nullcontext() if out is None else owned(out):
+        if out is not None and out.exists():
+            raise UserError(f"--out: {out} exists; name another file or remove it")
+        asked = _generate(path, prompts, data, decoding, batch_size, overrides, quiet)
+        if out is not None:
+            with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as stream:
+                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in asked)
+        return asked
+
+
+def _generate(
+    path: Path,
+    prompts: Sequence[str],
+    data: Sequence[str],
+    decoding: dict[str, Any] | None,
+    batch_size: int,
+    overrides: Sequence[Branch],
+    quiet: bool,
+) -> list[dict[str, Any]]:
     from finetune.backbone import decoder_start, load_tokenizer
     from finetune.generation import Decoding, continue_prompts
 
@@ -62,8 +83,6 @@ def generate_from_run(
             "none in; judge it by `flatshift eval`"
         )
     writer = None if isinstance(recipe.task, Chat) else writer_of(recipe.task)
-    if out is not None and out.exists():
-        raise UserError(f"--out: {out} exists; name another file or remove it")
     settings = {"max_new_tokens": getattr(recipe.task, "max_new_tokens", Decoding.max_new_tokens), **(decoding or {})}
     if not settings.get("temperature"):
         settings.setdefault("num_beams", getattr(recipe.task, "num_beams", None) or 1)
@@ -108,9 +127,6 @@ def generate_from_run(
             text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
             asked[place] |= {"text": text, "tokens": len(answer.ids), "ended": answer.ended}
             bar(done)
-    if out is not None:
-        with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in asked)
     return asked
 
 

@@ -26,11 +26,10 @@ from experiments.generating import alone, finished_recipe
 from experiments.judging import lay_out
 from experiments.recipe.tree import Branch
 from finetune.atomic import write_json
-from finetune.backbone import first_line
 from finetune.config import Chat, Seq2Seq
 from finetune.data.prompts import writer_of
 from finetune.data.specials import Specials
-from finetune.errors import UserError
+from finetune.errors import UserError, first_line
 from finetune.numerics import cpu_threads
 from finetune.seeds import derive
 

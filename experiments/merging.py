@@ -24,13 +24,14 @@ from experiments.recipe import resume_recipe
 from experiments.sources import parts_of
 from finetune.adapter import WEIGHTS
 from finetune.adapting.saved import SavedAdapter
-from finetune.atomic import replacing_directory, write_json
+from finetune.atomic import write_json
 from finetune.backbone import auto_class, decoder_start, load_tokenizer, quiet_transformers, resolve_backbone
 from finetune.config import Chat, Mesh
 from finetune.data import encode, iterate_eval
 from finetune.data.chat import give_template
 from finetune.errors import UserError
-from finetune.rundir import refuse_nonempty
+from finetune.lock import owned
+from finetune.rundir import new_output, refuse_old
 from finetune.seeds import numpy_generator
 
 Check = Literal["auto", "logits", "rows"]
@@ -58,9 +59,15 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
     `largest_rounding`, the relative distance found in the rows that were read back (None: merged in memory);
     `max_logit_difference`, `largest_logit`, `rows`, and whether those were `drawn` (None, None, 0, False where logits
     were not compared); `adapter_sha256`.
-    Raises UserError if `path` is no finished run, `out` is not empty, the backbone changed or its weights are quantised
-    in its own files, memory is too small for what only memory can do, or `logits` finds no row.
+    Raises UserError if `path` is no finished run, `out` is not empty or in use, the backbone changed or its weights are
+    quantised in its own files, memory is too small for what only memory can do, or `logits` finds no row.
     """
+    with owned(out):
+        refuse_old(out)
+        return _merge(path, out, check)
+
+
+def _merge(path: Path, out: Path, check: Check) -> dict[str, Any]:
     from finetune.merging import NotByFiles
 
     recipe = resume_recipe(path).recipe
@@ -73,7 +80,6 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
             f"{path}: its adapter makes up for what quantisation lost (adapter.init: loftq), so it fits the quantised "
             "weights only; use it there, or train without loftq to merge"
         )
-    refuse_nonempty(out)
     _refuse_quantised(recipe)
     SavedAdapter.find(str(path), where=str(path))  # refuses one that fits changed frozen weights
     labels = known_labels(path, recipe)
@@ -81,7 +87,7 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
     give_template(tokenizer, recipe.task)
     dtype = stored_dtype(recipe)
     adapter = path / "adapter"
-    with replacing_directory(out) as temporary:
+    with new_output(out) as temporary:
         try:
             rounding, worst = _merge_by_files(recipe, labels, adapter, temporary, dtype)
         except NotByFiles as reason:

@@ -14,6 +14,7 @@ from experiments.config import Recipe
 from experiments.recipe.tree import Branch
 from finetune import assets
 from finetune.config import Mesh
+from finetune.errors import user_path
 from finetune.parallel import agree, launch, voice
 from finetune.parallel.auto import AXES, resolve
 
@@ -75,7 +76,7 @@ def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
 
 def backbone_directory(name: str) -> Path:
     """Where the files of the backbone `name` lie; asks the hub, and so imports torch, only for a hub name."""
-    found = assets.backbone(name) or Path(name).expanduser()
+    found = assets.backbone(name) or user_path(name)
     if (found / "config.json").is_file():
         return found
     from finetune.backbone import resolve_backbone  # asks the hub, and imports torch

@@ -16,6 +16,7 @@ from finetune.data import Row
 from finetune.errors import UserError
 from selection.config import Domains, Features, Method, Perplexity, needs, ranking
 from selection.errors import TooLittleMemory
+from selection.transport.progress import ITERATIONS
 
 _PATIENCE_S = 2.0
 """Fits that are over by then show no progress."""
@@ -152,7 +153,10 @@ def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
                 return
             if (name, total) != stage or update is None:
                 shown.close()
-                stage, update = (name, total), shown.enter_context(console.task(name, total, "rows"))
+                stage, update = (
+                    (name, total),
+                    shown.enter_context(console.task(name, total, "" if name == ITERATIONS else "rows")),
+                )
             update(done)
             if done == total:  # what follows may take long and say nothing
                 shown.close()

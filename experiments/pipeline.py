@@ -10,12 +10,9 @@ resumes from its newest checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import datetime
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from experiments.beginnings import (
     beginning,
     check_backbone,
     check_beginning,
-    check_unchanged,
     settle_beginning,
 )
 from experiments.cells.refusing import refuse_tracked
@@ -36,6 +32,15 @@ from experiments.config import Recipe
 from experiments.console import Console
 from experiments.interrupts import graceful_stop
 from experiments.judging import judge_splits, lay_out, lost_lines
+from experiments.parts import (
+    FINE_TUNE,
+    WARM_UP,
+    check_inputs,
+    is_finished,
+    leave,
+    recipe_inputs,
+    refuse_fewer,
+)
 from experiments.preparing import (
     Prepared,
     learnt_record,
@@ -49,17 +54,19 @@ from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
+from experiments.room import check_memory
 from experiments.selecting import select_into
 from experiments.shift import text_perplexity
 from experiments.sources import check_supply, mixture_record, padding_line, supply, supply_lines
 from experiments.unfinished import unfinished
-from finetune.atomic import write_json, write_text
+from finetune.atomic import read_object, write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
 from finetune.data.chat import template_record
 from finetune.devices.products import peak_rate
 from finetune.errors import OutOfMemory, UserError
+from finetune.lock import owned
 from finetune.loop import train_stage
 from finetune.memory import plan_lines
 from finetune.numerics import cpu_threads
@@ -69,13 +76,12 @@ from finetune.parallel.plan import mesh_lines
 from finetune.parallel.rules import Settings, check_settings
 from finetune.parallel.world import World
 from finetune.rates import rate_text
-from finetune.rundir import METRICS, RunDirectory, disk_full_interrupts
+from finetune.rundir import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
 from finetune.tracking import Trackers, open_trackers
 from finetune.units import fold_units
 from regularizers import build as build_regularizer
 
-WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 LABEL_NOISE = "label_noise.json"
 Stop = Callable[[], bool]
 
@@ -87,14 +93,19 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
     check_recipe(resolved.recipe)
+    if out is None:
+        with agree.dated_directory("runs", resolved.name) as out:
+            return train(resolved, out, quiet=quiet)
     said: list[str] = []
-    out = out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
-    with _mesh(resolved.recipe, path=out) as world:
+    with _mesh(resolved.recipe, path=out) as world, _alone_in(out, world):
+        if world.is_main:
+            refuse_old(out, resumable=True)
         # Everything that can be wrong with the input is found before the directory exists.
         resolved = settled(resolved, say=said.append)
         recipe = resolved.recipe
         prepared = prepare(recipe)
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
+        check_memory(recipe, prepared.train)
         manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": backbone_record(recipe)}
         manifest |= learnt_record(prepared)
         if isinstance(recipe.task, Chat):
@@ -112,11 +123,15 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
             console.say(line)
         try:
             return execute(run, recipe, prepared, console, world=world)
-        except (ValueError, OutOfMemory):
-            # the user's mistakes are of the first family; a directory that never trained is not worth keeping
-            if world.is_main and not (run.path / METRICS).exists():
-                shutil.rmtree(run.path)
+        except (ValueError, OutOfMemory):  # the user's mistakes are of the first family
+            if world.is_main:
+                leave(run.path, console)
             raise
+
+
+def _alone_in(path: Path, world: World, **refusal: str) -> AbstractContextManager[None]:
+    """The main rank owns a run's directory for all."""
+    return owned(path, **refusal) if world.is_main else nullcontext()
 
 
 @contextmanager
@@ -132,60 +147,37 @@ def _mesh(recipe: Recipe, *, path: Path) -> Iterator[World]:
 def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
     """Continue a run directory exactly where it stopped; a finished one returns at once.
 
-    Raises UserError if `path` is no run directory, an input file or the backbone changed, or an override is not
-    allowed.
+    Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
+    not allowed.
     """
-    resolved = resume_recipe(path, overrides)
+    resolved = found = resume_recipe(path, overrides)
     check_recipe(resolved.recipe)
     train = resolved.recipe.train
     if train.backbone_precision == "auto":  # begun before there was a choice
         recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(train, backbone_precision="same"))
         resolved = dataclasses.replace(resolved, recipe=recipe)
     said: list[str] = []
-    with _mesh(resolved.recipe, path=path) as world:
+    with _mesh(resolved.recipe, path=path) as world, _alone_in(path, world, instead=""):
         resolved = settled(resolved, say=said.append)
         if world.is_main:
+            if resume_recipe(path, overrides).recipe != found.recipe:
+                raise UserError(f"{path} was changed by another command this moment; run this one again")
             RunDirectory.open(path)  # repairs what a killed process left torn
         world.wait()
+        refuse_fewer(path, resolved.recipe.train.steps)
         run = RunDirectory(path, writes=world.is_main)
         console = Console(quiet=quiet or not world.is_main, log=run.log)
         for line in said:
             console.say(line)
         if is_finished(run.path, resolved.recipe):
+            result = read_object(run.path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
-            return json.loads((run.path / "eval.json").read_text(encoding="utf-8"))
-        _check_inputs(run.path)
+            return result
+        check_inputs(run.path)
         check_backbone(run.path, resolved.recipe)
         if world.is_main:
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
         return execute(run, resolved.recipe, prepare(resolved.recipe), console, world=world)
-
-
-def is_finished(path: Path, recipe: Recipe) -> bool:
-    """Whether every part of the run is there, with as many steps as the recipe asks for."""
-    done = path / "stages" / FINE_TUNE / "done.json"
-    if not (done.is_file() and (path / "eval.json").is_file() and (path / "report.html").is_file()):
-        return False
-    return json.loads(done.read_text(encoding="utf-8"))["target_steps"] == recipe.train.steps
-
-
-def recipe_inputs(recipe: Recipe) -> list[str]:
-    """Every input file that the recipe names, once each."""
-    files = [*recipe.data.train.all_files, *recipe.data.dev.files, *recipe.data.test.files]
-    if recipe.select is not None:
-        files += [*recipe.select.pool.files, *recipe.select.target.files, *recipe.select.eval.files]
-        files += recipe.select.negative.files
-    return list(dict.fromkeys(files))
-
-
-def _check_inputs(path: Path) -> None:
-    """A resumed run must read what it read before."""
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    for before in manifest["inputs"]:
-        (now,) = describe([before["path"]])
-        if now["sha256"] != before["sha256"]:
-            raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
-    check_unchanged(path, manifest.get("adapters", {}))
 
 
 def execute(
@@ -348,7 +340,7 @@ def _stage(
     """Train one stage unless it is finished; returns the directory of its adapter."""
     adapter = run.path / "stages" / name / "adapter"
     done = run.path / "stages" / name / "done.json"
-    if done.is_file() and json.loads(done.read_text(encoding="utf-8"))["target_steps"] == train.steps:
+    if done.is_file() and read_object(done, "target_steps")["target_steps"] == train.steps:
         return adapter
     initial, rows = beginning(run.path, recipe, task, prepared, lambda: load_tokenizer(recipe.backbone))
     engine, tokenizer = lay_out(
@@ -479,11 +471,3 @@ def _evaluate(
         write_json(run.path / "eval.json", result)
     world.wait()
     return result
-
-
-def remove_weights(path: Path) -> None:
-    """Drop what only a continued training needs: checkpoints and adapters (sweep cells keep their figures)."""
-    for name in ("state", "adapter"):
-        shutil.rmtree(path / name, ignore_errors=True)
-    for stage in (path / "stages").glob("*/adapter"):
-        shutil.rmtree(stage, ignore_errors=True)

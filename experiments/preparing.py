@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from experiments.config import Recipe
 from experiments.room import beyond_positions, check_answers
 from experiments.sources import SPLITS, Part, Split, check_classes, check_ends, choose, mixture_of, parts_of
 from experiments.tokens import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
+from finetune.atomic import read_object
 from finetune.config import Chat, Classify, Columns, Completion, LanguageModel, MaskedLM, Regress, Task
 from finetune.data import (
     CacheError,
@@ -192,7 +192,7 @@ def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | N
     file = run / "manifest.json"
     if not file.is_file():
         raise UserError(f"{file} is missing, which tells the run's classes or units; copy it along with the rest")
-    manifest = json.loads(file.read_text(encoding="utf-8"))
+    manifest = read_object(file, "inputs")
     names, units = manifest.get("label_names"), manifest.get("units")
     if names is not None or units is not None:
         return (None if names is None else tuple(names)), (None if units is None else Units(**units))

@@ -9,6 +9,12 @@ from types import SimpleNamespace
 from experiments.config import Recipe
 from experiments.sources import Split, judged_train
 from finetune.data import Example, Examples
+from finetune.errors import UserError
+
+_ROUNDS = 10_000
+"""How often one update may go round all its rows."""
+_ROUGHLY = 4
+"""How many times the memory of the machine an estimate of activations must be before it counts."""
 
 
 def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> None:
@@ -40,6 +46,48 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
         yield (
             f"the longest sample has {longest:,} tokens, and this backbone was made for {limit:,} positions "
             "(max_position_embeddings), so what lies beyond is new to it; lower train.max_length to stay within"
+        )
+
+
+def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
+    """Refuse a rank and a batch that no memory of this machine holds, and an update that goes round its rows for ever.
+
+    What might fit is left to the plan and to the run itself: estimates are rough.
+    Raises UserError.
+    """
+    from finetune.backbone import resolve_backbone
+    from finetune.parallel.devices import machine_memory
+    from finetune.parallel.footprint import Backbone, footprint, gib
+
+    settings, memory = recipe.train, machine_memory()
+    update = settings.batch_size * settings.accumulate
+    if update > _ROUNDS * len(train):
+        raise UserError(
+            f"train.batch_size times train.accumulate: an update of {update:,} rows goes more than {_ROUNDS:,} times "
+            f"round the {len(train):,} training samples; lower one of them, or give more rows"
+        )
+    try:
+        backbone = Backbone.read(resolve_backbone(recipe.backbone), recipe.adapter)
+        held = footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=settings)
+    except UserError:  # an architecture whose sizes are not to be read off
+        return
+    if memory is None:
+        return
+    if held.adapter > memory:
+        fits = max(1, int(recipe.adapter.rank * memory / held.adapter))
+        raise UserError(
+            f"adapter.rank: at {recipe.adapter.rank:,} the factors, their gradients and moments take "
+            f"{gib(held.adapter)}, and this machine has {gib(memory)}; take at most {fits:,}"
+        )
+    lengths = Examples.of(train).ragged("input_ids")
+    packed = getattr(recipe.task, "pack", False)
+    share = 1.0 if packed or lengths is None else float(lengths[2].mean()) / settings.max_length
+    if held.activations * share > _ROUGHLY * memory:
+        fits = max(1, int(settings.batch_size * memory / (held.activations * share)))
+        raise UserError(
+            f"train.batch_size: {settings.batch_size:,} rows at once keep about {gib(held.activations * share)} "
+            f"for the backward pass, and this machine has {gib(memory)}; take {fits:,} or fewer and raise "
+            "train.accumulate, or lower train.max_length"
         )
 
 

@@ -40,6 +40,7 @@ from experiments.unfinished import unfinished
 from finetune.atomic import json_text, write_json
 from finetune.data import Row, describe
 from finetune.errors import UserError
+from finetune.lock import owned
 from finetune.rundir import disk_full_interrupts, write_provenance
 from finetune.seeds import derive
 from selection import Pool, build_selector
@@ -55,7 +56,8 @@ def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, A
     Called again after a kill, with the same recipe, it goes on with what `out`/state has: a long transport solve from
     its last full pass, to the same bits.
 
-    Raises UserError for an `out` that holds anything else, missing settings, bad rows, or a budget above the pool.
+    Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
+    the pool.
     """
     recipe = resolved.recipe
     if recipe.select is None:
@@ -64,7 +66,7 @@ def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, A
         )
     console = Console(quiet=quiet)
     recipe_yaml = resolved.to_yaml()
-    with disk_full_interrupts(f"selecting into {out}"), unfinished(out, recipe_yaml) as work:
+    with disk_full_interrupts(f"selecting into {out}"), owned(out), unfinished(out, recipe_yaml) as work:
         directory = work.directory
         write_provenance(directory, recipe_yaml=recipe_yaml)
         console.log = _appender(directory / "log.txt")

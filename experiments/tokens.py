@@ -38,7 +38,7 @@ from finetune.data import (
 from finetune.data.chat import ChatEncoder, template_record
 from finetune.data.formats import split_suffix
 from finetune.data.left_out import Losses
-from finetune.errors import UserError
+from finetune.errors import UserError, user_path
 from finetune.units import Units, output_layer
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ def token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
         names.append(None if name is None else f"{name}{''.join(split_suffix(path))}")  # the suffix says how to read it
         if name is None:
             return f"token cache: not used, as {path} names no commit (hub:NAME@COMMIT:SPLIT)"
-    root = cache_root() if setting == "auto" else Path(setting).expanduser()
+    root = cache_root() if setting == "auto" else user_path(setting)
     return TokenCache(root), _key(recipe, names)
 
 

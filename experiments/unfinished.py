@@ -3,27 +3,26 @@
 with unfinished(out, resolved.to_yaml()) as work:
     ...                     # write results into work.directory, what a later try needs into work.state
 
-Until it is done, `out` holds nothing but `state/`: `recipe.resolved.yaml` (what is being made), `lock`, `kept/` (what
-survives a kill) and the results so far under a hidden name. At the end these take the place of `out` in one rename.
+Until it is done, `out` holds nothing but `state/`: `recipe.resolved.yaml` (what is being made), `kept/` (what survives
+a kill) and the results so far under a hidden name. At the end these take the place of `out` in one rename.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
-from finetune.atomic import replacing_directory, write_text
+from finetune.atomic import is_bare, make_directory, replacing_directory, write_text
 from finetune.errors import Interrupted, UserError
-from finetune.rundir import RECIPE, refuse_nonempty
+from finetune.rundir import RECIPE, refuse_nonempty, refuse_old
 
-_STATE, _LOCK, _KEPT = "state", "lock", "kept"
+_STATE, _KEPT = "state", "kept"
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,13 @@ class Work:
 
 @contextlib.contextmanager
 def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command") -> Iterator[Work]:
-    """The work on `out`, begun or gone on with. What fails before anything was kept leaves `out` as it was.
+    """The work on `out`, which the caller owns (`finetune.lock`), begun or gone on with. What fails before anything was
+    kept leaves `out` as it was.
 
     recipe_yaml: names what is being made. command: what an interrupted user is told to go on with.
 
     Raises:
-        UserError: `out` holds something else, what another recipe's unfinished work kept, or another process is at it.
+        UserError: `out` holds something else, or what another recipe's unfinished work kept.
         Interrupted: Ctrl-C or a stop signal; says whether something was kept.
     """
     state = out / _STATE
@@ -51,47 +51,35 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
     if began:
         _refuse_others(out, recipe_yaml)
     elif not _bare(out, state):
-        refuse_nonempty(out)
-    state.mkdir(parents=True, exist_ok=True)
-    with (state / _LOCK).open("w") as lock:
-        _take(lock, out)
-        write_text(state / RECIPE, recipe_yaml)
-        # The name that `atomic` gives to directories in the making: a report written inside knows `out` by it.
-        result, kept = state / f".{out.resolve().name}.00000000.tmp", state / _KEPT
-        shutil.rmtree(result, ignore_errors=True)
-        result.mkdir()
-        continued = _holds_files(kept)
-        try:
-            yield Work(result, kept, continued)
-            with replacing_directory(out) as finished:
-                for child in result.iterdir():
-                    child.replace(finished / child.name)
-        except BaseException as error:
-            if not _holds_files(kept):
-                shutil.rmtree(state, ignore_errors=True)
-                if absent:
-                    with contextlib.suppress(OSError):
-                        out.rmdir()
-                if isinstance(error, KeyboardInterrupt):
-                    raise Interrupted(f"nothing was kept; {command} begins anew") from None
-            elif isinstance(error, KeyboardInterrupt):
-                raise Interrupted(f"what was reached is kept in {state}; {command} goes on from there") from None
-            raise
-
-
-def _take(lock: IO[str], out: Path) -> None:
-    """Hold `lock` until this process ends, however it ends."""
+        refuse_old(out)
+    make_directory(state)
+    write_text(state / RECIPE, recipe_yaml)
+    # The name that `atomic` gives to directories in the making: a report written inside knows `out` by it.
+    result, kept = state / f".{out.resolve().name}.00000000.tmp", state / _KEPT
+    shutil.rmtree(result, ignore_errors=True)
+    result.mkdir()
+    continued = _holds_files(kept)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--out: another process is at work on {out}; wait for it, or name another directory") from None
+        yield Work(result, kept, continued)
+        with replacing_directory(out) as finished:
+            for child in result.iterdir():
+                child.replace(finished / child.name)
+    except BaseException as error:
+        if not _holds_files(kept):
+            shutil.rmtree(state, ignore_errors=True)
+            if absent:
+                with contextlib.suppress(OSError):
+                    out.rmdir()
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted(f"nothing was kept; {command} begins anew") from None
+        elif isinstance(error, KeyboardInterrupt):
+            raise Interrupted(f"what was reached is kept in {state}; {command} goes on from there") from None
+        raise
 
 
 def _bare(out: Path, state: Path) -> bool:
     """Whether `out` is what a kill in the first moment leaves: a state that does not say yet of what."""
-    if not state.is_dir() or list(out.iterdir()) != [state]:
-        return False
-    return all(path.name == _LOCK or path.name.startswith(".") for path in state.iterdir())
+    return state.is_dir() and is_bare(out, but=(_STATE,)) and is_bare(state)
 
 
 def _holds_files(directory: Path) -> bool:
@@ -100,8 +88,7 @@ def _holds_files(directory: Path) -> bool:
 
 def _refuse_others(out: Path, recipe_yaml: str) -> None:
     """Raise UserError if `out` holds results, or what another recipe's unfinished work kept."""
-    more = sorted(path.name for path in out.iterdir() if path.name != _STATE)
-    if more:
+    if not is_bare(out, but=(_STATE,)):
         refuse_nonempty(out)
     if not _holds_files(out / _STATE / _KEPT):  # nothing is lost to a changed command
         return

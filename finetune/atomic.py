@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from .errors import UserError, shortened
+
+_OLD = ".old"
 
 
 def fsync_directory(path: Path) -> None:
@@ -19,6 +25,18 @@ def fsync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_directory(path: str | Path) -> list[Path]:
+    """Make `path` and what it lies in, durably; those that were not there before, innermost first."""
+    folder, missing = Path(path), []
+    while not folder.is_dir() and folder != folder.parent:
+        missing.append(folder)
+        folder = folder.parent
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)
+        fsync_directory(one.parent)
+    return missing
 
 
 def _fsync_file(path: Path) -> None:
@@ -34,7 +52,7 @@ def _temporary(path: Path) -> Path:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on normal exit it replaces `path`, on an exception it vanishes."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     temporary = _temporary(path)
     try:
         yield temporary
@@ -49,38 +67,102 @@ def replacing(path: str | Path) -> Iterator[Path]:
 def replacing_directory(path: str | Path) -> Iterator[Path]:
     """Yield a temporary directory; on normal exit its files are fsynced and it becomes `path`.
 
-    An existing `path` is moved aside first, so a kill leaves the old or the new directory, or a hidden leftover
-    (`.NAME.*.tmp`) that `sweep_leftovers` removes; never a mixture.
+    An existing `path` is moved aside first, so a kill leaves the old or the new directory, or the old one under a
+    hidden name, from which `sweep_leftovers` puts it back; never a mixture.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(os.path.realpath(path))
+    with _filled(path) as temporary:
+        yield temporary
+        _fsync_tree(temporary)
+        aside = temporary.with_suffix(f"{_OLD}.tmp")
+        try:
+            if path.exists():
+                path.replace(aside)
+            temporary.replace(path)
+            fsync_directory(path.parent)
+        finally:
+            if path.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+            elif aside.exists():
+                aside.replace(path)
+
+
+@contextlib.contextmanager
+def new_directory(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary directory; on normal exit its files are fsynced and it becomes `path`, if nothing is there yet.
+
+    Raises FileExistsError for a `path` that holds something by then: what another process made there stays.
+    """
+    path = Path(os.path.realpath(path))
+    with _filled(path) as temporary:
+        yield temporary
+        _fsync_tree(temporary)
+        sweep_leftovers(path)
+        try:
+            temporary.replace(path)  # an empty directory gives way, any other does not
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise FileExistsError(errno.EEXIST, "another command has made it meanwhile", str(path)) from None
+            raise
+        fsync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def _filled(path: Path) -> Iterator[Path]:
+    """A temporary directory beside `path`, gone at the end unless it has another name then."""
+    make_directory(path.parent)
     temporary = _temporary(path)
     temporary.mkdir()
-    aside = _temporary(path)
     try:
         yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                _fsync_file(file)
-        fsync_directory(temporary)
-        if path.exists():
-            path.replace(aside)
-        temporary.replace(path)
-        fsync_directory(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(aside, ignore_errors=True)
 
 
-def sweep_leftovers(directory: str | Path) -> None:
-    """Remove the temporaries that a killed process left directly in `directory`."""
+def _fsync_tree(directory: Path) -> None:
+    for found in directory.rglob("*"):
+        if found.is_dir():
+            fsync_directory(found)
+        elif found.is_file():
+            _fsync_file(found)
+    fsync_directory(directory)
+
+
+def sweep_leftovers(directory: str | Path, *, of: str | None = None) -> None:
+    """Remove the temporaries that a killed process left directly in `directory`, of one name or of all; a directory
+    that was moved aside and not replaced gets its name back."""
     directory = Path(directory)
-    if directory.is_dir():
-        for leftover in directory.glob(".*.tmp"):
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
+    if not directory.is_dir():
+        return
+    named = f".{glob.escape(of)}.{'[0-9a-f]' * 8}" if of is not None else ".*"
+    for leftover in sorted({*directory.glob(f"{named}.tmp"), *directory.glob(f"{named}{_OLD}.tmp")}):
+        if leftover.name.endswith(f"{_OLD}.tmp"):
+            before = directory / leftover.name[1 : -len(f".12345678{_OLD}.tmp")]
+            if not before.exists():
+                leftover.replace(before)
+                continue
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def is_bare(directory: str | Path, *, but: Iterable[str] = ()) -> bool:
+    """Whether a directory holds nothing but what killed writes leave, and names of `but`."""
+    named = set(but)
+    return all(
+        entry.name in named or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
+        for entry in Path(directory).iterdir()
+    )
+
+
+def sync_files(*paths: Path) -> None:
+    """Make what was appended to those of `paths` that exist durable, and their names."""
+    there = [path for path in paths if path.is_file()]
+    for path in there:
+        _fsync_file(path)
+    for folder in {path.parent for path in there}:
+        fsync_directory(folder)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -101,6 +183,26 @@ def json_text(value: Any, **options: Any) -> str:
         except UnicodeEncodeError:
             return json.dumps(value, ensure_ascii=True, **options)
     return text
+
+
+def read_object(path: Path, *keys: str, fix: str = "restore it, or make the run again") -> dict[str, Any]:
+    """The JSON object in `path`, which has `keys`.
+
+    Raises:
+        UserError: it is missing, cannot be read, is no JSON object, or lacks one of `keys`; ends with `fix`.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from None
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise UserError(f"{path}:{line}: not valid JSON; {fix}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object but {shortened(json.dumps(value), 40)}; {fix}")
+    if lacks := [key for key in keys if key not in value]:
+        raise UserError(f"{path}: has no {lacks[0]!r}; {fix}")
+    return value
 
 
 def write_json(path: str | Path, value: Any) -> None:

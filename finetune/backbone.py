@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -19,6 +18,9 @@ from urllib.parse import urlparse
 import torch
 
 from . import assets
+from .architecture import quiet_transformers as quiet_transformers
+from .architecture import refuse_remote_code, sound_config
+from .atomic import read_object
 from .config import (
     ByExample,
     Chat,
@@ -36,7 +38,7 @@ from .devices.cuda import read_straight_to
 from .devices.precision import loading_dtype
 from .devices.presence import look, missing
 from .devices.widened import widen_on_use
-from .errors import UserError, is_out_of_memory
+from .errors import UserError, first_line, is_out_of_memory, user_path
 from .numerics import dropout_rates, uses_dropout
 from .quantised import check_available, import_library, loading_options, settle
 
@@ -63,7 +65,7 @@ def resolve_backbone(name: str | Path) -> Path:
     if str(name).startswith(_PACKAGE):
         directory = _in_package(str(name))
     else:
-        directory = assets.backbone(str(name)) or Path(name).expanduser()
+        directory = assets.backbone(str(name)) or user_path(name)
     if not directory.exists():
         directory = _from_hub(str(name))
     if not directory.is_dir():
@@ -111,9 +113,8 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, **files))
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"backbone {name!r} could not be fetched from the model hub ({first}); {_known(name)}"
+            f"backbone {name!r} could not be fetched from the model hub ({first_line(error)}); {_known(name)}"
         ) from error
 
 
@@ -133,7 +134,7 @@ def _hub_answers() -> bool:
 
 def _known(name: str) -> str:
     shipped = assets.backbones()
-    path = Path(name).expanduser()
+    path = user_path(name)
     siblings = [str(path.parent / p.name) for p in path.parent.glob("*/")] if path.parent.is_dir() else []
     nearest = difflib.get_close_matches(name, [*shipped, *siblings], n=1, cutoff=0.6)
     hint = f"did you mean {nearest[0]!r}? " if nearest else ""
@@ -144,7 +145,7 @@ def _check_directory(directory: Path, name: str) -> None:
     where = f"backbone {name!r}"
     if not (directory / "config.json").is_file():
         raise UserError(f"{where}: {directory} has no config.json, so it is not a model directory")
-    if not any(directory.glob("*.safetensors")):
+    if not any(path.is_file() for path in directory.glob("*.safetensors")):
         pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
         if pickles:
             raise UserError(
@@ -153,50 +154,13 @@ def _check_directory(directory: Path, name: str) -> None:
             )
         raise UserError(f"{where}: {directory} has no weights (*.safetensors)")
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{where}: {directory / 'config.json'} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{where}: {directory / 'config.json'} is not a JSON object")
-    _refuse_remote_code(config, where)
-
-
-def _refuse_remote_code(config: dict[str, Any], where: str) -> None:
-    """Refuse a config whose classes are the repository's own; one that names transformers' classes is fine."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    foreign = sorted(
-        {str(target).rsplit(".", 1)[-1] for key, target in (config.get("auto_map") or {}).items() if "Token" not in key}
-    )
-    foreign = [cls for cls in foreign if not hasattr(transformers, cls)]
-    kind = config.get("model_type")
-    if foreign or (config.get("auto_map") and kind not in CONFIG_MAPPING_NAMES):
-        raise UserError(
-            f"{where} needs code from its own repository ({', '.join(foreign) or kind}; trust_remote_code), which is "
-            "never run; take a model whose architecture is part of transformers"
-        )
-    if kind not in CONFIG_MAPPING_NAMES:
-        raise UserError(f"{where}: config.json names the model type {kind!r}, which transformers does not know")
+        config = read_object(directory / "config.json", fix="fetch the backbone again")
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    refuse_remote_code(config, where)
 
 
 # --------------------------------------------------------------------------------------------- loading
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' own log lines and progress bars; both are put back afterwards."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
@@ -204,6 +168,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     directory = resolve_backbone(name)
+    read_config(name)  # which the tokenizer's class is told by, so that it would be blamed for a bad one
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -222,12 +187,12 @@ def decoder_start(name: str | Path) -> int:
     Raises:
         UserError: as `resolve_backbone`; or the backbone has no decoder that reads an encoder.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     directory = resolve_backbone(name)
-    with quiet_transformers():
-        start = getattr(AutoConfig.from_pretrained(directory, trust_remote_code=False), "decoder_start_token_id", None)
-        if start is None and (directory / "generation_config.json").is_file():
+    start = getattr(read_config(name), "decoder_start_token_id", None)
+    if start is None and (directory / "generation_config.json").is_file():
+        with quiet_transformers():
             start = GenerationConfig.from_pretrained(directory).decoder_start_token_id
     if not isinstance(start, int):
         raise UserError(
@@ -348,9 +313,7 @@ def configured(directory: Path, settings: dict[str, Any], *, dropout: float | No
     The odds that a whole layer is left out (`layerdrop`) are changed only by 0, which turns off whatever is random.
     Raises UserError for a rate above 0 where no key takes it.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **settings)
+    config = sound_config(directory, settings)
     if dropout is not None:
         found = [(owner, key) for owner, key, _ in dropout_rates(config) if dropout == 0 or "layerdrop" not in key]
         for owner, key in found:
@@ -412,7 +375,7 @@ def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) 
 
 def _recorded_name(name: str | Path) -> str:
     """What adapter_config.json says it belongs to: the shipped or hub name, or the absolute local path."""
-    local = Path(name).expanduser()
+    local = user_path(name)
     return str(local.resolve()) if assets.backbone(str(name)) is None and local.is_dir() else str(name)
 
 
@@ -425,11 +388,9 @@ def is_encoder(name: str | Path) -> bool:
 
 
 def read_config(name: str | Path) -> Any:
-    """The configuration of the backbone `name`, transformers' own. Raises UserError as `resolve_backbone`."""
-    from transformers import AutoConfig
-
-    with quiet_transformers():
-        return AutoConfig.from_pretrained(resolve_backbone(name), trust_remote_code=False)
+    """The configuration of the backbone `name`, transformers' own. Raises UserError as `resolve_backbone`, and for
+    values that the architecture cannot have."""
+    return sound_config(resolve_backbone(name), {})
 
 
 def _reads_both_ways(config: Any) -> bool:
@@ -458,16 +419,17 @@ def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, 
     core = [n for n in absent if not headed or (n.startswith(prefix) and ".pooler." not in n)]
     if core:
         more = f" and {len(core) - 1} more" if len(core) > 1 else ""
+        for entry in report["mismatched_keys"]:
+            if isinstance(entry, tuple | list) and entry[0] in core and len(entry) == 3:
+                there, made = (list(shape) for shape in entry[1:])
+                raise UserError(
+                    f"{where}: config.json makes {entry[0]} {made} and the weights have {there}{more}; one of the two "
+                    "is of another model, fetch the backbone again"
+                )
         raise UserError(
             f"{where}: its weights lack {core[0]}{more}; the checkpoint is not complete or not of this kind"
         )
     return tuple(absent)
-
-
-def first_line(error: Exception) -> str:
-    """What an exception of another library says, for an error of ours."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def resolve_device(name: str) -> torch.device:

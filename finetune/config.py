@@ -6,8 +6,10 @@ A union (`Task`) is chosen in a recipe by its `kind:` tag. Every field's docstri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
+from .bounds import LONGEST, MOST_STEPS, refuse_zero
 from .bounds import check_bounds as check_bounds
 from .course import Spikes as Spikes
 from .projecting import Projector as Projector
@@ -20,6 +22,7 @@ from .tasks import MaskedLM as MaskedLM
 from .tasks import Regress as Regress
 from .tasks import Seq2Seq as Seq2Seq
 from .tasks import Task as Task
+from .tracking import Tracker as Tracker
 
 DATA_INITS = ("eva", "corda", "lora-ga")
 """`adapter.init` that looks at training rows."""
@@ -82,20 +85,23 @@ class Adapter:
     text, through one trained linear map (eP-ALM, 2303.11403); null: rows are text alone. Needs `soft_tokens`."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, rank=(1, None), dropout=(0, 0.99), soft_tokens=(1, None))
+        check_bounds(
+            self, rank=(1, None), dropout=(0, 0.99), soft_tokens=(1, None), init_rows=(1, None), experts=(1, None)
+        )
         if self.soft_tokens is not None:
             for name, setting in self.__dataclass_fields__.items():
                 if name not in ("soft_tokens", "projector", "rank") and getattr(self, name) != setting.default:
                     raise ValueError(f"{name} is a setting of LoRA, which soft_tokens takes the place of; leave it out")
         elif self.projector is not None:
             raise ValueError("projector puts features before trained soft tokens; set soft_tokens: 1")
-        check_bounds(self, init_rows=(1, None), experts=(1, None))
         if not isinstance(self.alpha, str):
             check_bounds(self, alpha=(0, None))
-        for name, low in (("ranks", 1), ("alphas", 0)):
-            for key, value in (getattr(self, name) or {}).items():
-                if not value >= low:
-                    raise ValueError(f"{name}.{key} must be ≥ {low}, got {value}")
+            refuse_zero(
+                self, alpha="the adapter would be multiplied by 0; elsewhere 0 means the default, here null does"
+            )
+        for name, values in {"ranks": self.ranks, "alphas": self.alphas}.items():
+            if odd := [(key, value) for key, value in (values or {}).items() if not 0 < value < inf]:
+                raise ValueError(f"{name}.{odd[0][0]} must be above 0 and finite, got {odd[0][1]}; see `exclude`")
         if any(layer < 0 for layer in self.layers or ()):
             raise ValueError(f"layers must hold numbers ≥ 0, got {min(self.layers or ())}")
         if self.init_rows is not None and self.init not in DATA_INITS:
@@ -153,13 +159,16 @@ class Optimizer:
     """LoRA+: by how much the learning rate of the B factors is above that of everything else; null: not."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), clip=(0, None))
-        check_bounds(self, lora_plus=(1, None))
+        check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), lora_plus=(1, None))
+        check_bounds(self, clip=(0, inf))
+        refuse_zero(self, lr="the adapter would stay as it begins; elsewhere 0 may mean a default, here 1e-3 is one")
+        refuse_zero(self, clip="no gradient would be left; elsewhere 0 switches clipping off, here write null")
+        refuse_zero(self, eps="a parameter without a gradient yet would become 0/0; write 1e-8")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must each be at least 0 and below 1, got {list(self.betas)}")
 
 
 Quantization = Literal["nf4", "nf4-double", "int8"]
-
-
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 WIDTHS = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value by `train.precision`; what is not settled yet may turn out to be the widest."""
@@ -245,8 +254,9 @@ class Train:
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
         check_bounds(self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None))
-        check_bounds(self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), peak_tflops=(1e-6, None))
-        check_bounds(self, backbone_dropout=(0, 0.99), max_dropped=(0, 1), threads=(1, None))
+        check_bounds(self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), threads=(1, None), max_dropped=(0, 1))
+        check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
+        check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096))
         if self.max_dropped is not None and self.overlong != "drop":
             raise ValueError("max_dropped is of what `overlong: drop` leaves out; set that, or leave max_dropped out")
         if self.spikes is not None and self.save_every == 0:
@@ -475,21 +485,6 @@ class Evaluate:
     """Coverage of the intervals."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, batch_size=(1, None), train_limit=(0, None), bootstrap=(1, None), confidence=(0.5, 0.9999))
-
-
-TrackerKind = Literal["tensorboard", "wandb", "trackio"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tracker:
-    """Where the lines of metrics.jsonl go besides; nothing is sent anywhere unless it is asked for here."""
-
-    kinds: tuple[TrackerKind, ...] = ()
-    """`tensorboard` (event files in the run directory), `wandb`, `trackio`: the extras `track-tensorboard`,
-    `track-wandb`, `track-trackio`."""
-    project: str = "flatshift"
-    """Project of wandb and trackio."""
-    online: bool = False
-    """Whether wandb may send what it is given to its server; else its files stay in the run directory (`wandb sync`).
-    trackio keeps its own database on this machine."""
+        check_bounds(
+            self, batch_size=(1, None), train_limit=(0, None), bootstrap=(1, 1_000_000), confidence=(0.5, 0.9999)
+        )

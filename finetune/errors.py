@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
+from pathlib import Path
+
+SENTENCE = 300
+"""Characters of what a user is told of a mistake, at most."""
+_DISK = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EREMOTEIO),
+    *(errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ECOMM, errno.EBUSY),
+    *(errno.EMFILE, errno.ENFILE),
+}
+"""What a disk, a network file system, or the machine's supply of open files can answer to any read or write."""
 
 
 class UserError(ValueError):
@@ -24,9 +36,63 @@ class OutOfMemory(MemoryError):
         self.resumable = resumable
 
 
+def system_error(error: BaseException) -> int | None:
+    """The operating system's number for `error`, also where safetensors and tokenizers tell it in words; else None."""
+    if isinstance(error, OSError):
+        return error.errno
+    if type(error).__name__ not in ("SafetensorError", "Exception"):  # the latter: tokenizers
+        return None
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found is None and "No space left" in str(error):
+        return errno.ENOSPC
+    return int(found[1]) if found is not None else errno.EDQUOT if "quota" in str(error) else None
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether the disk, or the user's share of it, had no room left."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return system_error(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_trouble(error: BaseException) -> str | None:
+    """What the disk (or network file system) has, in words, where `error` comes from it: a cause that may pass, so that
+    what was finished is kept and the same command goes on. None for any other error."""
+    code = system_error(error)
+    if code not in _DISK:
+        return None
+    return "the disk is full" if is_disk_full(error) else f"the disk answered “{os.strerror(code)}”"
+
+
+def user_path(name: str | Path) -> Path:
+    """`name` as a path, `~` and `~user` in front written out. Raises UserError where there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UserError(f"{name}: there is no user of this name; write the path without ~") from None
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of another library says, for a sentence of ours."""
+    text = str(error).strip()
+    return shortened(text.splitlines()[0], 160) if text else type(error).__name__
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """`text` in at most so many characters: what is too long loses its middle."""
+    head = (most - 1) * 2 // 3
+    return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
+
+
+def sentence(text: str, most: int = SENTENCE) -> str:
+    """`text` on one line of at most `most` characters, control characters escaped.
+
+    Of a longer one its longest words (a path, a value) lose their middles first: what is wrong stays readable.
+    """
+    line = " ".join("".join(c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text).split())
+    for room in (120, 80, 50):
+        if len(line) <= most:
+            return line
+        line = " ".join(shortened(word, room) for word in line.split(" "))
+    return shortened(line, most)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -61,12 +61,15 @@ class Tally:
     attention: float = 0.0
     again_linear: float = 0.0
     again_attention: float = 0.0
+    lost: Exception | None = None
+    """Why a layer could not be counted: what it is given or gives is of no known form. The sums are then too small."""
     _forward: dict[nn.Module, tuple[float, float]] = field(default_factory=dict)
     """Operations of each layer's last forward pass, linear and of attention."""
 
     @contextmanager
     def watching(self, model: nn.Module, *, width: float, head: Head | None) -> Iterator[None]:
-        """Hooks on the linear layers and attention modules of `model`; nothing that is computed changes.
+        """Hooks on the linear layers and attention modules of `model`; nothing that is computed changes, and a layer
+        that cannot be counted ends nothing (`lost`).
 
         Args:
             width: of attention (`attention_width`), on this rank.
@@ -82,7 +85,10 @@ class Tally:
                 counted[module] = self._adapted
             elif _is_linear(module):
                 counted[module] = self._plain
-        handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in counted.items()]
+        handles = [
+            module.register_forward_hook(partial(self._count, hook), with_kwargs=True)
+            for module, hook in counted.items()
+        ]
         # before, because checkpointing leaves a layer in the middle once it has what backward wants
         for module in counted:
             # and where only attention is computed again, its own hooks stay outside: its last product tells of it
@@ -107,15 +113,21 @@ class Tally:
 
     # ------------------------------------------------------------------ hooks
 
+    def _count(self, hook: Any, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        try:
+            hook(layer, args, kwargs, output)
+        except Exception as error:  # a meter may not end what it measures
+            self.lost = self.lost or error
+
     def _plain(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         x = _first(args, kwargs)
-        products = 2.0 * _rows(x) * x.shape[-1] * output.shape[-1]
+        products = 2.0 * _rows(x) * x.shape[-1] * _made(output).shape[-1]
         trained = any(p.requires_grad for p in layer.parameters(recurse=False))
         self._add(layer, products, products * (int(x.requires_grad) + int(trained)))
 
     def _adapted(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
         x = _first(args, kwargs)
-        rows, into, out = _rows(x), x.shape[-1], output.shape[-1]
+        rows, into, out = _rows(x), x.shape[-1], _made(output).shape[-1]
         frozen = 2.0 * rows * into * out
         rank = sum(layer.r[name] for name in layer.active_adapters if name in layer.r)
         a, b = 2.0 * rows * rank * into, 2.0 * rows * rank * out
@@ -152,6 +164,12 @@ def _goes_forward() -> bool:
 def _first(args: Any, kwargs: Any) -> Tensor:
     """The tensor that a layer is given."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return x
+
+
+def _made(output: Any) -> Tensor:
+    """The product among what a layer gives: routers of mixtures (Llama 4) are linear layers that give two tensors."""
+    x: Tensor = output[-1] if isinstance(output, tuple) else output
     return x
 
 

@@ -189,6 +189,7 @@ class Keeper:
         }
         with watch.unhurried("saving a checkpoint"):
             if self.engine.is_main:
+                self.run.sync_metrics(self.stage)
                 save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self._kept())
             self.engine.world.wait()
         self.saved_step = self.progress.step

@@ -478,6 +478,7 @@ class _Loop:
         with disk_full_interrupts(f"saving the adapter of {self.stage}"):
             self.engine.save_adapter(folder / "adapter")
             if self.engine.is_main:
+                self.run.sync_metrics(self.stage)
                 write_json(
                     folder / "done.json",
                     {

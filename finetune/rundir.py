@@ -23,8 +23,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .atomic import replacing_directory, sweep_leftovers, write_json, write_text
-from .errors import Interrupted, UserError
+from .atomic import (
+    is_bare,
+    make_directory,
+    new_directory,
+    sweep_leftovers,
+    sync_files,
+    write_json,
+    write_text,
+)
+from .errors import Interrupted, UserError, disk_trouble, is_disk_full
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
     "environment.json",
@@ -43,19 +51,15 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @contextmanager
 def disk_full_interrupts(doing: str) -> Iterator[None]:
-    """Turn a full disk (or quota) while `doing` something into Interrupted; other errors pass through."""
+    """Turn a disk that is full (or the quota), or that fails, while `doing` something into Interrupted; other errors
+    pass through."""
     try:
         yield
     except Exception as error:
-        code = getattr(error, "errno", None)
-        # safetensors reports the operating system's error in words only
-        if code in {errno.ENOSPC, errno.EDQUOT} or (
-            type(error).__name__ == "SafetensorError" and ("No space left" in str(error) or "quota" in str(error))
-        ):
-            raise Interrupted(
-                f"the disk is full while {doing}; free some space and resume, everything finished before is kept"
-            ) from error
-        raise
+        if (trouble := disk_trouble(error)) is None:
+            raise
+        then = "free some space and resume" if is_disk_full(error) else "resume when it is well again"
+        raise Interrupted(f"{trouble} while {doing}; {then}, everything finished before is kept") from error
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,11 @@ class RunDirectory:
         file name.
 
         It appears whole or not at all: a run that is killed here can simply be started again.
-        Raises UserError for a non-empty `path`.
+        Raises UserError for a non-empty `path`, also for one that another process has made meanwhile.
         """
         path = Path(path)
-        refuse_nonempty(path, resumable=True)
-        with disk_full_interrupts(f"creating {path}"), replacing_directory(path) as temporary:
+        refuse_old(path, resumable=True)
+        with disk_full_interrupts(f"creating {path}"), new_output(path) as temporary:
             write_provenance(temporary, recipe_yaml=recipe_yaml)
             if manifest is not None:
                 write_json(temporary / MANIFEST, manifest)
@@ -116,7 +120,7 @@ class RunDirectory:
     def stage(self, name: str) -> Path:
         """`stages/<name>/`, made if need be."""
         folder = self.path / "stages" / name
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
         return folder
 
     def log_metrics(self, stage: str, **fields: Any) -> None:
@@ -126,6 +130,11 @@ class RunDirectory:
         text = _line(stage, fields)
         for file in (self.path / METRICS, self.stage(stage) / METRICS):
             _append(file, text)
+
+    def sync_metrics(self, stage: str) -> None:
+        """Make the lines that were logged so far durable, before a checkpoint says that their updates are done."""
+        if self.writes:
+            sync_files(self.path / METRICS, self.path / "stages" / stage / METRICS, self.path / TRACE)
 
     def log_trace(self, stage: str, **fields: Any) -> None:
         """Append one line to trace.jsonl. NaN and infinities become null."""
@@ -141,13 +150,41 @@ class RunDirectory:
 
 
 def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
-    """Raise UserError unless `path` is absent or an empty directory. resumable: what may be there is a run's."""
+    """Raise UserError unless `path` is absent or an empty directory, but for what killed writes leave.
+
+    resumable: what may be there is a run's.
+    """
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"--out: {path} is a file; name a new or empty directory")
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and not is_bare(path):
         instead = ", or continue a run with `flatshift train --resume`" if resumable else ""
         raise UserError(f"--out: {path} is not empty; name another directory{instead}")
+
+
+def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
+    """As `refuse_nonempty`, for a directory that is to appear as a whole: raise UserError too for one that cannot be
+    replaced, a mount point or this process's working directory."""
+    refuse_nonempty(path, resumable=resumable)
+    path = Path(path)
+    if path.is_mount() or (path.is_dir() and path.samefile(Path.cwd())):
+        what = "a mount point" if path.is_mount() else "the working directory"
+        raise UserError(f"--out: {path} is {what}, which cannot be replaced; name a directory in it")
+
+
+@contextmanager
+def new_output(path: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `path` at the end, whole.
+
+    Raises UserError if somebody else made `path` meanwhile; what is there stays.
+    """
+    try:
+        with new_directory(path) as temporary:
+            yield temporary
+    except FileExistsError as error:
+        if error.filename != os.path.realpath(path):
+            raise
+        raise UserError(f"--out: {path} was made by another command meanwhile; name another directory") from None
 
 
 def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
@@ -194,7 +231,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     stage went back for) takes away what the stage wrote of later steps before it.
 
     Raises:
-        UserError: any other line is not a JSON object.
+        UserError: any other line is none of metrics.
     """
     path = Path(path)
     if not path.is_file():
@@ -202,16 +239,34 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     lines: dict[tuple[Any, Any, Any], dict[str, Any]] = {}
     pieces = path.read_bytes().split(b"\n")
     for number, piece in enumerate(pieces, start=1):
-        record = _parse(piece)
+        record = parse_line(piece)
         if record is None:
             if piece.strip() and number < len(pieces):
-                raise UserError(f"{path}:{number}: not a JSON object")
+                raise UserError(f"{path}:{number}: not a JSON object with a stage and a whole step")
             continue
         forget_undone(lines, record)
-        key = (record.get("stage"), record.get("split"), record.get("step"))
+        key = (record["stage"], record.get("split"), record["step"])
         lines.pop(key, None)
         lines[key] = record
     return list(lines.values())
+
+
+def parse_line(piece: bytes) -> dict[str, Any] | None:
+    """The object of one line of metrics.jsonl, its `step` a whole number ≥ 0; None for what is no such line."""
+    try:
+        record = json.loads(piece)
+        if not isinstance(record, dict) or not isinstance(record["stage"], str):
+            return None
+        if not isinstance(record.get("split", ""), str):  # a trace has none
+            return None
+        step, back = record["step"], record.get("rewound_to", 0)
+        if not all(isinstance(one, int) and one >= 0 for one in (step, back)):
+            return None
+        if any(isinstance(one, int) and abs(one) >= 2**63 for one in record.values()):  # no float, no table holds it
+            return None
+    except (ValueError, KeyError, RecursionError):
+        return None
+    return record
 
 
 def forget_undone(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> None:
@@ -227,20 +282,14 @@ def last_attempt(records: Iterable[dict[str, Any]], stage: str) -> int:
     return max((int(r.get("attempt") or 0) for r in records if r.get("stage") == stage), default=0)
 
 
-def _parse(piece: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(piece)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def _cut_torn_tail(path: Path) -> None:
-    """Drop what follows the last line break: lines are written with it in one piece."""
+    """Drop what follows the last line break: lines are written with it in one piece. A zero byte, which no line has, is
+    where a machine without power lost what was not yet synced: what follows it is younger than any checkpoint."""
     if not path.is_file():
         return
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
+    lost = data.find(b"\0")
+    whole = data.rfind(b"\n", 0, lost if lost >= 0 else len(data)) + 1
     if whole < len(data):
         os.truncate(path, whole)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -14,6 +13,7 @@ import torch
 from regularizers.fused import FusedLayers
 
 from .adapting.soft_tokens import before_text
+from .atomic import read_object
 from .compiling import Compiled
 from .config import Classify, Optimizer, Task, Train
 from .data.prefetch import fed
@@ -159,7 +159,7 @@ def ended(run: RunDirectory, stage: str, train: Train) -> StageResult | None:
     file = run.path / "stages" / stage / "done.json"
     if not file.is_file():
         return None
-    record = json.loads(file.read_text(encoding="utf-8"))
+    record = read_object(file, "target_steps")
     if record["target_steps"] != train.steps:  # asked to go on for longer: continue from its last checkpoint
         return None
     return StageResult(**{name: record[name] for name in StageResult.__dataclass_fields__ if name in record})

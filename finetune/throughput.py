@@ -65,6 +65,8 @@ class Meter:
         # heads are cut along tp; along cp a rank has some of the queries and all keys
         with tally.watching(self._engine.model, width=width * world.width("cp") / world.width("tp"), head=head):
             yield
+        if tally.lost is not None:
+            return  # tokens are counted, operations are not
         shapes = [micro.inputs["input_ids"].shape for micro in micros]
         self._cost = tally.cost(
             positions=sum(b * t for b, t in shapes), pairs=sum(b * t * t for b, t in shapes), head=head

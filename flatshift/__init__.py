@@ -6,7 +6,23 @@ The public names, loaded when first used, so that `import flatshift` costs nothi
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.config import Recipe as Recipe
+    from experiments.evaluating import evaluate_run as evaluate_run
+    from experiments.pipeline import resume as resume
+    from experiments.pipeline import train as train
+    from experiments.recipe import load_recipe as load_recipe
+    from experiments.report import build_report as build_report
+    from experiments.selecting import select as select
+    from experiments.sweep import sweep as sweep
+    from finetune.data import read_rows as read_rows
+    from finetune.errors import UserError as UserError
+    from regularizers import GGPO as GGPO
+    from selection import GotDSelector as GotDSelector
+    from selection import Pool as Pool
+    from selection import sinkhorn_potentials as sinkhorn_potentials
 
 __version__ = "0.1.0"
 
@@ -29,10 +45,16 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'flatshift' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+if not TYPE_CHECKING:  # a type checker knows every name from above, and that there are no others
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'flatshift' has no attribute {name!r}")
+        from flatshift.installation import foreign
+
+        if (told := foreign()) is not None:
+            raise ImportError(told)
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

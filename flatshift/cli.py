@@ -14,6 +14,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from flatshift import installation
 
 _COMMANDS = {
     "demo": "the three journeys on shipped samples; ends with a report",
@@ -29,6 +32,8 @@ _COMMANDS = {
     "recipes": "list, show or copy the shipped recipes",
     "doctor": "environment, versions, devices, shadowed names",
 }
+_KEEPS = {"demo", "select", "train", "sweep", "compare"}
+"""Commands that go on with what an earlier try left in their directory."""
 _USERS_PATH = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -55,11 +60,54 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+def _refuse_encoding(argv: Sequence[str]) -> None:
+    """Raise UserError for a name in another encoding than UTF-8: no recipe, manifest or page could hold it."""
+    from finetune.errors import UserError, shortened
+
+    try:
+        here = str(Path.cwd())
+    except OSError:
+        raise UserError("the current directory is gone; change into one that is there") from None
+    what = ""
+    for text in (here, *argv):
+        what = text if text.startswith("--") else what
+        if any("\ud800" <= sign <= "\udfff" for sign in text):
+            place = "the current directory" if text is here else what.partition("=")[0] or f"`flatshift {argv[0]}`:"
+            raise UserError(f"{place} {shortened(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
+
+
+def _broken_disk(error: OSError, argv: Sequence[str]) -> int:
+    """What the disk, or a path that somebody named, has; or our bug."""
+    from finetune.errors import disk_trouble, is_disk_full, sentence
+
+    place = f" at {error.filename}" if error.filename else ""
+    if (trouble := disk_trouble(error)) is not None:
+        then = "free some space" if is_disk_full(error) else "see to it"
+        if argv[0] in _KEEPS:
+            return _end(sentence(f"interrupted: {trouble}{place}; {then} and resume, finished parts are kept"), 3)
+        return _end(sentence(f"error: {trouble}{place}; {then} and run the same command again"), 2)
+    if error.errno in _USERS_PATH and error.filename:
+        return _end(sentence(f"error: {error.filename}: {error.strerror}"), 2)
+    return _unexpected(error)
+
+
 def _end(message: str, code: int, *, patient: bool = False) -> int:
     """As `_fail`, but of several ranks only the first says it."""
     from finetune.parallel import voice
 
     return voice.speak(f"flatshift: {message}", code, patient=patient)
+
+
+def _examine(argv: Sequence[str]) -> None:
+    """What the doctor says where packages of ours are not: it needs only its own file."""
+    try:
+        from experiments.doctor import doctor, render
+    except ImportError:
+        return
+    import json
+
+    found = doctor()
+    print(json.dumps(found, indent=2) if "--json" in argv else render(found))
 
 
 def run(argv: Sequence[str]) -> int:
@@ -74,23 +122,25 @@ def run(argv: Sequence[str]) -> int:
         return 0
     name = argv[0]
     if name not in _COMMANDS:
-        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        close = difflib.get_close_matches(name[:80], _COMMANDS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_COMMANDS)}"
-        return _fail(f"error: unknown command {name!r}; {hint}", 2)
+        return _fail(f"error: unknown command {name[:80]!a}; {hint}", 2)
+
+    if (foreign := installation.foreign()) is not None:
+        if name == "doctor":
+            _examine(argv)
+        return _fail(f"error: {foreign}", 2)
+    from finetune.errors import Interrupted, OutOfMemory, UserError, sentence
+    from regularizers.errors import RegularizerError
+    from selection.errors import SelectionError
 
     try:
-        from finetune.errors import Interrupted, OutOfMemory, UserError
-        from regularizers.errors import RegularizerError
-        from selection.errors import SelectionError
-    except ImportError as error:  # another distribution's `finetune` or `selection` stands in front of ours
-        return _fail(f"error: {error}; see which package shadows ours with `python -m experiments.doctor`", 2)
-
-    try:
+        _refuse_encoding(argv)
         from flatshift import commands
 
         return commands.run(name, list(argv[1:]))
     except (UserError, SelectionError, RegularizerError) as error:
-        return _end(f"error: {error}", 2)
+        return _end(f"error: {sentence(str(error))}", 2)
     except Interrupted as error:
         return _end(f"interrupted: {error}", 3, patient=True)
     except OutOfMemory as error:
@@ -104,12 +154,7 @@ def run(argv: Sequence[str]) -> int:
     except SystemExit as stop:  # the argument parser's own --help (0) and errors (2)
         return stop.code if isinstance(stop.code, int) else 2
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = f" while writing {error.filename}" if error.filename else ""
-            return _end(f"interrupted: the disk is full{place}; free some space and resume, finished parts are kept", 3)
-        if error.errno in _USERS_PATH and error.filename:
-            return _end(f"error: {error.filename}: {error.strerror}", 2)
-        return _unexpected(error)
+        return _broken_disk(error, argv)
     except Exception as error:
         return _unexpected(error)
 
@@ -122,10 +167,10 @@ def _unexpected(error: Exception) -> int:
 
 def _set_allocator() -> None:
     """Before anything imports torch; ranks and cells of a sweep inherit it."""
-    try:
-        from finetune.devices.allocator import fixed_workspaces, growing_segments
-    except ImportError:  # a foreign `finetune`, of which `run` tells
+    if installation.foreign() is not None:  # of which `run` tells
         return
+    from finetune.devices.allocator import fixed_workspaces, growing_segments
+
     os.environ.update(growing_segments(os.environ) | fixed_workspaces(os.environ))
 
 

@@ -10,17 +10,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from experiments.config import Recipe
 from experiments.meshing import axis_flags, mesh_flags, named_axes
 from experiments.recipe import (
-    Resolved,
     from_override,
     load_recipe,
     refuse_contradictions,
@@ -32,7 +28,7 @@ from finetune.errors import UserError
 from finetune.parallel import agree, launch, voice
 from finetune.parallel.rules import Settings, check_settings
 from finetune.quantised import check_available
-from finetune.rundir import RECIPE, refuse_nonempty
+from finetune.rundir import RECIPE, refuse_old
 from flatshift import leaving
 from flatshift.flags import (
     CompareFlags,
@@ -45,6 +41,7 @@ from flatshift.flags import (
     SweepFlags,
     TrainFlags,
 )
+from flatshift.flags import parse as _parse
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 
@@ -70,10 +67,6 @@ def _split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]
         overrides.append(from_override(key, value, f"--{name}"))
     refuse_contradictions(overrides)
     return rest, overrides
-
-
-def _parse(flags: type, name: str, argv: list[str]) -> Any:
-    return tyro.cli(flags, prog=f"flatshift {name}", args=argv)
 
 
 def _demo(argv: list[str]) -> int:
@@ -150,19 +143,17 @@ def _train(argv: list[str]) -> int:
     if chosen := mesh_flags(resolved.recipe):
         return _train([*argv, *chosen])
     if launch.wants_ranks(resolved.recipe.mesh):
-        new = flags.out or _dated(resolved)
-        refuse_nonempty(new, resumable=True)
-        named = argv if flags.out is not None else [*argv, "--out", str(new)]
-        return _spawn("train", named, resolved.recipe, new)
+        if flags.out is None:
+            with agree.dated_directory("runs", resolved.name) as new:
+                return _spawn("train", [*argv, "--out", str(new)], resolved.recipe, new)
+        refuse_old(flags.out, resumable=True)
+        return _spawn("train", argv, resolved.recipe, flags.out)
     if flags.out is not None and launch.restarted() and (flags.out / RECIPE).is_file():
         _, axes = _split_overrides(axis_flags(resolved.recipe.mesh), TrainFlags)  # there may be fewer ranks than before
         return _trained(flags, lambda: _pipeline().resume(flags.out, axes, quiet=flags.json))
-    out = flags.out
-    if out is None and voice.several():
-        if launch.restarts_allowed():
-            raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
-        out = Path(agree.word_of_main("out", str(_dated(resolved))))
-    return _trained(flags, lambda: _pipeline().train(resolved, out, quiet=flags.json))
+    if flags.out is None and voice.several() and launch.restarts_allowed():
+        raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
+    return _trained(flags, lambda: _pipeline().train(resolved, flags.out, quiet=flags.json))
 
 
 def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
@@ -172,10 +163,6 @@ def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
     return launch.spawn(
         ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
     )
-
-
-def _dated(resolved: Resolved) -> Path:
-    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{resolved.name}"
 
 
 def _pipeline() -> Any:
@@ -211,6 +198,7 @@ def _sweep(argv: list[str]) -> int:
         jobs=flags.jobs,
         stack=flags.stack,
         devices=flags.devices,
+        max_cells=flags.max_cells,
         rerun_stale=flags.rerun_stale,
         rerun_failed=flags.rerun_failed,
     )
@@ -299,8 +287,11 @@ def _report(argv: list[str]) -> int:
     if flags.out is not None and flags.out.is_dir():
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
     from experiments.report import build_report
+    from finetune.lock import owned
 
-    print(build_report(flags.runs, out=flags.out or flags.runs[0] / "report.html"))
+    out = flags.out or flags.runs[0] / "report.html"
+    with owned(out):
+        print(build_report(flags.runs, out=out))
     return 0
 
 
@@ -324,11 +315,13 @@ def _recipes(argv: list[str]) -> int:
         sys.stdout.write(text)
         return 0
     target = flags.to or Path(f"{flags.name}.yaml")
-    if target.exists():
-        raise UserError(f"{target} exists; name another file or remove it")
     from finetune.atomic import write_text
+    from finetune.lock import owned
 
-    write_text(target, text)
+    with owned(target, instead="name another file"):
+        if target.exists():
+            raise UserError(f"{target} exists; name another file or remove it")
+        write_text(target, text)
     print(target)
     return 0
 

@@ -10,15 +10,10 @@ import json
 import sys
 from typing import Any
 
-import tyro
-
 from experiments.recipe import from_override
 from finetune.errors import UserError
 from flatshift.flags import EvalFlags, ExportFlags, GenerateFlags, MergeFlags
-
-
-def _parse(flags: type, name: str, argv: list[str]) -> Any:
-    return tyro.cli(flags, prog=f"flatshift {name}", args=argv)
+from flatshift.flags import parse as _parse
 
 
 def generate(argv: list[str]) -> int:

@@ -17,6 +17,7 @@ import tempfile
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"flatshift", "experiments", "finetune", "selection", "regularizers"}
@@ -30,6 +31,9 @@ MUST_HOLD = (
 )
 
 
+_TEXT: dict[str, Any] = {"check": True, "capture_output": True, "text": True}
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -37,6 +41,7 @@ def main() -> None:
         check_contents(wheel)
         python = install(wheel, folder)
         smoke(python, folder)
+        overwritten(python, folder)
     minimal_dependencies()
     print("wheel: built, installed elsewhere, smoke-run; core dependencies suffice for every module")
 
@@ -110,6 +115,29 @@ def smoke(python: Path, folder: Path) -> None:
     )
     if len((folder / "picked" / "selected.jsonl").read_text(encoding="utf-8").splitlines()) != 20:
         raise SystemExit("the installed wheel did not select 20 records")
+
+
+def overwritten(python: Path, folder: Path) -> None:
+    """Another distribution writes over `finetune`, as the one of that name on PyPI does: every way in says so."""
+    about = subprocess.run([python, "-c", "import finetune; print(finetune.__path__[0])"], cwd=folder, **_TEXT).stdout
+    package = Path(about.strip())
+    other = package.parent / "finetune-0.10.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: finetune\nVersion: 0.10.0\n", encoding="utf-8")
+    (other / "RECORD").write_text("finetune/__init__.py,,\nfinetune/config.py,,\n", encoding="utf-8")
+    (package / "config.py").write_text("import tensorflow\n", encoding="utf-8")
+    command = python.parent / "flatshift"
+    for arguments, code in (["recipes", "list"], 2), (["doctor"], 2):
+        done = subprocess.run([command, *arguments], cwd=folder, capture_output=True, text=True)
+        if done.returncode != code or "pip uninstall finetune" not in done.stderr or "Traceback" in done.stderr:
+            raise SystemExit(f"`flatshift {arguments[0]}` beside another `finetune`: {done.returncode} {done.stderr}")
+    if "finetune" not in done.stdout or "one over the other" not in done.stdout:
+        raise SystemExit(f"the doctor does not see another `finetune`: {done.stdout}")
+    done = subprocess.run(
+        [python, "-c", "import flatshift; flatshift.train"], cwd=folder, capture_output=True, text=True
+    )
+    if "ImportError: another package was installed over" not in done.stderr:
+        raise SystemExit(f"`import flatshift` beside another `finetune`: {done.stderr}")
 
 
 def minimal_dependencies() -> None:

@@ -24,6 +24,11 @@ def save_backbone(kind: str, directory: Path, **overrides: Any) -> Path:
     dry = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     table = {
         "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, {**sizes, "num_key_value_heads": 2}),
+        "llama4": (
+            tf.Llama4ForCausalLM,
+            tf.Llama4TextConfig,
+            {**sizes, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
+        ),
         "gemma2": (tf.Gemma2ForCausalLM, tf.Gemma2Config, {**sizes, "num_key_value_heads": 2, "head_dim": 8}),
         "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, {**gpt2, **dry}),
         "gpt2-dropout": (tf.GPT2LMHeadModel, tf.GPT2Config, gpt2),

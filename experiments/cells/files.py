@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.atomic import write_json
+from finetune.atomic import read_object, write_json
 from finetune.errors import Interrupted
 
 Result = dict[str, Any]
@@ -24,8 +23,7 @@ def cell_file(directory: Path, key: str) -> Path:
 
 def read_result(directory: Path, key: str) -> Result:
     """The result of a cell that has one."""
-    found: Result = json.loads(cell_file(directory, key).read_text(encoding="utf-8"))
-    return found
+    return read_object(cell_file(directory, key), "status", fix="delete it, and the same command runs the cell anew")
 
 
 def is_final(directory: Path, key: str) -> bool:

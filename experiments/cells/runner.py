@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments.cells.files import Result, cell_file, is_final, read_result
-from experiments.cells.lock import LOCK, locked
 from experiments.cells.study import RECIPE
 from experiments.console import Console, Task
 from experiments.sweep import start_worker
-from finetune.atomic import sweep_leftovers
+from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_text
 from finetune.errors import UserError
+from finetune.lock import INSIDE
 
 
 class Cell(Protocol):
@@ -53,27 +53,22 @@ class RunCell(Protocol):
         """directory: of the results. died: how the cell ended its workers; it does not run, and this is its result."""
 
 
-@contextmanager
-def claimed(out: Path, recipe_yaml: str, what: str) -> Iterator[None]:
-    """Make the directory, or check that it is a study's, and be the only one in it.
+def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
+    """Make the directory, or check that it is a study's; the caller owns it (`finetune.lock`).
 
     Several recipes may share a directory, one after another, as cells have names. what: kind of study, for the refusal.
-    Raises UserError if `out` holds something else, or another command is at work there.
+    Raises UserError if `out` holds something else.
     """
-    from finetune.atomic import write_text
     from finetune.rundir import write_provenance
 
     marker = out / RECIPE
-    own = ("cells", LOCK)
-    if out.exists() and any(entry.name not in own for entry in out.iterdir()) and not marker.is_file():
+    if out.exists() and not marker.is_file() and not (out.is_dir() and is_bare(out, but=("cells", INSIDE))):
         raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")
-    with locked(out):
-        (out / "cells").mkdir(parents=True, exist_ok=True)
-        sweep_leftovers(out)
-        sweep_leftovers(out / "cells")
-        write_provenance(out)
-        write_text(marker, recipe_yaml)
-        yield
+    sweep_leftovers(out)
+    write_text(marker, recipe_yaml)  # first: a kill from here on leaves what the same command knows as its own
+    make_directory(out / "cells")
+    sweep_leftovers(out / "cells")
+    write_provenance(out)
 
 
 class Runner:

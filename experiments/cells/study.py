@@ -13,6 +13,7 @@ from experiments.recipe.resolve import recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Tree, merge
 from finetune.atomic import write_json, write_text
 from finetune.errors import Interrupted, UserError
+from finetune.lock import owned
 
 RECIPE = "study.recipe.yaml"
 
@@ -73,18 +74,20 @@ def carry_out(
     """Plan, run and judge a study; write what it found to `out`/`name` and its page to `out`/report.html.
 
     Raises:
-        UserError: bad input, before any cell runs. Interrupted: stopped; the same call goes on.
+        UserError: bad input, before any cell runs; another command is at work on `out`. Interrupted: stopped; the same
+            call goes on.
     """
     if jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")
-    planned, console = plan(), Console(quiet=quiet)
-    train = planned.resolved.recipe.train
-    console.say(f"precision: {train.precision} ({planned.resolved.origins.get('train.precision', 'default')})")
-    try:
-        found = measure(planned, console)
-    except KeyboardInterrupt as error:
-        raise Interrupted("finished cells are kept; the same command goes on from there") from error
-    document = {**found, "command": f"flatshift compare {recipe} --data DIR --out OUT"}
-    write_json(out / name, document)
-    write_text(out / "report.html", page(document))
-    return document
+    with owned(out):
+        planned, console = plan(), Console(quiet=quiet)
+        train = planned.resolved.recipe.train
+        console.say(f"precision: {train.precision} ({planned.resolved.origins.get('train.precision', 'default')})")
+        try:
+            found = measure(planned, console)
+        except KeyboardInterrupt as error:
+            raise Interrupted("finished cells are kept; the same command goes on from there") from error
+        document = {**found, "command": f"flatshift compare {recipe} --data DIR --out OUT"}
+        write_json(out / name, document)
+        write_text(out / "report.html", page(document))
+        return document

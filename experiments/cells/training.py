@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from experiments.cells.refusing import refuse_beginning
 from experiments.config import Recipe
 from finetune.config import Chat, Classify, Completion, Optimizer, Task, Train
 from finetune.errors import UserError
+from finetune.lock import scratch
 from finetune.loop import Diverged, train_stage
 from finetune.seeds import derive
 
@@ -107,7 +106,7 @@ def train_examples(
         group=train.group,
     )
     clock: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="flatshift-cell-") as scratch:
+    with scratch("flatshift-cell-") as folder:
         train_stage(
             engine,
             tokenizer,
@@ -119,7 +118,7 @@ def train_examples(
             train=train,
             evaluate=recipe.eval,
             regularizer=build(recipe.regularizer),
-            run=RunDirectory(Path(scratch)),
+            run=RunDirectory(folder),
             seed=train.seed,
             label_names=labels,
             on_step=lambda line: clock.append(time.process_time()),

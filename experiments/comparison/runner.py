@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from experiments.cells.files import Result
-from experiments.cells.runner import Runner, claimed
+from experiments.cells.runner import Runner, claim_study
 from experiments.comparison.cell import run_cell
 from experiments.comparison.plan import Plan, StudyCell
 from experiments.comparison.tuning import (
@@ -57,13 +57,11 @@ def run_study(
 
     on_cell: told the file of each cell that this call finished.
 
-    Raises UserError if `out` holds something else, or another command writes there.
+    Raises UserError if `out`, which the caller owns, holds something else.
     """
     plan.check_methods()
-    with (
-        claimed(out, plan.resolved.to_yaml(), "comparison"),
-        Runner(out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell) as runner,
-    ):
+    claim_study(out, plan.resolved.to_yaml(), "comparison")
+    with Runner(out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell) as runner:
         outcome = Outcome()
         _tune(plan, runner, outcome)
         study = plan.study

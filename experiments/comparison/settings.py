@@ -89,6 +89,10 @@ class Comparison:
             self, rounds=(0, None), seeds=(2, None), exploratory_seeds=(2, None), finalists=(1, None),
             equal_time_above=(1, None), sharpness_sigma=(0, None), sharpness_seeds=(0, None), resamples=(100, None),
         )  # fmt: skip
+        check_bounds(
+            self, rounds=(None, 1000), seeds=(None, 10_000), exploratory_seeds=(None, 10_000),
+            sharpness_seeds=(None, 10_000), resamples=(None, 1_000_000),
+        )  # fmt: skip
         _check_rates("lr", self.lr)
         for names in (self.tasks, self.methods):
             plain = [name.replace("_", "-") for name in names]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells.files import Result, write_result
-from experiments.cells.runner import Runner, claimed
+from experiments.cells.runner import Runner, claim_study
 from experiments.comparison.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
 from experiments.console import Console
 from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
@@ -100,14 +100,12 @@ def run_study(
 
     on_cell: told the file of each cell that this call finished.
 
-    Raises UserError if `out` holds something else or another command writes there, or where nothing can be judged.
+    Raises UserError if `out`, which the caller owns, holds something else, or where nothing can be judged.
     """
-    with (
-        claimed(out, plan.resolved.to_yaml(), "study"),
-        Runner(
-            out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell, label="quality"
-        ) as runner,
-    ):
+    claim_study(out, plan.resolved.to_yaml(), "study")
+    with Runner(
+        out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell, label="quality"
+    ) as runner:
         for made in ("pool", "selections"):
             sweep_leftovers(out / made)
         stages = _Stages(plan, runner, out)

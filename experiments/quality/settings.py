@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from experiments.quality.keys import check_arm_keys, check_embedder_keys, check_target_keys
+from finetune.bounds import LONGEST
 from finetune.config import check_bounds
 
 Source = Literal["selector", "matched", "pool", "target", "none"]
@@ -133,6 +134,8 @@ class Quality:
             rounds=(0, None), seeds=(2, None), tuning_seed=(0, 2**63 - 1), embedder_rows=(1, None),
             embedder_budget=(1, None), embedder_seeds=(1, None),
         )  # fmt: skip
+        check_bounds(self, rounds=(None, 1000), seeds=(None, 10_000), embedder_seeds=(None, 10_000))
+        check_bounds(self, packed=(None, LONGEST), judged_length=(None, LONGEST))
         for name in ("lr", "fine_tune_lr"):
             rates = getattr(self, name)
             if len(rates) < 2 or any(not rate > 0 for rate in rates) or list(rates) != sorted(set(rates)):

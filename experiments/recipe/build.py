@@ -9,17 +9,24 @@ import types
 import typing
 from typing import Any, Literal, Union
 
-from experiments.recipe.tree import Branch, Items, Leaf, Tree
-from finetune.errors import UserError
+from experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree
+from finetune.errors import UserError, shortened
 
 Origins = dict[str, str]
+_LONG_WORD = 200
+"""Longer than any key or value that a typing error could have been meant for; looking for a near one is quadratic."""
+_ROOM = 160
+"""Characters for a list of what is known."""
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
     """` (did you mean 'x'?)`, or the list of what is known when nothing is near."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) if len(word) <= _LONG_WORD else []
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    shown = [name for i, name in enumerate(known) if len(", ".join(known[: i + 1])) <= _ROOM]
+    return f"; known: {', '.join(shown)}{', …' * (len(shown) < len(known))}"
 
 
 def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = None) -> Any:
@@ -36,7 +43,7 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
     for key, child in tree.children.items():
         where = tree.keys.get(key, tree.where)
         if key not in names:
-            raise UserError(f"{where}: unknown key {_join(path, key)!r}{nearest(key, names)}")
+            raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
         values[key] = _value(hints[key], child, _join(path, key), origins)
     try:
         return cls(**values)
@@ -56,9 +63,13 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
+def _quoted(value: Any) -> str:
+    return shortened(repr(value))
+
+
 def _shown(tree: Tree) -> str:
     if isinstance(tree, Leaf):
-        return repr(tree.value)
+        return _quoted(tree.value)
     return "a list" if isinstance(tree, Items) else "a mapping"
 
 
@@ -82,9 +93,9 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         options = [o for o in options if (typing.get_origin(o) is Literal) == wants_word] or options
         if lists and isinstance(tree, Leaf) and typing.get_origin(options[0]) is Literal:
             words = typing.get_args(options[0])
-            known = nearest(str(tree.value), map(str, words))
+            known, shown = nearest(str(tree.value), map(str, words)), shortened(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
-                raise UserError(f"{tree.where}: {path} cannot be {tree.value!r}{known}, or a list, as [{tree.value}]")
+                raise UserError(f"{tree.where}: {path} cannot be {_quoted(tree.value)}{known}, or a list, as [{shown}]")
     return _plain(options[0], tree, path, origins)
 
 
@@ -131,7 +142,7 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         return _plain(tuple[Any, ...], tree, path, origins)
     if hint is str and tree.where.startswith("--") and tree.text:
         origins[path] = tree.where  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
-        return tree.text
+        return _text(tree.text, Leaf(tree.text, tree.text, tree.where), path)
     if not isinstance(tree, Leaf):
         raise UserError(f"{tree.where}: {path} must be a single value, got {_shown(tree)}")
     origins[path] = tree.where
@@ -139,7 +150,7 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         allowed = typing.get_args(hint)
         if tree.value not in allowed:
             raise UserError(
-                f"{tree.where}: {path} cannot be {tree.value!r}{nearest(str(tree.value), map(str, allowed))}"
+                f"{tree.where}: {path} cannot be {_quoted(tree.value)}{nearest(str(tree.value), map(str, allowed))}"
             )
         return tree.value
     return _scalar(hint, tree, path)
@@ -152,11 +163,24 @@ def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:
         return value
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is int and number and float(value).is_integer():
+    if number and isinstance(value, int) and abs(value) > MAX_WHOLE:
+        raise UserError(f"{leaf.where}: {path} is above 2^63 - 1, the largest whole number")
+    if hint is int and number and float(value).is_integer() and abs(value) <= MAX_WHOLE:
         return int(value)
     if hint is float and number and value == value:  # NaN is no setting
         return float(value)
     if hint is str and isinstance(value, str):
-        return value
+        return _text(value, leaf, path)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text (quote it)"}
-    raise UserError(f"{leaf.where}: {path} must be {words.get(hint, hint)}, got {value!r}")
+    raise UserError(f"{leaf.where}: {path} must be {words.get(hint, hint)}, got {_quoted(value)}")
+
+
+def _text(value: str, leaf: Leaf, path: str) -> str:
+    """`value`, if files and tokenizers can take it. Raises UserError."""
+    if "\0" in value:
+        raise UserError(f"{leaf.where}: {path} holds the character U+0000, which no name and no text may; take it out")
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise UserError(
+            f"{leaf.where}: {path} {_quoted(value)} is not valid UTF-8; rename a file of another encoding, or retype it"
+        )
+    return value

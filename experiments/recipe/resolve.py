@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from experiments.recipe.build import Origins, build, nearest
 from experiments.recipe.template import names_file, with_own_template
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse, parse_file
 from finetune.config import Chat, Files, Source, TrainFiles
-from finetune.errors import UserError
+from finetune.errors import UserError, shortened, user_path
 from selection.config import Features
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
@@ -64,6 +64,8 @@ def _locate(reference: str, beside: Path | None = None) -> Path:
         raise UserError(
             f"{reference} is a directory, not a recipe; to continue a run use `flatshift train --resume {reference}`"
         )
+    if candidate.exists():
+        raise UserError(f"{reference} is a pipe, socket or device, not a recipe; write it to a file first")
     raise UserError(
         f"recipe {reference!r} is neither a file nor a shipped recipe{nearest(reference, shipped_recipes())}"
     )
@@ -121,7 +123,7 @@ def _anchored(recipe: Recipe) -> Recipe:
         )
 
     def _absolute(path: str) -> str:
-        return str(Path(path).expanduser().absolute()) if path else path
+        return str(user_path(path).absolute()) if path else path
 
     train = files(recipe.data.train)
     if train.sources is not None:
@@ -170,17 +172,45 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
     if not path.is_file():
         raise UserError(f"{run} is not a run directory: it has no recipe.resolved.yaml")
     tree = parse_file(path)
+    if isinstance(tree, Branch) and not tree.children:
+        raise UserError(f"{path} is empty; restore it from a copy of the run, or train anew")
     before = build(Recipe, tree)
     for override in overrides:
         tree = merge(tree, override)
-    after = build(Recipe, tree)
+    origins: Origins = {}
+    after = build(Recipe, tree, origins=origins)
     old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and not key.startswith(_MAY_CHANGE_ON_RESUME):
             raise UserError(
                 f"--{key}: a resumed run may change only mesh, train.device and train.steps; start a new run for {key}"
             )
-    return Resolved(with_own_template(run, after), run.name, {})
+    changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
+    return Resolved(with_own_template(run, after), run.name, read_origins(path, before) | changed)
+
+
+def read_origins(path: Path, recipe: Recipe) -> Origins:
+    """What the file of a resolved recipe says of where each value came from; nothing of values changed by hand.
+
+    recipe: what the file says.
+    """
+    found: Origins = {}
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for said, ours in zip(lines, _dump(recipe, _Places()), strict=False):
+        value, is_one, place = ours.rpartition(_PLACE)
+        if is_one and said.startswith(f"{value}  # "):
+            found[place] = said[len(value) + len("  # ") :]
+    return found
+
+
+_PLACE = "  # at "
+
+
+class _Places(dict[str, str]):
+    """Gives as the origin of each value its own key."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return f"at {key}"
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
@@ -198,12 +228,27 @@ def get_dotted(recipe: Recipe, key: str) -> Any:
     for part in key.replace("-", "_").split("."):
         if not dataclasses.is_dataclass(value) or part not in {f.name for f in dataclasses.fields(value)}:
             known = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-            raise UserError(f"unknown key {key!r}{nearest(part, known)}")
+            raise UserError(f"unknown key {shortened(key)!r}{nearest(part, known)}")
         value = getattr(value, part)
     return value
 
 
-_SAFE_TEXT = re.compile(r"^[A-Za-z_][A-Za-z0-9_./-]*$")
+_SAFE_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_LONGEST_KEY = 1000
+"""Characters of a key as `key: value` in YAML, which reads no further ahead than 1,024."""
+
+
+def _escaped(text: str) -> str:
+    """`text` without what cannot stand in YAML as it is, or would be read as a line end: that as an escape."""
+    return "".join(sign if sign.isprintable() else _escape(ord(sign)) for sign in text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + _escaped(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def _scalar_text(value: Any) -> str:
@@ -212,21 +257,25 @@ def _scalar_text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        return ".inf" if value == float("inf") else "-.inf" if value == float("-inf") else repr(value)
+        return repr(value) if math.isfinite(value) else repr(value).replace("inf", ".inf").replace("nan", ".nan")
     if isinstance(value, int):
         return str(value)
-    if isinstance(value, str) and _SAFE_TEXT.match(value):
-        leaf = parse(value, "value")
-        if isinstance(leaf, Leaf) and isinstance(leaf.value, str):
-            return value
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_scalar_text(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    if _SAFE_TEXT.fullmatch(value):
+        leaf = parse(value, "value")
+        if isinstance(leaf, Leaf) and isinstance(leaf.value, str):
+            return str(value)
+    return _quoted(value)
 
 
 def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[str]:
     pad = "  " * depth
     lines: list[str] = []
+
+    def origin(of: str) -> str:
+        return f"  # {_escaped(origins.get(of, 'default'))}"
+
     for field in dataclasses.fields(value):
         child = getattr(value, field.name)
         child_path = f"{path}.{field.name}" if path else field.name
@@ -236,13 +285,14 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
             lines.append(f"{pad}{field.name}:")
             lines += _dump(child, origins, child_path, depth + 1)
         elif isinstance(child, dict):
-            lines.append(f"{pad}{field.name}:" + ("" if child else " {}") + f"  # {origins.get(child_path, 'default')}")
-            for key, item in child.items():
+            lines.append(f"{pad}{field.name}:" + ("" if child else " {}") + origin(child_path))
+            for name, item in child.items():
+                key = _quoted(name)
+                lines += [f"{pad}  ? {key}", f"{pad}  :"] if len(key) > _LONGEST_KEY else [f"{pad}  {key}:"]
                 if dataclasses.is_dataclass(item):
-                    lines.append(f"{pad}  {json.dumps(key)}:")
-                    lines += _dump(item, origins, f"{child_path}.{key}", depth + 2)
+                    lines += _dump(item, origins, f"{child_path}.{name}", depth + 2)
                 else:
-                    lines.append(f"{pad}  {json.dumps(key)}: {_scalar_text(item)}")
+                    lines[-1] += f" {_scalar_text(item)}"
         else:
-            lines.append(f"{pad}{field.name}: {_scalar_text(child)}  # {origins.get(child_path, 'default')}")
+            lines.append(f"{pad}{field.name}: {_scalar_text(child)}{origin(child_path)}")
     return lines

@@ -6,10 +6,10 @@ runs/first/template.jinja      the Jinja text that it trained with; manifest.jso
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 from experiments.config import Recipe
+from finetune.atomic import read_object
 from finetune.config import Chat
 from finetune.data.chat import shipped_templates, template_record, template_text
 from finetune.errors import UserError
@@ -42,7 +42,7 @@ def with_own_template(run: Path, recipe: Recipe) -> Recipe:
         return recipe
     if names_file(recipe) and (run / COPY).is_file():
         task = dataclasses.replace(task, template=str((run / COPY).absolute()))
-    noted = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    noted = read_object(file).get("chat_template") if file.is_file() else None
     if noted is not None:
         now = template_record(task)
         assert now is not None

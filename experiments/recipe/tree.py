@@ -15,9 +15,15 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import UserError
+from finetune.errors import UserError, shortened
 
 _MAX_DEPTH = 32
+_MAX_BYTES = 1 << 20
+"""Of a recipe file: PyYAML reads about a MiB in ten seconds, and no recipe needs a hundredth of it."""
+_MAX_NODES = 100_000
+"""Values of a recipe with every alias written out."""
+MAX_WHOLE = 2**63 - 1
+_TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels; a recipe needs no more than five"
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,18 @@ class _CoreLoader(yaml.SafeLoader):
     """SafeLoader with the YAML 1.2 core schema's implicit types and nothing else."""
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - the base class declares it as an instance variable
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """As the base class, up to `_MAX_DEPTH`: what it does is quadratic in the depth, and recursive."""
+        if self.depth > _MAX_DEPTH:
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, _TOO_DEEP, mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
 
 _CORE = [
@@ -67,6 +85,7 @@ _CORE = [
         list("-+.0123456789"),
     ),
 ]
+_WRITTEN = {name: re.compile(pattern) for name, pattern, _ in _CORE}
 for _name, _pattern, _first in _CORE:
     _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 
@@ -74,41 +93,63 @@ for _name, _pattern, _first in _CORE:
 def _scalar(node: yaml.ScalarNode, where: str) -> Any:
     kind = node.tag.rpartition(":")[2]
     text = node.value
+    if kind == "str":
+        return text
+    if kind not in _WRITTEN or not node.tag.startswith("tag:yaml.org,2002:"):
+        raise _foreign_tag(node, where)
+    if not _WRITTEN[kind].match(text):  # a tag that was written out: `!!int abc`
+        raise UserError(f"{where}: {shortened(text)!r} is no {kind}; leave the tag out")
     if kind == "null":
         return None
     if kind == "bool":
         return text.lower() == "true"
     if kind == "int":
         base = 8 if text.startswith("0o") else 16 if text.startswith("0x") else 10
-        return int(text, base)
-    if kind == "float":
-        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-    if kind == "str":
-        return text
-    raise UserError(f"{where}: the tag {node.tag!r} is not allowed; recipes hold plain values only")
+        # more digits than any setting takes, and at thousands of them more than Python reads
+        value = int(text, base) if len(text) <= 70 else MAX_WHOLE + 1
+        if abs(value) > MAX_WHOLE:
+            raise UserError(f"{where}: {shortened(text)} is above 2^63 - 1, the largest whole number; quote it as text")
+        return value
+    return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
 
-def _convert(node: yaml.Node, source: str, depth: int = 0) -> Tree:
-    where = f"{source}:{node.start_mark.line + 1}"
-    if depth > _MAX_DEPTH:
-        raise UserError(f"{where}: nested deeper than {_MAX_DEPTH} levels; a recipe needs no more than five")
-    if isinstance(node, yaml.ScalarNode):
-        return Leaf(_scalar(node, where), node.value, where)
-    if isinstance(node, yaml.SequenceNode):
-        return Items(tuple(_convert(item, source, depth + 1) for item in node.value), where)
-    assert isinstance(node, yaml.MappingNode)
-    children: dict[str, Tree] = {}
-    keys: dict[str, str] = {}
-    for key_node, value_node in node.value:
-        key_where = f"{source}:{key_node.start_mark.line + 1}"
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise UserError(f"{key_where}: a key must be a plain word")
-        key = key_node.value
-        if key in children:
-            raise UserError(f"{key_where}: the key {key!r} was already given at {keys[key]}; keep one of them")
-        children[key] = _convert(value_node, source, depth + 1)
-        keys[key] = key_where
-    return Branch(children, where, keys)
+def _foreign_tag(node: yaml.Node, where: str) -> UserError:
+    return UserError(f"{where}: the tag {shortened(node.tag)!r} is not allowed; recipes hold plain values only")
+
+
+class _Reader:
+    """Turns the nodes of one document into a tree, and counts them: an alias as often as it stands there."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.seen = 0
+
+    def tree(self, node: yaml.Node, depth: int = 0) -> Tree:
+        where = f"{self.source}:{node.start_mark.line + 1}"
+        self.seen += 1
+        if self.seen > _MAX_NODES:
+            raise UserError(f"{where}: more than {_MAX_NODES:,} values, each alias counted in full; write fewer")
+        if depth > _MAX_DEPTH:  # an alias inside what it stands for
+            raise UserError(f"{where}: {_TOO_DEEP}")
+        if isinstance(node, yaml.ScalarNode):
+            return Leaf(_scalar(node, where), node.value, where)
+        if node.tag not in ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
+            raise _foreign_tag(node, where)
+        if isinstance(node, yaml.SequenceNode):
+            return Items(tuple(self.tree(item, depth + 1) for item in node.value), where)
+        assert isinstance(node, yaml.MappingNode)
+        children: dict[str, Tree] = {}
+        keys: dict[str, str] = {}
+        for key_node, value_node in node.value:
+            at = f"{self.source}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UserError(f"{at}: a key must be a plain word")
+            key = key_node.value
+            if key in children:
+                raise UserError(f"{at}: the key {shortened(key)!r} was already given at {keys[key]}; keep one of them")
+            children[key] = self.tree(value_node, depth + 1)
+            keys[key] = at
+        return Branch(children, where, keys)
 
 
 def parse(text: str, source: str) -> Tree:
@@ -116,21 +157,34 @@ def parse(text: str, source: str) -> Tree:
 
     Raises UserError with `source:line` for a syntax error, a duplicate key or a tag.
     """
+    loader = None
     try:
-        node = yaml.compose(text, Loader=_CoreLoader)
+        loader = _CoreLoader(text)
+        node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{source}:{line}: not valid YAML ({error.problem})") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{source}: not valid YAML ({error})") from None
+        if error.problem == _TOO_DEEP:
+            raise UserError(f"{source}:{line}: {error.problem}") from None
+        raise UserError(f"{source}:{line}: not valid YAML ({shortened(error.problem or 'unreadable', 120)})") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        sign = f"U+{error.character:04X}" if isinstance(error.character, int) else "a character"
+        raise UserError(
+            f"{source}:{line}: {sign} cannot stand in YAML as it is; write it in double quotes as an escape"
+        ) from None
+    except ValueError:  # an escape such as `"\U00110000"`
+        line = loader.line + 1 if loader is not None else 1
+        raise UserError(f"{source}:{line}: not valid YAML (an escape or number that names no character)") from None
     if node is None:
         return Branch({}, f"{source}:1")
-    return _convert(node, source)
+    return _Reader(source).tree(node)
 
 
 def parse_file(path: Path) -> Tree:
-    """Parse a recipe file. Raises UserError if it cannot be read."""
+    """Parse a recipe file. Raises UserError if it cannot be read, or is larger than any recipe is."""
     try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise UserError(f"{path}: {size:,} bytes are too many for a recipe (at most {_MAX_BYTES:,}); is it one?")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None

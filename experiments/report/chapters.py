@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from experiments.report import (
     findings,
     formats,
@@ -25,7 +23,7 @@ from experiments.report.blocks import (
     Tile,
 )
 from experiments.report.figure import Chart
-from experiments.report.load import Run
+from experiments.report.load import Run, read_object
 from experiments.report.sweepanalysis import Analysis
 
 
@@ -112,7 +110,7 @@ def _recipe_name(run: Run) -> str:
     """The recipe's name: as a sweep or study recorded it, else from `extends`, else from the command line."""
     plan = run.path / "sweep.json"
     if plan.is_file():
-        return str(json.loads(plan.read_text(encoding="utf-8")).get("recipe", ""))
+        return str(read_object(plan).get("recipe", ""))
     if run.study is not None and run.study.about.get("recipe"):
         return str(run.study.about["recipe"])
     if run.recipe.get("extends"):

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from experiments.report.sweepdata import SweepData, read_sweep
+from finetune import atomic
 from finetune.errors import UserError
-from finetune.rundir import forget_undone
+from finetune.rundir import forget_undone, parse_line
 
 EXPECTED = "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/ or study.json"
 
@@ -136,7 +137,7 @@ class Run:
 
         try:
             tree = yaml.safe_load(self.recipe_text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             return {}
         return tree if isinstance(tree, dict) else {}
 
@@ -223,21 +224,16 @@ class Run:
 
 
 def _finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object, or {} if the file is not there."""
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        line = getattr(error, "lineno", 1)
-        raise UserError(f"{path}:{line}: not valid JSON; restore the file or make the run again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}; make the run again")
-    return value
+    return atomic.read_object(path)
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -249,15 +245,12 @@ def read_metrics(path: Path) -> Metrics:
     for raw in path.read_bytes().split(b"\n"):
         if not raw.strip():
             continue
-        try:
-            line = json.loads(raw)
-            key = (str(line["stage"]), str(line["split"]), int(line["step"]))
-        except (ValueError, KeyError, TypeError):
+        line = parse_line(raw)
+        if line is None or "split" not in line:
             unreadable += 1
             continue
-        line["stage"], line["split"], line["step"] = key
         forget_undone(kept, line)
-        kept[key] = line
+        kept[line["stage"], line["split"], line["step"]] = line
     return Metrics(list(kept.values()), unreadable)
 
 
@@ -269,7 +262,7 @@ def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[st
             if isinstance(cell, dict) and cell.get("value", 0) is None:
                 del metrics[metric]  # not defined on these rows
                 continue
-            if not isinstance(cell, dict) or not isinstance(cell.get("value"), int | float):
+            if not isinstance(cell, dict) or not (isinstance(cell.get("value"), float) or _finite(cell.get("value"))):
                 raise UserError(f"{path}: {split}.{metric} has no number `value`; run `flatshift eval` again")
     return tree
 
@@ -318,7 +311,7 @@ def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
                 break
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}:{number}: not valid JSON; make the selection again") from error
             if isinstance(record, dict):
                 records.append(record)

@@ -15,7 +15,7 @@ from experiments.report.blocks import Chapter
 from experiments.report.chapters import chapter, charts_of
 from experiments.report.figure import FONT, PALETTE, Chart, drawing
 from experiments.report.load import discover
-from finetune.atomic import write_text
+from finetune.atomic import sweep_leftovers, write_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -54,6 +54,7 @@ def write_plots(run: str | Path) -> list[Path]:
     """
     written = []
     for found in discover([Path(run)]):
+        sweep_leftovers(found.path / "plots")
         seen: dict[str, int] = {}
         with drawing():
             charts = charts_of(chapter(found))

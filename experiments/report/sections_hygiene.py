@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.report import formats
 from experiments.report.blocks import Block, Notes, Section, Table
-from experiments.report.load import Selection
+from experiments.report.load import Selection, read_object
 
 _EXAMPLES = 5
 
@@ -15,7 +15,7 @@ _EXAMPLES = 5
 def hygiene_sections(selection: Selection) -> list[Section]:
     """One section with the counts by cause and some examples; none where no step was on."""
     manifest = selection.path / "manifest.json"
-    told = json.loads(manifest.read_text(encoding="utf-8")).get("hygiene") if manifest.is_file() else None
+    told = read_object(manifest).get("hygiene")
     if not isinstance(told, dict):
         return []
     records = told["records"]

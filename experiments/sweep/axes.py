@@ -26,6 +26,10 @@ _LIKE_A_RANGE = re.compile(rf"^{_NUMBER}\s*\.\.")
 """Begins as a range does: a path such as `../rows.jsonl` does not."""
 _DIGITS = 6
 """Significant digits of a drawn number: what a person reads is what was run."""
+_FARTHEST = 2.0**62
+"""Ends of a range, at most: whole numbers up to there can be drawn."""
+_VAIN = 1000
+"""Draws in a row that give no new point before a range counts as used up."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ def parse_range(text: str, where: str) -> Range | None:
     if match is None:
         return None
     low, high, log = float(match[1]), float(match[2]), match[3] is not None
+    if max(abs(low), abs(high)) > _FARTHEST:
+        raise UserError(f"{where}: the range {text} goes beyond {_FARTHEST:g}; write smaller ends")
     if low >= high:
         raise UserError(f"{where}: the range {text} has no numbers in it; write the lower end first")
     if log and low <= 0:
@@ -154,11 +160,26 @@ def _drawn(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[dict[s
         raise UserError(f"--points {count}: the axes have only {possible:.0f} different points")
     streams = {key: numpy_generator(seed, "sweep", key) for key in axes}
     seen: set[str] = set()
+    vain = 0
     while len(seen) < count:
         point = {key: _draw(values, streams[key]) for key, values in axes.items()}
-        if repr(point) not in seen:
+        vain = vain + 1 if repr(point) in seen else 0
+        if vain > _VAIN + 20 * count:
+            raise UserError(
+                f"--points {count}: the axes gave only {len(seen)} different points, as numbers are drawn to {_DIGITS} "
+                "digits; ask for fewer, or widen a range"
+            )
+        if not vain:
             seen.add(repr(point))
             yield point
+
+
+def count_of(axes: Mapping[str, Values], design: Design, count: int | None) -> float:
+    """How many points `points_of` will give at most, without making one."""
+    if design == "random":
+        return count or 0
+    lengths = [len(values) for values in axes.values() if not isinstance(values, Range)]
+    return max(lengths, default=0) if design == "paired" else math.prod(lengths)
 
 
 def _size(values: Values) -> float:

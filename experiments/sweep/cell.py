@@ -26,7 +26,7 @@ from experiments.console import Console
 from experiments.recipe import Resolved, recipe_key
 from experiments.sweep.source import flatshift_version, source_digest
 from finetune.atomic import write_json
-from finetune.errors import Interrupted, UserError, is_out_of_memory
+from finetune.errors import Interrupted, UserError, is_out_of_memory, user_path
 from finetune.rundir import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     here), and the bytes of the input files, of a backbone
     that is a local directory (its tokenizer too), and of an adapter that it begins with.
     """
-    from experiments.pipeline import recipe_inputs
+    from experiments.parts import recipe_inputs
     from experiments.recipe.precision import settled
     from finetune.config import Chat
     from finetune.data.chat import template_record
@@ -117,7 +117,7 @@ def _backbone_digests(name: str) -> list[list[str]]:
     """[file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
     from finetune import assets
 
-    directory = Path(name).expanduser()
+    directory = user_path(name)
     if name.startswith("package:") or assets.backbone(name) is not None or not directory.is_dir():
         return []
     found = []
@@ -148,7 +148,8 @@ def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | N
     Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
     goes on failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
     """
-    from experiments.pipeline import execute, remove_weights
+    from experiments.parts import remove_weights
+    from experiments.pipeline import execute
     from experiments.preparing import prepare
 
     recipe = without_cache(cell.resolved.recipe)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.cells.lock import locked
 from experiments.config import Sweep
 from experiments.console import Console
 from experiments.recipe.tree import Branch
-from experiments.sweep.axes import Axes, Design, as_values, parse_grid
+from experiments.sweep.axes import Axes, Design, as_values, count_of, parse_grid
 from experiments.sweep.bisection import Bisection, bisect, parse_bisection
 from experiments.sweep.cell import Cell
 from experiments.sweep.directory import check_directory, claim, count_others, results_of, stale, write_marker
@@ -31,7 +30,11 @@ from experiments.sweep.queue import run_cells
 from experiments.sweep.table import Row, write_table
 from finetune.config import Record
 from finetune.errors import Interrupted, UserError
+from finetune.lock import owned
 from finetune.rundir import RECIPE, disk_full_interrupts
+
+MOST_CELLS = 10_000
+"""Cells of a plan, at most, unless more are asked for: planning takes a millisecond each, a run some seconds."""
 
 
 def sweep(
@@ -50,6 +53,7 @@ def sweep(
     devices: str = "auto",
     rerun_stale: bool = False,
     rerun_failed: bool = False,
+    max_cells: int | None = None,
     quiet: bool = False,
 ) -> int:
     """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell failed.
@@ -57,10 +61,10 @@ def sweep(
     recipe: file or shipped name. overrides: laid over it. grid: `key=v1,v2,…` texts, else the recipe's own with its
     design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs: worker
     processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code, and
-    those that failed without diverging. stack: `auto` or how many cells may share a backbone. devices: see
-    `choose_devices`.
-    Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's, before any cell
-    runs; Interrupted when stopped or when the disk is full.
+    those that failed without diverging. max_cells: refuse a larger plan (`MOST_CELLS`).
+    stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`.
+    Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's or in use,
+    before any cell runs; Interrupted when stopped or when the disk is full.
     """
     asked = _asked(Base.of(recipe, overrides), grid, seeds, design, points, bisection, epsilon, stack)
     placed = choose_devices(devices, asked.base.recipe.train.device)
@@ -70,14 +74,15 @@ def sweep(
     if devices != "auto" and workers < len(placed):
         raise UserError(f"--jobs {jobs} leaves some of --devices {devices} without work; give at least {len(placed)}")
     asked.base.check(asked.axes)
-    check_directory(out)
-    said: list[str] = []
-    asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
-    cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
-    console = Console(quiet=quiet)
-    for line in said:
-        console.say(line)
-    with locked(out):
+    asked.refuse_more(MOST_CELLS if max_cells is None else max_cells)
+    with owned(out):
+        check_directory(out)
+        said: list[str] = []
+        asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
+        cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
+        console = Console(quiet=quiet)
+        for line in said:
+            console.say(line)
         before = claim(out, asked.document(cells), asked.base.resolved)
         if before == 1:
             console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")
@@ -121,6 +126,20 @@ class _Asked:
     points: int | None
     bisection: Bisection | None
     stack: int | None
+
+    def refuse_more(self, most: int) -> None:
+        """Raise UserError for a plan of more than `most` cells, before any of them is made, and for seeds that no
+        recipe takes."""
+        points = count_of(self.axes, self.design, self.points)
+        if points * self.seeds > most:
+            raise UserError(
+                f"{points:,} points under {self.seeds:,} seeds are {points * self.seeds:,} cells, above the {most:,} "
+                "that a sweep plans unasked; take fewer values, --points or --seeds, or raise --max-cells"
+            )
+        if self.base.recipe.train.seed + self.seeds > 2**63:
+            raise UserError(
+                f"--seeds {self.seeds}: from train.seed {self.base.recipe.train.seed} on they pass 2^63 - 1"
+            )
 
     def document(self, cells: Sequence[Cell], tried: Sequence[int] = ()) -> dict[str, Any]:
         """sweep.json without its stamps."""

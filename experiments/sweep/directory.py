@@ -6,7 +6,6 @@ grid: cells that both have are not run again, the tables hold what is asked for 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -15,14 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from experiments.cells.lock import LOCK
 from experiments.recipe import Resolved
 from experiments.sweep.bisection import FILE as EMC
 from experiments.sweep.cell import RESULT, Cell, read_result
 from experiments.sweep.source import flatshift_version, source_digest
 from experiments.sweep.table import CELLS, CURVES, POINTS
-from finetune.atomic import sweep_leftovers, write_json
+from finetune.atomic import is_bare, sweep_leftovers, write_json
 from finetune.errors import UserError
+from finetune.lock import INSIDE, taken
 from finetune.rundir import disk_full_interrupts, write_provenance
 
 FORMAT = 2
@@ -40,7 +39,7 @@ def check_directory(out: Path) -> None:
     if not (out / MARKER).is_file():
         if (out / "cells").is_dir() and (out / _WORKERS).exists():  # its marker was broken and is deleted
             return
-        if any(path.name not in (LOCK, _WORKERS) for path in out.iterdir()):
+        if not is_bare(out, but=(INSIDE, _WORKERS)):
             raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
         return
     read_marker(out)
@@ -71,7 +70,8 @@ def at_work(out: Path) -> Iterator[None]:
     """Held by a worker for as long as it may write into cells."""
     fd = os.open(out / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        while taken(fd, shared=True) is False:  # somebody looks for orphans
+            time.sleep(0.01)
         yield
     finally:
         os.close(fd)
@@ -86,23 +86,21 @@ def await_orphans(out: Path) -> None:
     deadline = time.monotonic() + _ORPHANS_S
     fd = os.open(out / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"{out}: a worker of an earlier sweep is still at work there; end it (`fuser {out / _WORKERS}` "
-                        "says its process id), or name another --out"
-                    ) from None
-                time.sleep(0.05)
+        while taken(fd) is False:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{out}: a worker of an earlier sweep is still at work there; end it (`fuser {out / _WORKERS}` "
+                    "says its process id), or name another --out"
+                )
+            time.sleep(0.05)
     finally:
         os.close(fd)
 
 
 def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
-    """Write sweep.json and where it came from; returns the format that the directory had before, 0 if it is new.
+    """Write sweep.json, then where it came from; returns the format that the directory had before, 0 if it is new.
+
+    A kill at any point leaves a directory that the same command knows as its own.
 
     Tables and emc.json of another plan are removed: what they hold is in the cells.
     """
@@ -112,8 +110,9 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
         if before and _asked(before) != _asked(plan):
             for name in (CELLS, CURVES, POINTS, EMC):
                 (out / name).unlink(missing_ok=True)
-        write_provenance(out, recipe_yaml=base.to_yaml())
     write_marker(out, plan)
+    with disk_full_interrupts(f"writing {out}"):
+        write_provenance(out, recipe_yaml=base.to_yaml())
     return int(before.get("format", 1)) if before else 0
 
 

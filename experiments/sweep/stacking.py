@@ -319,7 +319,7 @@ def _arguments(member: _Member, tokenizer: Any, clock: _Clock, stacked: int) -> 
 def _judged(member: _Member, tokenizer: Any, end: Any) -> Callable[[], dict[str, Any]]:
     """What evaluates a cell whose stage came to its `end`, by the ordinary code on its own PEFT model."""
     from experiments.judging import judge_splits
-    from experiments.pipeline import remove_weights
+    from experiments.parts import remove_weights
 
     def measure() -> dict[str, Any]:
         if isinstance(end, ValueError):

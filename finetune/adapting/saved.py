@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from torch import Tensor
 
-from ..errors import UserError
+from ..atomic import read_object
+from ..errors import UserError, user_path
 from ..fingerprint import fingerprint
 from .offsets import ADAPTER, lora_layers
 from .patterns import by_pattern
@@ -46,15 +46,15 @@ class SavedAdapter:
         Raises:
             UserError: beginning with `where`: there is none, or one of another kind than LoRA.
         """
-        given = Path(name).expanduser()
+        given = user_path(name)
         path = given / "adapter" if (given / "adapter" / SETTINGS).is_file() else given
         file = path / SETTINGS
         if not file.is_file():
             raise UserError(f"{where}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
         try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{where}: {file} cannot be read: {error}") from error
+            settings = read_object(file, fix="save the adapter again")
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         if settings.get("peft_type") != "LORA":
             raise UserError(f"{where}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over")
         if settings.get("init_lora_weights", True) not in _PLAIN:
@@ -81,7 +81,7 @@ class SavedAdapter:
         elif (Path(theirs) / "config.json").is_file():
             same = fingerprint(Path(theirs)) == fingerprint(directory)
         else:
-            local = Path(theirs).is_absolute() or Path(name).expanduser().is_dir()
+            local = Path(theirs).is_absolute() or user_path(name).is_dir()
             same = (Path(theirs).name == Path(name).name) if local else (theirs.lower() == name.lower())
         if not same:
             raise UserError(f"{where}: {self.path} was trained on {theirs}, which is not the backbone {name}")
@@ -122,10 +122,13 @@ def _told_by_run(path: Path) -> tuple[Mapping[str, str] | None, str | None]:
         manifest, recipe = place / "manifest.json", place / "recipe.resolved.yaml"
         if not recipe.is_file():
             continue
-        told = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-        begun = (told.get("adapter") or {}).get("init")
-        known = json.loads(manifest.read_text(encoding="utf-8")).get("backbone") if manifest.is_file() else None
-        return known, (told.get("train") or {}).get("quantization") if begun == "loftq" else None
+        try:
+            told = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+            begun, train = (told.get("adapter") or {}).get("init"), told.get("train") or {}
+        except (OSError, ValueError, RecursionError, AttributeError, yaml.YAMLError):
+            raise UserError(f"{recipe}: not a run's recipe; restore it, or take the adapter's own folder") from None
+        known = read_object(manifest).get("backbone") if manifest.is_file() else None
+        return known, train.get("quantization") if begun == "loftq" else None
     return None, None
 
 

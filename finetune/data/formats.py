@@ -15,13 +15,13 @@ import itertools
 import json
 import lzma
 import re
-import sys
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import UserError
+from ..errors import UserError, first_line, shortened
 
 JSONL = (".jsonl", ".ndjson", ".json")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -30,6 +30,10 @@ SUPPORTED = "JSONL (.jsonl .ndjson .json), .csv, .tsv (each also .gz .xz .zst) a
 HUB = "hub:"
 HUB_FORM = "hub:NAME[CONFIG]@REVISION:SPLIT"
 
+LONGEST_LINE = 1 << 26
+"""Bytes of one line: 64 MiB, about ten million words."""
+DEEPEST = 64
+"""Lists and objects inside one another in a record."""
 _CHUNK = 1 << 18
 
 
@@ -68,10 +72,8 @@ def count(path: Path) -> int:
     """How many records `path` has, bad ones included; the file is read but not parsed where that is enough."""
     kind, _ = split_suffix(path)
     if kind == ".parquet":
-        with _named(path):
-            import pyarrow.parquet as pq
-
-            return int(pq.ParquetFile(path).metadata.num_rows)
+        with _parquet_file(path) as file:
+            return int(file.metadata.num_rows)
     if kind in JSONL:
         return sum(1 for line in _lines(path) if line.strip(b" \t\r\n\xef\xbb\xbf"))
     return sum(1 for _ in records(path))
@@ -106,6 +108,10 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path}: corrupt or truncated file ({error}); fetch or compress it again") from error
+    except MemoryError as error:
+        raise UserError(
+            f"{path}: unpacking it takes more memory than there is; compress it again at a lower level"
+        ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
 
@@ -149,7 +155,8 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Physical lines with their line ends; the byte-order mark of UTF-8 is removed, UTF-16 is refused."""
-    rest = b""
+    begun: list[bytes] = []
+    number, size = 1, 0
     first = True
     for chunk in _chunks(path):
         if first:
@@ -157,12 +164,21 @@ def _lines(path: Path) -> Iterator[bytes]:
                 raise UserError(f"{path}: is UTF-16; save it as UTF-8")
             chunk = chunk.removeprefix(codecs.BOM_UTF8)
             first = False
-        lines = (rest + chunk).split(b"\n")
-        rest = lines.pop()
-        for line in lines:
-            yield line + b"\n"
-    if rest:
-        yield rest
+        *ended, rest = chunk.split(b"\n")
+        if ended:
+            yield b"".join((*begun, ended[0], b"\n"))
+            for line in ended[1:]:
+                yield line + b"\n"
+            number, begun, size = number + len(ended), [], 0
+        if rest:  # joined once it is whole, so that a long line is not copied for every chunk of it
+            begun.append(rest)
+            size += len(rest)
+        if size > LONGEST_LINE:
+            array = begun[0].lstrip().startswith(b"[")
+            instead = "one object a line (JSONL) is needed, not one array" if array else "cut the record into several"
+            raise UserError(f"{path}:{number}: a line of more than {LONGEST_LINE:,} bytes; {instead}")
+    if begun:
+        yield b"".join(begun)
 
 
 # -------------------------------------------------------------------------------------------------------------- formats
@@ -175,18 +191,53 @@ def _jsonl(path: Path) -> Iterator[Record]:
         problem = None
         value: Any = None
         try:
-            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
+            value = json.loads(line.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_object)
+            if line.count(b"[") + line.count(b"{") > DEEPEST and too_deep(value):
+                problem = f"nested deeper than {DEEPEST} levels"
         except UnicodeDecodeError as error:
             problem = f"not valid UTF-8 (byte {error.start + 1} of the line)"
         except json.JSONDecodeError as error:
             if number == 0 and line.lstrip().startswith(b"["):
                 raise UserError(f"{path}:1: a JSON array; one object a line (JSONL) is needed") from error
             problem = f"not valid JSON ({error.msg} at column {error.colno})"
-        except (ValueError, RecursionError) as error:
-            problem = f"not valid JSON ({error})"
+        except _Twice as error:
+            problem = f"the key {shortened(error.key)!r} is there twice in one object; keep one of them"
+        except RecursionError:
+            problem = f"nested deeper than {DEEPEST} levels"
+        except ValueError:  # what else Python's reader refuses
+            problem = "a number of more than 4,300 digits"
         if problem is None and not isinstance(value, dict):
             problem = f"a JSON {_json_type(value)}, not an object with columns"
         yield Record(number, number + 1, {} if problem else value, problem)
+
+
+class _Twice(Exception):
+    """An object has `key` twice: which of the two is meant, nobody knows."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise _Twice(next(key for key, _ in pairs if counts[key] > 1))
+    return made
+
+
+def too_deep(value: Any) -> bool:
+    """Whether lists and objects lie inside one another deeper than `DEEPEST` levels."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inner: list[Any] = []
+        for one in level:
+            inner.extend(one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+        level = [one for one in inner if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _json_type(value: Any) -> str:
@@ -197,7 +248,7 @@ def _json_type(value: Any) -> str:
 def _csv(path: Path, delimiter: str) -> Iterator[Record]:
     # Undecodable bytes come through as lone surrogates, so that one bad record does not end the file.
     text = (line.decode("utf-8", errors="surrogateescape") for line in _lines(path))
-    csv.field_size_limit(sys.maxsize)  # a document is longer than the module's 128 KiB default
+    csv.field_size_limit(LONGEST_LINE)  # a document is longer than the module's 128 KiB default
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     ordinal = 0
@@ -217,9 +268,7 @@ def _csv(path: Path, delimiter: str) -> Iterator[Record]:
             continue
         if header is None:
             header = fields
-            twice = sorted({name for name in header if header.count(name) > 1})
-            if twice:
-                raise UserError(f"{path}:{place}: the header has the column {twice[0]!r} twice; rename one")
+            _refuse_twins(header, f"{path}:{place}: the header")
             continue
         problem = None
         if len(fields) != len(header):
@@ -242,18 +291,52 @@ def has_half_pair(text: str) -> bool:
 
 
 def _parquet(path: Path) -> Iterator[Record]:
+    with _parquet_file(path) as file:
+        _refuse_twins(file.schema_arrow.names, f"{path}: the table")
+        ordinal = 0
+        for batch in file.iter_batches(batch_size=1024):
+            for values in _arrow_rows(batch):
+                unread = isinstance(values, str)
+                yield Record(ordinal, ordinal + 1, {}, values) if unread else _of_arrow(ordinal, values)
+                ordinal += 1
+
+
+@contextlib.contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """The opened file. Raises UserError for what is no Parquet, also while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with _named(path), pq.ParquetFile(path) as file:
-            ordinal = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    yield _of_arrow(ordinal, values)
-                    ordinal += 1
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path}: not a valid Parquet file ({str(error).splitlines()[0]})") from error
+            yield file
+    except UserError:
+        raise
+    except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # names that are no text, and others
+        raise UserError(f"{path}: not a valid Parquet file ({first_line(error)})") from error
+
+
+def _arrow_rows(batch: Any) -> Iterator[Any]:
+    """The rows of a batch; in place of one that Python cannot hold, what is wrong with it."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except (ValueError, ArithmeticError):  # not UTF-8, or a date before the year 1; and a decimal of its own
+        pass
+    for row in range(batch.num_rows):
+        try:
+            yield from batch.slice(row, 1).to_pylist()
+        except UnicodeDecodeError:
+            yield "not valid UTF-8"
+        except (ValueError, ArithmeticError) as error:
+            yield f"holds a value that cannot be read ({first_line(error)})"
+
+
+def _refuse_twins(names: Sequence[str], what: str) -> None:
+    """Raise UserError for a column that is there twice."""
+    if len(set(names)) < len(names):
+        twice = min(name for name, count in Counter(names).items() if count > 1)
+        raise UserError(f"{what} has the column {shortened(twice)!r} twice; rename one")
 
 
 def _of_arrow(ordinal: int, values: dict[str, Any]) -> Record:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import Columns
-from ..errors import UserError
+from ..errors import UserError, user_path
 from .formats import HUB, SUPPORTED, Record, count, has_half_pair, records, split_suffix
 from .seen import Seen, Unnamed, looks_unnamed
 
@@ -70,14 +70,23 @@ def _expand_one(name: str) -> list[Path]:
         return [Path(sample(name.removeprefix(_SAMPLE)))]
     if name.startswith(HUB):
         return [Path(name)]
-    path = Path(name).expanduser()
+    if not name:
+        raise UserError("'' is no name of a file; leave it out, or name the file")
+    path = user_path(name)
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{name}: a link to a file that is not there; restore it, or name another")
     if path.exists():
+        if not (path.is_file() or path.is_dir()):
+            raise UserError(f"{name}: a pipe, socket or device, which cannot be read twice; write it to a file first")
         return [path]
     if glob.has_magic(name):
         matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         found = sorted(Path(match) for match in matches if Path(match).is_file())
         if not found:
             raise UserError(f"{name}: no file matches this pattern")
+        for match in found:
+            if has_half_pair(str(match)):
+                raise UserError(f"{name}: matches a file whose name is not valid UTF-8 ({match.name!a}); rename it")
         return found
     raise UserError(f"{name}: no such file{_nearest_file(path)}")
 

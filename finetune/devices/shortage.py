@@ -218,10 +218,10 @@ class Shortage(contextlib.AbstractContextManager["Shortage"]):
         options = changes(engine, plan, train=self._train, optimizer=self._optimizer)
         told = message(engine, self._stage, where, error, measured, plan, options)
         kept = max(steps(run.state), default=None)
-        earlier = any((run.path / "stages").glob("*/done.json"))
+        earlier = any((run.path / "stages").glob("*/done.json")) or (run.path / "selection" / "manifest.json").is_file()
         if kept is None and not earlier:
             return OutOfMemory(f"{told}. Nothing is kept: no checkpoint had been written", resumable=False)
-        what = f"The checkpoint of update {kept} is" if kept is not None else "The stages before it are"
+        what = f"The checkpoint of update {kept} is" if kept is not None else "What was finished before it is"
         mesh = " --mesh.dp 2" if engine.world.size == 1 else " on a mesh of more ranks"
         resume = f"on a device with more memory, or by `flatshift train --resume {run.path}{mesh}`"
         return OutOfMemory(f"{told}. {what} kept: the run goes on {resume}", resumable=True)

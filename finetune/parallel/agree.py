@@ -6,15 +6,19 @@ intends is a flat mapping of names to texts; digests are compared first, and onl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..atomic import make_directory
 from ..errors import UserError
 from .board import JOIN_SECONDS, Silent, reach_board
 from .voice import rank, read_cause, several
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from .world import World
 
 _PACKAGES = ("flatshift", "experiments", "finetune", "selection", "regularizers")
+_TRIES = 100
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors")
 
 
@@ -99,6 +104,37 @@ def word_of_main(name: str, text: str) -> str:
     except Silent:
         pass
     raise UserError(f"rank {rank()} heard nothing from rank 0; look whether it was started")
+
+
+@contextlib.contextmanager
+def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
+    """A new directory `parent`/DATE-TIME-NAME, the same on every rank, with -2, -3, … behind it where others began in
+    the same second; it goes again if nothing comes into it."""
+    made = _dated(Path(parent), name) if rank() == 0 else []
+    try:
+        yield Path(word_of_main("out", str(made[0]) if made else ""))
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _dated(parent: Path, name: str) -> list[Path]:
+    """The directory, and those that were made for it, innermost first."""
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    above: list[Path] = []
+    for number in itertools.count(1):
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        for _ in range(_TRIES):
+            above = [*make_directory(parent), *above]
+            try:
+                path.mkdir()
+            except FileNotFoundError:  # a command that failed took `parent` away again
+                continue
+            except FileExistsError:  # another process was faster
+                break
+            return [path, *above]
+    raise AssertionError
 
 
 def source_digest() -> str:

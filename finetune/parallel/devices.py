@@ -43,8 +43,8 @@ def at_hand(device: str = "auto") -> Devices:
     """The devices that `train.device` means on this machine."""
     if device != "cpu":
         free = _cuda_devices()
-        if device.startswith("cuda:"):
-            number = int(device.removeprefix("cuda:"))
+        if (name := device.removeprefix("cuda:")).isdecimal():
+            number = int(name)
             free = free[number : number + 1]
         if free or device.startswith("cuda"):
             known = [bytes_ for bytes_ in free if bytes_ is not None]
@@ -83,6 +83,16 @@ def visible(table: str, chosen: str | None) -> list[int | None]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_memory() -> int | None:
+    """Bytes that this machine has, or its container may take, whoever holds them now; None: unknown."""
+    bounds = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError):
+        bounds.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+    return min(bounds, default=None)
 
 
 def _machine_memory() -> int | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..adapting.patterns import by_pattern
+from ..atomic import read_object
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 
@@ -209,10 +210,7 @@ def _adapted(name: str, adapter: Adapter) -> bool:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); fetch the backbone again") from error
+    config = read_object(path, fix="fetch the backbone again")
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
@@ -226,13 +224,13 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
                 length = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(min(length, _LONGEST_HEADER)))
             shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file} is damaged or cut short; fetch the backbone again") from error
     return shapes
 
 
 def _first(config: dict[str, Any], *names: str, default: int | None = None) -> int:
-    found = next((config[name] for name in names if isinstance(config.get(name), int)), default)
+    found = next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), default)
     if found is None:
         raise UserError(f"config.json says nothing of {names[0]}, so mesh.auto cannot tell what fits; set the axes")
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -66,8 +66,10 @@ def read_index(directory: Path) -> dict[str, Entry]:
     try:
         places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is damaged ({type(error).__name__}); fetch the backbone again") from error
+    if any(Path(file).name != file for file in files):  # a name beside the index, never a way out of the folder
+        raise UserError(f"{index} names a file that is not beside it; fetch the backbone again")
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -94,12 +96,14 @@ def _read_header(file: Path) -> dict[str, Entry]:
             if key == "__metadata__":
                 continue
             start, stop = value["data_offsets"]
+            if not all(isinstance(one, int) and 0 <= one < 2**63 for one in (start, stop, *value["shape"])):
+                raise ValueError(key)
             entries[key] = Entry(file, _DTYPES[value["dtype"]], tuple(value["shape"]), _LENGTH + length + start)
             if stop - start != entries[key].bytes:
                 raise ValueError(key)
             end = max(end, stop)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} has a damaged header ({error}); fetch the backbone again") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file} has a damaged header ({first_line(error)}); fetch the backbone again") from error
     if size < _LENGTH + length + end:
         raise UserError(
             f"{file} is cut short: it has {size} of {_LENGTH + length + end} bytes; fetch the backbone again"

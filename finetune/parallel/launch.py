@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,9 @@ from typing import TYPE_CHECKING
 from ..config import Mesh
 from ..devices.allocator import growing_segments
 from ..errors import UserError
+from ..lock import scratch
 from .board import FOLDER, JOIN_SECONDS, FolderBoard, attempt, job_store, reach_board
+from .devices import machine_memory
 from .voice import PATIENT_GRACE, Cause, claim_cause, rank, read_cause, sign_off
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 _TICK = 0.05
 _KILL_SECONDS = 5.0
+_RANK_BYTES = 1 << 28
+"""What a rank takes before it has a model: the interpreter and torch."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _BY_ITSELF = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 """Signals by which a rank more often ends because of another than of its own accord."""
@@ -95,8 +98,13 @@ def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, thr
         resume: run directory, named in messages about an interruption.
         threads: CPU threads of each rank; by default its share of the cores, unless the environment sets it.
     """
-    folder = Path(tempfile.mkdtemp(prefix="flatshift-ranks-"))
-    try:
+    memory = machine_memory()
+    if memory is not None and ranks * _RANK_BYTES > memory:
+        raise UserError(
+            f"mesh: {ranks:,} ranks are {ranks:,} processes, more than {memory / 2**30:.0f} GiB of memory hold; "
+            f"take {max(1, memory // _RANK_BYTES)} or fewer here, or start them on several machines with torchrun"
+        )
+    with scratch("flatshift-ranks-") as folder:
         (folder / "board").mkdir()
         with _held_port() as held:
             processes = _start(command, ranks, threads, folder, held)
@@ -113,8 +121,6 @@ def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, thr
                     process.kill()
                     process.wait()
         return _verdict(job)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from ..errors import is_out_of_memory
+from ..errors import first_line, is_out_of_memory
 from .board import Board, Silent, hosted_by_agent, job_board
 
 CAUSE = "cause"
@@ -192,9 +192,3 @@ def sign_off(seconds: float = _LEAVE_SECONDS) -> None:
         while others and time.monotonic() < deadline:
             others -= {r for r in others if board.get(f"left-{r}") is not None}
             time.sleep(0.05)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of the error's text, or its type."""
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

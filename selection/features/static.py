@@ -37,7 +37,10 @@ class StaticEmbedder:
     def __init__(self, path: str | Path, *, max_tokens: int = 512, normalise: bool | None = None):
         if max_tokens < 1:
             raise SelectionError(f"max_tokens must be at least 1, not {max_tokens}")
-        self.path = Path(path).expanduser()
+        try:
+            self.path = Path(path).expanduser()
+        except RuntimeError:
+            raise SelectionError(f"{path}: there is no user of this name; write the path without ~") from None
         self.max_tokens = max_tokens
         if self.path.is_dir():
             self._table, self._tokenise, wanted = _from_directory(self.path)

@@ -10,6 +10,7 @@ as long as steps with it shrink the error.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ from selection.transport.kernel import Evaluation, Kernel
 
 NEWTON_MAX_COLUMNS = 4096
 """Above this the M×M factor costs more than the iterations it saves."""
+
+_WATCHED = 64
+"""Iterations of Sinkhorn between two words of progress."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,16 @@ def solve_dense(
     max_iterations: int,
     newton_columns: int = NEWTON_MAX_COLUMNS,
     inverse: Tensor | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> DenseResult:
     """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,); stops after `max_iterations` otherwise.
 
     `marginal` (M,) float64, positive, sums to 1; it need not be the kernel's own b (control variates use another).
     `newton_columns`: targets up to which Newton steps are taken; they hold some six M×M matrices. `inverse` (M, M): the
     `inverse_hessian` of a like kernel near g; steps with it come first, for as long as they pay.
+    `watch`: called now and then with the iterations so far.
     """
-    search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns)
+    search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns, watch)
     return search.run(g, inverse)
 
 
@@ -56,7 +62,16 @@ def inverse_hessian(kernel: Kernel, g: Tensor, marginal: Tensor, ridge: float = 
 
 
 class _Search:
-    def __init__(self, kernel: Kernel, marginal: Tensor, tolerance: float, max_iterations: int, newton_columns: int):
+    def __init__(
+        self,
+        kernel: Kernel,
+        marginal: Tensor,
+        tolerance: float,
+        max_iterations: int,
+        newton_columns: int,
+        watch: Callable[[int], None] | None,
+    ):
+        self.watch = watch or (lambda iterations: None)
         self.kernel = kernel
         self.marginal = marginal
         self.log_marginal = marginal.log()
@@ -116,6 +131,8 @@ class _Search:
         while self.iterations < self.max_iterations:
             log_z, column = kernel.scale(log_v, log_z, omega)
             self.iterations += 1
+            if self.iterations % _WATCHED == 0:
+                self.watch(self.iterations)
             error = float((column - self.marginal).abs().sum())
             if not error <= 8 * best:
                 # Over-relaxation overshot: back to the best point with a milder factor. Plain steps always climb.
@@ -161,6 +178,7 @@ class _Search:
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
             factor = _factor(self.kernel.curvature(at.g), at.column, self.marginal, ridge)
             self.newton_steps += 1
+            self.watch(self.iterations)
             self.iterations += max(1, int(self.newton_cost) // 4)
             moved = False
             for _ in range(12):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+ITERATIONS = "transport iterations"
+"""The stage that counts iterations of at most so many; all others count rows."""
+
 
 class Eta:
     """A `progress` callable for the solver: says where a stage stands, how fast it goes and when it will be done.
@@ -31,9 +34,10 @@ class Eta:
         if done < total and now - self._told < self._every_s:
             return
         self._told = now
+        unit = "" if stage == ITERATIONS else " rows"
         if done >= total:
-            self._show(f"{stage}: {total:,} rows in {elapsed:.1f} s")
+            self._show(f"{stage}: {total:,}{unit} in {elapsed:.1f} s")
             return
         rate = (done - self._offset) / elapsed if elapsed > 0 else 0.0
         left = f"{(total - done) / rate:.0f} s left" if rate > 0 else "time left unknown"
-        self._show(f"{stage}: {done:,} of {total:,} rows ({done / total:.0%}), {rate:,.0f} rows/s, {left}")
+        self._show(f"{stage}: {done:,} of {total:,}{unit} ({done / total:.0%}), {rate:,.0f}{unit}/s, {left}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from selection.transport.dense import NEWTON_MAX_COLUMNS, solve_dense
 from selection.transport.kernel import Evaluation, Kernel
 from selection.transport.problem import Problem, Progress
+from selection.transport.progress import ITERATIONS
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ def descend(
     iterations = 0
     for relative in _schedule(settings.relative) if start is None else []:
         kernel.absorb(g, relative / settings.relative * settings.epsilon)
-        rough = solve_dense(kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns)
+        rough = solve_dense(
+            kernel, g, marginal=b, tolerance=3e-2, max_iterations=60, newton_columns=newton_columns,
+            watch=_told(settings, iterations),
+        )  # fmt: skip
         g = rough.at.g
         iterations += rough.iterations
     kernel.absorb(g, settings.epsilon)
@@ -96,8 +101,18 @@ def descend(
         max_iterations=settings.max_iterations - iterations,
         newton_columns=newton_columns,
         inverse=inverse,
+        watch=_told(settings, iterations),
     )
     return result.at, iterations + result.iterations
+
+
+def _told(settings: Settings, before: int) -> Callable[[int], None] | None:
+    """Progress of iterations that follow `before` others, of as many as there may be: with a tiny ε they are many."""
+    told = settings.progress
+    if told is None:
+        return None
+    most = settings.max_iterations
+    return lambda done: told(ITERATIONS, min(before + done, most - 1), most)
 
 
 def _schedule(relative: float) -> list[float]:

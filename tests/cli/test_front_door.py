@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import time
@@ -147,14 +149,93 @@ def test_a_name_that_is_too_long_is_a_mistake_in_the_input(arguments: list[str],
     assert "File name too long" in capsys.readouterr().err
 
 
-def test_full_disk_is_an_interruption(monkeypatch, capsys) -> None:
-    import errno
-
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.EFBIG])
+@pytest.mark.parametrize(("command", "ends"), [("train", 3), ("sweep", 3), ("report", 2), ("merge", 2)])
+def test_a_disk_that_fails_is_said_in_one_sentence(monkeypatch, capsys, code: int, command: str, ends: int) -> None:
     from flatshift import cli, commands
 
-    def full(_argv: list[str]) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
+    def fail(_argv: list[str]) -> int:
+        raise OSError(code, os.strerror(code), "runs/x")
 
-    monkeypatch.setitem(commands._RUN, "train", full)
-    assert cli.run(["train"]) == 3
-    assert "disk is full" in capsys.readouterr().err
+    monkeypatch.setitem(commands._RUN, command, fail)
+    assert cli.run([command]) == ends
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "runs/x" in said and len(said) < 300
+    assert ("the disk is full" in said) == (code in (errno.ENOSPC, errno.EDQUOT))
+    assert ("resume" in said) == (ends == 3)
+
+
+def test_the_words_of_safetensors_are_those_of_the_system() -> None:
+    from safetensors import SafetensorError
+
+    from finetune.errors import Interrupted, disk_trouble
+    from finetune.rundir import disk_full_interrupts
+
+    assert disk_trouble(SafetensorError("I/O error: No space left on device (os error 28)")) == "the disk is full"
+    assert "Input/output" in str(disk_trouble(SafetensorError("I/O error: something (os error 5)")))
+    assert (
+        disk_trouble(SafetensorError("header too small")) is None and disk_trouble(ValueError("(os error 5)")) is None
+    )
+    with (
+        pytest.raises(Interrupted, match=r"Input/output error.* while saving; resume when"),
+        disk_full_interrupts("saving"),
+    ):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "x")
+
+
+def test_a_mistake_is_one_line_of_at_most_300_characters(monkeypatch, capsys) -> None:
+    from finetune.errors import UserError
+    from flatshift import cli, commands
+
+    def refuse(_argv: list[str]) -> int:
+        raise UserError(f"{'d/' * 400}rows.jsonl:12: column {'x' * 400!r}\nis no \x1b[31mtext; name another")
+
+    monkeypatch.setitem(commands._RUN, "train", refuse)
+    assert cli.run(["train"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert len(said.removeprefix("flatshift: error: ")) <= 300
+    assert "rows.jsonl:12:" in said and said.endswith("name another") and "\x1b" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["select", "--budget", "abc"], "--budget must be a whole number, got 'abc'"),
+        (["select", "--budget", "1.5"], "--budget must be a whole number, got '1.5'"),
+        (["select", "--epsilon", "x"], "--epsilon must be a number, got 'x'"),
+        (["select", "--budgt", "3"], "unrecognized options: --budgt, 3 (did you mean --budget?)"),
+        (["select", "--bad-rows", "drop"], "invalid choice 'drop' for argument '--bad-rows'"),
+        (["train", "--out"], "missing value for argument '--out'"),
+        (["eval"], "PATH is missing"),
+        (["recipes", "frob"], "invalid choice 'frob'"),
+        (["train", os.fsdecode(b"caf\xe9.yaml")], "`flatshift train`: 'caf\\udce9.yaml' is not valid UTF-8"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_told_in_one_sentence(capsys, arguments: list[str], said: str) -> None:
+    from flatshift import cli
+
+    assert cli.run(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("flatshift: error: ") and said in line and len(line) < 300
+
+
+def test_whole_numbers_may_be_written_as_powers_of_ten(tmp_path: Path, capsys) -> None:
+    from flatshift import cli
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    rows = str(tmp_path / "rows.jsonl")
+    for budget in ("1e9", "1E+9"):
+        words = ["select", "--pool", rows, "--target", rows, "--budget", budget, "--out", str(tmp_path / "out")]
+        assert cli.run(words) == 2
+        assert "select.budget: 1000000000 is above the pool's 2 records" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_looked_for_in_a_directory_that_is_gone(tmp_path: Path, monkeypatch, capsys) -> None:
+    from flatshift import cli
+
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.run(["train", "classify"]) == 2
+    assert "current directory is gone" in capsys.readouterr().err

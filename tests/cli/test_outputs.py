@@ -158,7 +158,7 @@ def test_generate_names_the_prompt_that_is_no_text(written: Path, capsys, monkey
     assert run(["generate", str(written)]) == 2
     assert "standard input:3: not valid UTF-8" in capsys.readouterr().err
     assert run(["generate", str(written), "--prompt", "fine", "--prompt", "a \udcff b"]) == 2
-    assert "--prompt 2 is not valid UTF-8" in capsys.readouterr().err
+    assert "--prompt 'a \\udcff b' is not valid UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["merge", "export"])

@@ -157,7 +157,7 @@ def test_a_features_file_that_is_none(given: Path, capsys) -> None:
     (given / "x.npy").write_bytes((given / "x.npy").read_bytes()[:200])
     assert "x.npy is not a readable .npy file" in refused(given, capsys, *more)
     (given / "x.npy").write_bytes(b"not numpy")
-    assert "x.npy is not a readable .npy file" in refused(given, capsys, *more)
+    assert "x.npy is no .npy file" in refused(given, capsys, *more)
 
 
 def test_rows_without_direction_have_no_cosine(given: Path, capsys) -> None:

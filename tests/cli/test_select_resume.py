@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from finetune.lock import owned
 from flatshift.cli import run
 from selection.transport.state import Standing, Store
 
@@ -80,10 +80,9 @@ def test_a_killed_select_goes_on_to_the_same_bits(words, tmp_path: Path, capsys)
     message = capsys.readouterr().err
     assert "unfinished work of another command (select.budget 500, not 400)" in message and message.count("\n") == 1
     # So is a second process at work on it.
-    with (out / "state" / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with owned(out):
         assert run([*words, "--out", str(out)]) == 2
-    assert "another process is at work" in capsys.readouterr().err
+    assert f"in use by another command (process {os.getpid()})" in capsys.readouterr().err
     assert len(list((out / "state" / "kept").glob("pass-0002-*"))) == 1
 
     assert run([*words, "--out", str(out)]) == 0
@@ -204,7 +203,7 @@ def test_a_kill_before_the_first_pass_is_no_obstacle(words, tmp_path: Path) -> N
     pool.write_text('{"text": "a b"}\n{"text": "c d"}\n', encoding="utf-8")
     target.write_text('{"text": "a b"}\n', encoding="utf-8")
     short = ["select", "--pool", str(pool), "--target", str(target), "--budget", "1", "--method", "length"]
-    for number, left in enumerate((None, "lock", ".recipe.resolved.yaml.0a1b2c3d.tmp")):
+    for number, left in enumerate((None, ".recipe.resolved.yaml.0a1b2c3d.tmp")):
         out = tmp_path / f"out{number}"
         (out / "state").mkdir(parents=True)
         if left:

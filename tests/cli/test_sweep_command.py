@@ -17,11 +17,11 @@ import experiments.pipeline
 import experiments.preparing
 import experiments.report
 import experiments.sweep.cell
-from experiments.cells.lock import locked
 from experiments.console import Console
 from experiments.pipeline import execute
 from experiments.preparing import prepare
 from experiments.recipe import from_override, load_recipe
+from finetune.lock import owned
 from finetune.loop import Diverged
 from finetune.rundir import RunDirectory
 from flatshift.cli import run
@@ -172,7 +172,7 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
     (out / "sweep.json").write_text("{", encoding="utf-8")
     refused("not valid JSON")
     assert not (out / "cells").exists() and not (out / "log.txt").exists()
-    with locked(out):
+    with owned(out):
         (out / "sweep.json").write_text('{"grid": {}}', encoding="utf-8")
         refused(f"(process {os.getpid()})")
     assert cheap(*grid) == 0, "the format before this one is taken over"
@@ -197,6 +197,10 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
         (["--data.train.files", "[]", "--grid", "adapter.rank=1"], "adapter.rank=1: data.train.files is empty"),
         (["--seeds", "0"], "--seeds"),
         (["--jobs", "0"], "--jobs"),
+        (["--seeds", "1000000000"], "--max-cells"),
+        (["--design", "random", "--points", "1000000000"], "--max-cells"),
+        (["--max-cells", "1"], "--max-cells"),
+        (["--seeds", "2", "--train.seed", "9223372036854775807"], "--seeds 2: from train.seed"),
         (["--stack", "none"], "--stack"),
         (["--devices", "tpu"], "--devices"),
         (["--design", "paired", "--grid", "adapter.rank=1,2", "train.steps=1"], "adapter.rank 2, train.steps 1"),

@@ -127,6 +127,13 @@ def test_resume_refuses_another_setting(finished: Path, capsys) -> None:
     assert "--optimizer.lr" in capsys.readouterr().err
 
 
+def test_resume_refuses_fewer_steps_than_were_made(finished: Path, capsys) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    assert run(["train", "--resume", str(finished), "--train.steps", "5"]) == 2
+    assert "train.steps: 5 is below the 6 updates" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
 def test_eval_on_other_rows(finished: Path, tmp_path: Path, capsys) -> None:
     rows = tmp_path / "more.jsonl"
     rows.write_text('{"text": "We used the method of Smith [1].", "label": "method"}\n' * 3, encoding="utf-8")
@@ -227,6 +234,9 @@ def test_resume_refuses_a_changed_input(tmp_path: Path, capsys) -> None:
         (["--adapter.targets", "[q_prj]"], "q_proj"),
         (["--data.train.limit", "99999"], "99999"),
         (["--task.kind", "completion", "--task.prompt", "{txt}"], "'text'"),
+        (["--adapter.rank", "1000000000"], "adapter.rank: at 1,000,000,000 the factors"),
+        (["--train.batch_size", "1000000000"], "train.batch_size times train.accumulate: an update of 1,000,000,000"),
+        (["--train.accumulate", "1000000000"], "train.batch_size times train.accumulate"),
     ],
 )
 def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str], message: str) -> None:
@@ -237,6 +247,14 @@ def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("finetune.parallel.devices.machine_memory", lambda: 1 << 24)
+    words = ["train", "classify", "--out", str(tmp_path / "run"), *flags(SMALL | {"train.batch_size": 40})]
+    assert run(words) == 2
+    assert "train.batch_size: 40 rows at once keep about" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_processes_than_ranks_are_refused(tmp_path: Path, monkeypatch, capsys) -> None:

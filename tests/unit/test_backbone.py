@@ -181,7 +181,7 @@ def test_unknown_name_offline_is_answered_at_once(offline):
         (lambda d: (d / "config.json").unlink(), "no config.json"),
         (lambda d: (d / "model.safetensors").unlink(), "no weights"),
         (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "only as pytorch_model.bin.*unpickling"),
-        (lambda d: (d / "config.json").write_text("{"), "cannot be read"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json:1: not valid JSON"),
         (lambda d: (d / "config.json").write_text('{"model_type": "nonesuch"}'), "'nonesuch'"),
         (
             lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:-99]),

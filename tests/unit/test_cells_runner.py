@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from experiments.cells.files import is_final, read_result
-from experiments.cells.runner import Runner, claimed
+from experiments.cells.runner import Runner, claim_study
 from experiments.console import Console
 from finetune.errors import UserError
+from tests.kill_points import kill_points
 from tests.study_cells import StandIn, run_stand_in
 
 
@@ -44,18 +45,19 @@ def test_a_cell_that_ended_its_workers_is_not_run_for_its_result(tmp_path: Path)
     assert not (tmp_path / "seen-a").exists()
 
 
-def test_two_studies_in_one_directory_are_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
+def test_a_study_takes_its_own_directory_and_no_other(tmp_path: Path) -> None:
     out = tmp_path / "study"
-    with (
-        claimed(out, "a: 1\n", "study"),
-        pytest.raises(UserError, match="another command"),
-        claimed(out, "b: 2\n", "x"),
-    ):
-        raise AssertionError("two at once")
-    with claimed(out, "b: 2\n", "study"):
-        assert (out / "study.recipe.yaml").read_text() == "b: 2\n", "one after another"
+    for text in ("a: 1\n", "b: 2\n"):
+        claim_study(out, text, "study")
+        assert (out / "study.recipe.yaml").read_text() == text, "one after another"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
-    with pytest.raises(UserError, match="is not a study's directory"), claimed(tmp_path / "other", "a: 1\n", "study"):
-        raise AssertionError("not ours")
+    with pytest.raises(UserError, match="is not a study's directory"):
+        claim_study(tmp_path / "other", "a: 1\n", "study")
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]
+
+
+def test_a_study_that_was_killed_while_it_claimed_its_directory_can_be_begun_again(tmp_path: Path) -> None:
+    for out in kill_points(lambda out: claim_study(out, "a: 1\n", "study"), tmp_path):
+        claim_study(out, "a: 1\n", "study")
+        assert (out / "cells").is_dir() and not list(out.rglob("*.tmp"))

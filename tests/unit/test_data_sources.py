@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from experiments import preparing, tokens
-from experiments.pipeline import check_recipe, recipe_inputs
+from experiments.parts import recipe_inputs
+from experiments.pipeline import check_recipe
 from experiments.preparing import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
 from experiments.sources import judged_train, supply, supply_lines

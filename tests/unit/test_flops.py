@@ -150,3 +150,28 @@ def test_no_share_of_the_peak_is_above_one(tmp_path):
             pass
         figures = meter.updated(0.5).read()
     assert figures["hfu"] == 1.0 and 0 < figures["mfu"] <= 1.0
+
+
+def one_step(engine, micro, meter):
+    with meter.watching([micro], head=None):
+        engine.forward_backward(
+            [micro], micro.supervised, task=LM, head=None, context=lambda index: contextlib.nullcontext()
+        )
+    meter.updated(1.0)
+
+
+def test_a_layer_that_gives_a_tuple_is_counted(tmp_path):
+    """Routers of Llama 4 are linear layers that give scores and logits."""
+    engine = engine_of("llama4", tmp_path, targets=("q_proj", "v_proj"))
+    meter = Meter(engine, peak_tflops=None)
+    one_step(engine, micro_of(2, 8), meter)
+    assert meter._cost is not None and meter._cost.token > 0
+
+
+def test_a_meter_ends_no_run(tmp_path, monkeypatch):
+    engine, micro = engine_of("llama", tmp_path), micro_of(2, 8)
+    monkeypatch.setattr("finetune.flops._made", lambda output: SimpleNamespace(shape=()))
+    meter = Meter(engine, peak_tflops=1.0)
+    for _ in range(EVERY + 1):
+        one_step(engine, micro, meter)
+    assert meter._cost is None and set(meter.whole()) == {"tokens_s"}

@@ -9,7 +9,9 @@ import os
 import pytest
 
 from finetune.errors import Interrupted, UserError
+from finetune.lock import owned
 from finetune.rundir import RunDirectory, disk_full_interrupts, read_metrics, refuse_nonempty, write_provenance
+from tests.kill_points import kill_points
 
 
 def test_create_writes_provenance_and_refuses_what_is_not_empty(tmp_path):
@@ -68,6 +70,35 @@ def test_a_torn_tail_is_skipped_and_cut_when_the_run_is_opened_again(tmp_path):
     metrics.write_bytes(b"not json\n" + whole)
     with pytest.raises(UserError, match=r"metrics\.jsonl:1: not a JSON object"):
         read_metrics(metrics)
+
+
+def test_what_a_machine_without_power_lost_of_the_metrics_is_cut(tmp_path):
+    """Zeros where pages were not written yet, whole lines behind them or not."""
+    run = RunDirectory.create(tmp_path / "run")
+    for step in range(1, 5):
+        run.log_metrics("s", step=step, split="train", loss=1.0)
+    metrics = run.path / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for lost in (slice(len(lines[0]) + 5, len(lines[0]) + 9), slice(len(lines[0]) + 5, None)):
+        damaged = bytearray(whole)
+        damaged[lost] = bytes(len(damaged[lost]))
+        metrics.write_bytes(damaged)
+        again = RunDirectory.open(run.path)
+        assert metrics.read_bytes() == lines[0]
+        again.log_metrics("s", step=2, split="train", loss=1.0)
+        assert [line["step"] for line in read_metrics(metrics)] == [1, 2]
+
+
+def test_a_run_that_was_killed_while_it_was_made_can_be_made_again(tmp_path):
+    def make(path):
+        with owned(path):
+            RunDirectory.create(path, recipe_yaml="a: 1\n", manifest={"inputs": []}, texts={"template.jinja": "x"})
+
+    for path in kill_points(make, tmp_path):
+        if not (path / "environment.json").exists():
+            make(path)
+        assert len(list(path.iterdir())) == 5 and not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_line_that_finds_no_room_is_taken_back_whole(tmp_path, monkeypatch):

@@ -309,7 +309,7 @@ def test_inside_a_run_the_run_is_named(demo, tmp_path):
     [
         ("eval.json", '{"test": {"loss": 3}}', r"eval.json: test.loss has no number"),
         ("eval.json", '{"test": {\n"loss"', r"eval.json:2: not valid JSON"),
-        ("manifest.json", "[1]", "expected a JSON object"),
+        ("manifest.json", "[1]", "not a JSON object"),
         ("scores.parquet", "not parquet", "not a readable Parquet file"),
         ("cells.parquet", "not parquet", "not a readable Parquet file"),
         ("study.json", '{"cells": [{"warmup": "cold"}]}', r"cells\[0\] needs warmup"),

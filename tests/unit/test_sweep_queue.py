@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cells.lock import locked
 from experiments.console import Console
 from experiments.recipe import load_recipe
-from experiments.sweep import queue, run_cells
+from experiments.sweep import queue, run_cells, sweep
 from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
 from experiments.sweep.cost import CostModel, work_of
-from experiments.sweep.directory import at_work, await_orphans, claim, results_of, stale, write_marker
+from experiments.sweep.directory import at_work, await_orphans, check_directory, claim, results_of, stale, write_marker
 from experiments.sweep.placing import Places, choose_devices, memory_of, on_cuda, place
 from experiments.sweep.progress import Progress
 from finetune.errors import Interrupted, UserError
+from finetune.lock import owned
+from tests.kill_points import kill_points
 from tests.sweep_cells import Unloadable, behave, cells_that, starts
 
 QUIET = Console(quiet=True)
@@ -264,25 +265,29 @@ def test_whole_seeds_come_first(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- whose directory it is
 
 
-def test_second_sweep_is_told_who_is_at_work_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
-    code = (
-        "import sys, time\nfrom pathlib import Path\n"
-        "from experiments.cells.lock import locked\nfrom experiments.sweep.directory import at_work\n"
-        f"with locked(Path({str(tmp_path)!r})), at_work(Path({str(tmp_path)!r})):\n"
-        "    print('held', flush=True); time.sleep(60)\n"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=rf"process {holder.pid}\b"), locked(tmp_path):
-            raise AssertionError("two sweeps in one directory")
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-        await_orphans(tmp_path)
-        with locked(tmp_path):
-            assert (tmp_path / ".lock").read_text(encoding="utf-8") == f"{os.getpid()}\n"
-    finally:
-        holder.kill()
+@pytest.mark.parametrize("error", [None, errno.ENOSPC])
+def test_a_sweep_that_ends_before_it_has_its_marker_can_be_begun_again(tmp_path: Path, error: int | None) -> None:
+    base = load_recipe("double-descent")
+    plan = {"recipe": "x", "grid": {}, "design": "grid", "seeds": 2}
+
+    def begin(out: Path) -> None:
+        with owned(out):
+            check_directory(out)
+            claim(out, plan, base)
+
+    ended = 0
+    for out in kill_points(begin, tmp_path, error=error):
+        ended += 1
+        begin(out)
+        assert json.loads((out / "sweep.json").read_text(encoding="utf-8"))["seeds"] == 2
+        assert (out / "recipe.resolved.yaml").is_file() and not list(tmp_path.rglob(".*"))
+    assert ended > 10
+
+
+def test_of_two_sweeps_the_second_is_refused(tmp_path: Path) -> None:
+    with owned(tmp_path / "out"), pytest.raises(UserError, match=rf"process {os.getpid()}\b"):
+        sweep("double-descent", [], tmp_path / "out", grid=("adapter.rank=1",), seeds=1, quiet=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_sweep_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:

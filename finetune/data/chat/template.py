@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...config import Chat, Task
-from ...errors import UserError
+from ...errors import UserError, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def template_file(name: str) -> Path:
     """
     if name in shipped_templates():
         return _SHIPPED / f"{name}.jinja"
-    path = Path(name).expanduser()
+    path = user_path(name)
     if not path.is_file():
         raise UserError(f"task.template: no file {name!r}; name a file of Jinja text, or {shipped_templates()[0]!r}")
     return path

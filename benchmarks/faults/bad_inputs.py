@@ -1,0 +1,88 @@
+"""What a bad input is, and the good rows, backbone and run that bad ones are made from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Prepare = Callable[[Path], None]
+DIGITS = "9" * 400
+MANY = "9" * 5000
+ROWS = [{"text": f"row {i} of the sample", "label": "ab"[i % 2]} for i in range(12)]
+TRAIN = ["train", "recipe.yaml", "--out", "out"]
+
+
+def _nothing(_work: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """One command line that must be refused."""
+
+    name: str
+    argv: tuple[str, ...]
+    places: tuple[str, ...]
+    """What the sentence must name: one of these."""
+    prepare: Prepare = field(default=_nothing)
+    """Makes the files, in the folder that the command runs in."""
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """What is other about the process while the command runs."""
+
+
+def make_sandbox(root: Path) -> Path:
+    """Good rows, a backbone and a finished run in `root`, which the bad inputs are made from."""
+    from finetune import assets
+
+    write_jsonl(root / "rows.jsonl", ROWS)
+    source = assets.backbone("flatshift-5m")
+    assert source is not None
+    shutil.copytree(source, root / "backbone")
+    command = ["train", str(root / "good.yaml"), "--out", str(root / "run"), "--train.peak_tflops", "1"]
+    (root / "good.yaml").write_text(recipe(root), encoding="utf-8")
+    pid = os.fork()
+    if pid == 0:
+        from flatshift.cli import run
+
+        os._exit(run(command))
+    assert os.waitpid(pid, 0)[1] == 0, "the run that bad inputs are made from failed"
+    return root
+
+
+def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def recipe(root: Path, more: str = "") -> str:
+    return (
+        f"backbone: {root / 'backbone'}\ntask: {{kind: classify}}\n"
+        f"data:\n  train: {{files: ['{root / 'rows.jsonl'}']}}\n  test: {{files: ['{root / 'rows.jsonl'}']}}\n"
+        "adapter: {rank: 2, targets: [q_proj]}\n"
+        "train: {steps: 1, batch_size: 4, max_length: 16, device: cpu, precision: fp32, threads: 1}\n"
+        f"eval: {{bootstrap: 2}}\n{more}"
+    )
+
+
+def good(root: Path, more: str = "") -> Prepare:
+    return lambda work: write_text(work / "recipe.yaml", recipe(root, more))
+
+
+def piped(root: Path) -> Prepare:
+    def prepare(work: Path) -> None:
+        os.mkfifo(work / "pipe")
+        good(root)(work)
+
+    return prepare
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)

@@ -1,0 +1,223 @@
+"""Bad inputs over all commands: each must end with exit code 2 and one sentence that names the place.
+
+    python -m benchmarks.faults.inputs --most 50     # the first 50 alone, each shown
+
+One process imports everything and forks a child for each input, so that a second is a second of the input's own. The
+child runs the command line as `flatshift` would; what it says, how it ends, the CPU time it takes and what it leaves
+behind are looked at from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks._harness import Benchmark
+from benchmarks.faults.bad_commands import bad_commands
+from benchmarks.faults.bad_files import bad_files
+from benchmarks.faults.bad_inputs import BadInput, make_sandbox
+
+SENTENCE = 300
+CPU_S = 2.0
+_WALL_S = 60.0
+_BEGIN = "flatshift: error: "
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one bad input ended."""
+
+    code: int
+    """Exit code; negative for a signal."""
+    said: str
+    """What it wrote to stderr."""
+    cpu: float
+    """Seconds of the child and of what it started."""
+    left: tuple[str, ...]
+    """What is other than before in the folder that it ran in."""
+
+    def faults(self, case: BadInput) -> list[str]:
+        """What is wrong about it; nothing where it is as it should be."""
+        errors = [line for line in self.said.splitlines() if line.startswith(_BEGIN)]
+        found = []
+        if self.code != 2:
+            found.append(f"exit code {self.code}")
+        if "Traceback" in self.said:
+            found.append("a traceback")
+        if len(errors) != 1 or not self.said.rstrip().endswith(errors[0]):
+            found.append(f"{len(errors)} errors, or lines behind it")
+        else:
+            message = errors[0].removeprefix(_BEGIN)
+            if len(message) > SENTENCE:
+                found.append(f"{len(message)} characters")
+            if not any(place in message for place in case.places):
+                found.append(f"does not name {' or '.join(case.places)}")
+        if self.left:
+            found.append(f"left {', '.join(self.left[:3])}")
+        if self.cpu > CPU_S:
+            found.append(f"{self.cpu:.1f} CPU-seconds")
+        return found
+
+
+def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
+    """Run all bad inputs, or `most` of them drawn by `seed`, and add what they came to."""
+    endings = run_all(most=most, seed=seed)
+    bad = [f"{case.name}: {'; '.join(faults)}" for case, ending in endings if (faults := ending.faults(case))]
+    for line in bad:
+        print(line, file=sys.stderr)
+    wanted = 300 if most is None else len(endings)
+    bench.row("bad inputs", ours=len(endings), unit="inputs", bar_op=">=", bar_value=wanted)
+    bench.row("bad inputs without exit 2 and one sentence that names the place, or with anything left behind",
+              ours=len(bad), unit="inputs", bar_op="==", bar_value=0)  # fmt: skip
+    lengths = [len(ending.said.splitlines()[-1]) - len(_BEGIN) if ending.said.strip() else 0 for _, ending in endings]
+    bench.row("longest sentence", ours=max(lengths), unit="characters", bar_op="<=", bar_value=SENTENCE)
+    bench.row("slowest bad input", ours=max(e.cpu for _, e in endings), unit="CPU-s", bar_op="<=", bar_value=CPU_S)
+
+
+def run_all(
+    *, most: int | None = None, seed: int = 0, only: str = "", show: bool = False
+) -> list[tuple[BadInput, Ending]]:
+    """Each bad input (whose name has `only` in it) and its ending; `most` of them, drawn by `seed`."""
+    import random
+
+    _import_everything()
+    found = []
+    with tempfile.TemporaryDirectory(prefix="flatshift-inputs-") as folder:
+        root = make_sandbox(Path(folder))
+        cases = [case for case in (*bad_commands(root), *bad_files(root)) if only in case.name]
+        if most is not None and most < len(cases):
+            cases = random.Random(seed).sample(cases, most)
+        for case in cases:
+            ending = run_one(case, root)
+            found.append((case, ending))
+            if show:
+                print(f"{case.name}: {ending.code} {ending.cpu:.2f} s | {ending.said.strip().splitlines()[-1:]}")
+                for fault in ending.faults(case):
+                    print(f"  FAULT {fault}")
+    return found
+
+
+def run_one(case: BadInput, root: Path) -> Ending:
+    """The ending of one bad input, in a fresh copy of nothing: what it writes is noted and removed."""
+    work = root / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    case.prepare(work)
+    before = _state(root)
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as out:
+        pid = os.fork()
+        if pid == 0:
+            _child(case, work, out.fileno(), said.fileno())
+        usage, status = _wait(pid)
+        said.seek(0)
+        text = said.read().decode("utf-8", errors="replace")
+    code = os.waitstatus_to_exitcode(status)
+    after = _state(root)
+    left = tuple(sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)))
+    return Ending(code, text, usage.ru_utime + usage.ru_stime, left)
+
+
+def _child(case: BadInput, work: Path, out: int, said: int) -> None:
+    """Become the command: never returns."""
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(work)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(said, 2)
+        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        resource.setrlimit(resource.RLIMIT_CPU, (int(_WALL_S), int(_WALL_S)))
+        sys.argv = ["flatshift", *case.argv]
+        from flatshift.cli import run
+
+        with case.around():
+            code = run(list(case.argv))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _wait(pid: int) -> tuple[resource.struct_rusage, int]:
+    deadline = time.monotonic() + _WALL_S
+    while True:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            return usage, status
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.005)
+
+
+def _state(root: Path) -> dict[str, str]:
+    """Relative name → what it is, of all that lies under `root`; the content of files too."""
+    found = {}
+    for folder, names, files in os.walk(root):
+        for name in (*names, *files):
+            path = Path(folder, name)
+            told = path.lstat()
+            mark = f"{told.st_mode:o} {told.st_size if path.is_file() else ''}"
+            if path.is_file() and told.st_size < 1 << 20:
+                mark += hashlib.sha256(path.read_bytes()).hexdigest()
+            found[os.fsencode(path.relative_to(root)).decode("utf-8", "backslashreplace")] = mark
+    return found
+
+
+def _import_everything() -> None:
+    """What any command imports, so that no child pays for it."""
+    import importlib
+    import pkgutil
+
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    for package in ("selection", "regularizers", "finetune", "experiments", "flatshift"):
+        home = importlib.import_module(package)
+        for module in pkgutil.walk_packages(home.__path__, f"{package}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    for name in (
+        "peft",
+        "safetensors.torch",
+        "pyarrow.parquet",
+        "sklearn.decomposition",
+        "scipy.stats",
+        "rich.progress",
+    ):
+        importlib.import_module(name)
+    _ = transformers.AutoTokenizer, transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+
+
+def main() -> None:
+    """Run them and show each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--most", type=int)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    endings = run_all(most=given.most, seed=given.seed, only=given.only, show=True)
+    bad = sum(bool(ending.faults(case)) for case, ending in endings)
+    print(f"{len(endings)} bad inputs, {bad} not as they should be, slowest {max(e.cpu for _, e in endings):.2f} CPU-s")
+    raise SystemExit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The parts of a run directory: which are finished, what stays of a run that failed, what a resumed one must find."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from experiments.beginnings import check_unchanged
+from experiments.config import Recipe
+from experiments.console import Console
+from finetune.atomic import read_object
+from finetune.data import describe
+from finetune.errors import UserError
+from finetune.rundir import METRICS, read_metrics
+
+WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
+_LAST = (FINE_TUNE, "train")
+
+
+def is_finished(path: Path, recipe: Recipe) -> bool:
+    """Whether every part of the run is there, with as many steps as the recipe asks for."""
+    done = path / "stages" / FINE_TUNE / "done.json"
+    if not (done.is_file() and (path / "eval.json").is_file() and (path / "report.html").is_file()):
+        return False
+    return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
+
+
+def refuse_fewer(path: Path, steps: int) -> None:
+    """Raise UserError for fewer steps than the run has made: what it holds is of more."""
+    made = [line["step"] for line in read_metrics(path / METRICS) if (line.get("stage"), line.get("split")) == _LAST]
+    most = max((step for step in made if isinstance(step, int)), default=0)
+    if steps < most:
+        raise UserError(
+            f"train.steps: {steps} is below the {most} updates that {path} has made; give at least {most}, or start a "
+            "new run for fewer"
+        )
+
+
+def recipe_inputs(recipe: Recipe) -> list[str]:
+    """Every input file that the recipe names, once each."""
+    files = [*recipe.data.train.all_files, *recipe.data.dev.files, *recipe.data.test.files]
+    if recipe.select is not None:
+        files += [*recipe.select.pool.files, *recipe.select.target.files, *recipe.select.eval.files]
+        files += recipe.select.negative.files
+    return list(dict.fromkeys(files))
+
+
+def check_inputs(path: Path) -> None:
+    """A resumed run must read what it read before."""
+    manifest = read_object(path / "manifest.json", "inputs")
+    for before in manifest["inputs"]:
+        (now,) = describe([before["path"]])
+        if now["sha256"] != before["sha256"]:
+            raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
+    check_unchanged(path, manifest.get("adapters", {}))
+
+
+def leave(path: Path, console: Console) -> None:
+    """What becomes of a run that failed by its settings: what was finished stays, else the directory goes."""
+    chosen = path / "selection"
+    if not chosen.exists() and not (path / METRICS).exists():
+        shutil.rmtree(path)
+    elif (chosen / "manifest.json").is_file():
+        console.say(
+            f"the selection is finished and kept: {chosen / 'selected.jsonl'} can be the data.train.files of other "
+            f"runs, and `flatshift train --resume {path}` goes on after it, with another mesh, device or train.steps"
+        )
+
+
+def remove_weights(path: Path) -> None:
+    """Drop what only a continued training needs: checkpoints and adapters (sweep cells keep their figures)."""
+    for name in ("state", "adapter"):
+        shutil.rmtree(path / name, ignore_errors=True)
+    for stage in (path / "stages").glob("*/adapter"):
+        shutil.rmtree(stage, ignore_errors=True)
