@@ -409,8 +409,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _context(self, step: int, micro: int) -> Iterator[None]:
-        """Precision, and a seed of (seed, step, micro-batch, rank) for what else draws, as blocks that are left out by
-        chance: equal where tokens are equal."""
+        """Precision, and a seed of (seed, step, micro-batch, rank) for draws that are no dropout (blocks left out)."""
         self.regularizer.micro(micro)
         index, width = self.engine.stream
         who = (index,) if width > 1 else ()
