@@ -76,18 +76,19 @@ def _refuse_encoding(argv: Sequence[str]) -> None:
             raise UserError(f"{place} {shortened(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
 
 
-def _broken_disk(error: OSError, argv: Sequence[str]) -> int:
+def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
     """What the disk, or a path that somebody named, has; or our bug."""
     from finetune.errors import disk_trouble, is_disk_full, sentence
 
-    place = f" at {error.filename}" if error.filename else ""
+    named = error.filename if isinstance(error, OSError) else None
+    place = f" at {named}" if named else ""
     if (trouble := disk_trouble(error)) is not None:
         then = "free some space" if is_disk_full(error) else "see to it"
         if argv[0] in _KEEPS:
             return _end(sentence(f"interrupted: {trouble}{place}; {then} and resume, finished parts are kept"), 3)
         return _end(sentence(f"error: {trouble}{place}; {then} and run the same command again"), 2)
-    if error.errno in _USERS_PATH and error.filename:
-        return _end(sentence(f"error: {error.filename}: {error.strerror}"), 2)
+    if isinstance(error, OSError) and error.errno in _USERS_PATH and named:
+        return _end(sentence(f"error: {named}: {error.strerror}"), 2)
     return _unexpected(error)
 
 
@@ -153,10 +154,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     except SystemExit as stop:  # the argument parser's own --help (0) and errors (2)
         return stop.code if isinstance(stop.code, int) else 2
-    except OSError as error:
+    except Exception as error:  # of the disk, or our bug
         return _broken_disk(error, argv)
-    except Exception as error:
-        return _unexpected(error)
 
 
 def _unexpected(error: Exception) -> int:
