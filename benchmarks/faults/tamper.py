@@ -41,6 +41,15 @@ class Reader(NamedTuple):
     result: Callable[[Path, str], dict[str, str]]
 
 
+def _run(run: Path) -> dict[str, str]:
+    """What a run must leave, its recipe without the comments that say where each setting came from."""
+    import yaml
+
+    found = scenarios._run(run)
+    file = run / "recipe.resolved.yaml"
+    return found | {file.name: str(yaml.safe_load(file.read_text(encoding="utf-8"))) if file.is_file() else "missing"}
+
+
 def _page(run: Path, said: str) -> dict[str, str]:
     file = run / "page.html"
     return {"page": digest(file.read_bytes()) if file.is_file() else "missing"}
@@ -54,11 +63,11 @@ _EVAL = Reader("eval", lambda run, inputs: ["eval", str(run)], lambda run, said:
 _REPORT = Reader("report", lambda run, inputs: ["report", str(run), "--out", str(run / "page.html")], _page)
 _MERGE = Reader("merge", lambda run, inputs: ["merge", str(run), "--out", str(run.parent / "made")], _made)
 _EXPORT = Reader("export", lambda run, inputs: ["export", str(run), "--out", str(run.parent / "made")], _made)
-_RESUME = Reader("resume", lambda run, inputs: ["train", "--resume", str(run)], lambda run, said: scenarios._run(run))
+_RESUME = Reader("resume", lambda run, inputs: ["train", "--resume", str(run)], lambda run, said: _run(run))
 _LONGER = Reader(
     "resume for longer",
     lambda run, inputs: ["train", "--resume", str(run), "--train.steps", "3"],
-    lambda run, said: scenarios._run(run),
+    lambda run, said: _run(run),
 )
 _START = Reader(
     "adapter.start",
@@ -66,7 +75,7 @@ _START = Reader(
         *scenarios._train(inputs, run.parent / "made"),
         *("--adapter.start", str(run), "--adapter.dropout", "0"),
     ],
-    lambda run, said: scenarios._run(run.parent / "made"),
+    lambda run, said: _run(run.parent / "made"),
 )
 _SHARPNESS = Reader(
     "sharpness",
