@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# LANE=lowest installs the lowest versions that pyproject.toml allows, else the newest are taken.
+LANE ?= newest
+LOWEST := $(if $(filter lowest,$(LANE)),-c $(VENV)/lowest.txt)
 # Without an NVIDIA driver the CPU build is enough (and some GB smaller): its local version sorts above the plain one.
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
@@ -9,7 +12,7 @@ TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
 PIP := . $(VENV)/indexes && $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test lint bench slow clean
+.PHONY: demo test lint bench slow sbom clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -19,6 +22,7 @@ help:
 	@echo "make test    lint, types, import contracts, tests, and a wheel installed elsewhere"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make slow    the tests that are left out of make test"
+	@echo "make sbom    what is installed, as flatshift-sbom.json (CycloneDX)"
 	@echo "make bench NAME=gotd_exact    one benchmark of benchmarks/"
 
 $(BIN)/python:
@@ -31,8 +35,9 @@ $(VENV)/indexes: | $(BIN)/python
 
 $(VENV)/core: pyproject.toml $(VENV)/indexes
 	$(PIP) install --upgrade "pip>=24"
-	$(PIP) install $$TORCH_FLAGS "$(TORCH)"
-	$(PIP) install -e .
+	$(if $(LOWEST),$(BIN)/python scripts/lowest_versions.py > $(VENV)/lowest.txt)
+	$(PIP) install $$TORCH_FLAGS $(LOWEST) "$(TORCH)"
+	$(PIP) install $(LOWEST) -e .
 	@touch $@
 
 $(VENV)/test: $(VENV)/core $(VENV)/indexes
@@ -57,6 +62,13 @@ lint: $(VENV)/test
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python scripts/check_wheel.py
+
+# What is installed, in CycloneDX's form, by its own tool.
+sbom: $(VENV)/core
+	$(BIN)/python -m venv $(VENV)/sbom
+	$(PIP) --python $(VENV)/sbom/bin/python install "cyclonedx-bom>=7,<8"
+	$(VENV)/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml -o flatshift-sbom.json $(BIN)/python
+	@echo flatshift-sbom.json
 
 slow: $(VENV)/test
 	$(BIN)/python -m pytest -m slow

@@ -131,7 +131,8 @@ def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
 def require_finished(path: Path, recipe: Recipe) -> None:
     """Raise UserError unless the run directory `path` has its adapter and its figures, and its backbone as it was."""
     if not (path / "adapter").is_dir() or not (path / "eval.json").is_file():
-        raise UserError(f"{path} is not finished; finish it with `flatshift train --resume {path}`")
+        lacks = "adapter/" if not (path / "adapter").is_dir() else "eval.json"
+        raise UserError(f"{path} is not finished, it has no {lacks}; finish it with `flatshift train --resume {path}`")
     check_run(path, recipe)
 
 

@@ -37,10 +37,10 @@ class OutOfMemory(MemoryError):
 
 
 def system_error(error: BaseException) -> int | None:
-    """The operating system's number for `error`, also where safetensors tells it in words only; None for any other."""
+    """The operating system's number for `error`, also where safetensors and tokenizers tell it in words; else None."""
     if isinstance(error, OSError):
         return error.errno
-    if type(error).__name__ != "SafetensorError":
+    if type(error).__name__ not in ("SafetensorError", "Exception"):  # the latter: tokenizers
         return None
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found is None and "No space left" in str(error):

@@ -1,6 +1,6 @@
 """Build the wheel, look at what is in it, install it into a fresh environment elsewhere and use it there.
 
-    python scripts/check_wheel.py
+    python scripts/check_wheel.py           # --demo: runs the whole demo there, too
 
 The fresh environment sees the heavy dependencies of this one through a `.pth` file, but not this source tree; a second
 check imports every module with nothing but the declared core dependencies visible.
@@ -41,6 +41,8 @@ def main() -> None:
         check_contents(wheel)
         python = install(wheel, folder)
         smoke(python, folder)
+        if "--demo" in sys.argv[1:]:
+            subprocess.run([python.parent / "flatshift", "demo", "--out", "shown"], check=True, cwd=folder)
         overwritten(python, folder)
     minimal_dependencies()
     print("wheel: built, installed elsewhere, smoke-run; core dependencies suffice for every module")

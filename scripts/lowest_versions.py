@@ -1,6 +1,6 @@
 """The lowest version of each dependency that pyproject.toml allows, as pip constraints: one lane of CI installs them.
 
-    python scripts/lowest_versions.py > lowest.txt && pip install -c lowest.txt -e ".[test]"
+python scripts/lowest_versions.py > lowest.txt && pip install -c lowest.txt -e ".[test]"
 """
 
 from __future__ import annotations

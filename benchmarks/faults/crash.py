@@ -1,8 +1,9 @@
 """Every durable call of every command: killed before it, killed half-way, out of room, an I/O error, a short write.
 
-A command runs in a fork of a process that has imported everything. One of its durable calls (`durable_calls`) is struck,
-then its user does what the message says (the same command once more, or `train --resume`), and what is there at the end
-must be, bit for bit, what an undisturbed command leaves. A kill before call n+1 leaves the disk as a kill after call n.
+A command runs in a fork of a process that has imported everything. One of its durable calls (`durable_calls`) is
+struck, then its user does what the message says (the same command once more, or `train --resume`), and what is there
+at the end must be, bit for bit, what an undisturbed command leaves. A kill before call n+1 leaves the disk as a kill
+after call n.
 
 What may go wrong has a name: *lost* (the second command refuses, or something is missing), *stuck* (a command did not
 end), *other bits*, *traceback* (a fault that ends in our own bug's code 70), *left over* (temporaries that stay).
@@ -37,6 +38,8 @@ from benchmarks.faults.scenarios import SCENARIOS, Scenario, write_inputs
 STUCK_S = 240.0
 """A command on these inputs takes seconds."""
 BUG = 70
+RARE = 10
+"""Of so many turns, the commands that start processes (which take ten times as long) get one."""
 TRIES = 3
 """Commands that a user may need after a fault: one that ends as the first one did is not the end."""
 
@@ -104,9 +107,7 @@ def undisturbed(scenario: Scenario, inputs: Path, disk: Path, *, log: Path | Non
     disk.mkdir(parents=True)
     out, control = disk / "out", disk.with_suffix(".control")
     said = disk.with_suffix(".said")
-    code = run_forked(
-        scenario.command(inputs, out), said, lambda: durable.struck(control, disk, log=log), disk
-    )
+    code = run_forked(scenario.command(inputs, out), said, lambda: durable.struck(control, disk, log=log), disk)
     if code:
         raise RuntimeError(f"{scenario.name} ends with {code}: {said.read_text()[-2000:]}")
     return scenario.result(out)
@@ -188,7 +189,7 @@ def _import(names: list[str]) -> int:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     gc.freeze()
-    return len(os.listdir("/proc/self/task"))
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def _modules(scenario: str, inputs: str, disk: str) -> list[str]:
@@ -244,7 +245,7 @@ _JOBS: dict[str, Callable[..., Any]] = {
 
 
 class Server:
-    """A process that has imported everything and runs commands in forks of itself, with the library in front of libc."""
+    """A process that has imported everything and runs commands in forks of itself, the library in front of libc."""
 
     def __init__(self, library: Path) -> None:
         threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
@@ -286,7 +287,8 @@ class Campaign:
         library = durable.build(self.folder)
         self.free: SimpleQueue[Server] = SimpleQueue()
         first = Server(library)
-        modules = first.ask("modules", scenario="train of three stages", inputs=str(self.inputs), disk=str(self.new_disk()))
+        about = {"scenario": "train of three stages", "inputs": str(self.inputs), "disk": str(self.new_disk())}
+        modules = first.ask("modules", **about)
         self.servers = [first, *(Server(library) for _ in range(self._count - 1))]
         for server in self.servers:
             server.ask("import", names=modules)
@@ -351,10 +353,13 @@ def faults_of(campaign: Campaign, names: Sequence[str], *, most: int, seed: int)
             draw.shuffle(group)
             groups.append(group)
     chosen: list[tuple[str, str, int]] = []
+    turn = 0
     while len(chosen) < most and any(groups):
         for group in groups:
-            if group and len(chosen) < most:
+            passed_over = bool(group) and SCENARIOS[group[0][0]].starts_ranks and turn % RARE
+            if group and not passed_over and len(chosen) < most:
                 chosen.append(group.pop())
+        turn += 1
     return chosen
 
 

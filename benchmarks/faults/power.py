@@ -100,9 +100,7 @@ class Disk:
 
     def _walk(self, folder: dict[str, object], place: Path, kind: str) -> Iterator[tuple[str, bytes | None]]:
         entries = folder
-        if kind == "strict" and place != Path():
-            entries = self.synced.get(id(folder), {})
-        elif kind == "strict":
+        if kind == "strict":
             entries = self.synced.get(id(folder), {})
         for name, found in entries.items():
             if isinstance(found, dict):

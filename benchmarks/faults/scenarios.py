@@ -28,12 +28,17 @@ SMALL = {
     "eval.bootstrap": 5,
     "eval.train_limit": 6,
 }
-ROWS = [{"id": f"p{i}", "text": f"passage {i} on {('ships', 'birds', 'tax', 'bread')[i % 4]} {i * i}"} for i in range(60)]
+TOPICS = ("ships", "birds", "tax", "bread")
+PAGE = "report.html"
+ROWS = [{"id": f"p{i}", "text": f"passage {i} on {TOPICS[i % 4]} {i * i}"} for i in range(60)]
 LABELLED = [
     {"text": f"{('fine', 'poor')[i % 2]} meal {i}", "label": ("good", "bad")[i % 2], "split": ("train", "test")[i > 23]}
     for i in range(32)
 ]
-TIMES = ("rates", "seconds", "time_s", "created", "peak_bytes", "record_s", "cpu_s", "wall_s", "tokens_per_s", "mfu", "attempt", "code")
+TIMES = (
+    *("seconds", "time_s", "record_s", "cpu_s", "wall_s", "rates", "tokens_per_s", "mfu"),
+    *("created", "peak_bytes", "attempt", "code"),
+)
 """What differs between two undisturbed runs, or tells of the disturbance."""
 
 
@@ -51,6 +56,7 @@ class Scenario:
     again: Callable[[Path, Path], list[str]] | None = None
     prepare: tuple[str, ...] = ()
     """Scenarios whose undisturbed output is an input: found as `inputs / name`."""
+    starts_ranks: bool = False
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
@@ -200,10 +206,13 @@ def leavings(out: Path, patterns: tuple[str, ...], whole: tuple[str, ...] = ()) 
             if file.is_dir():
                 continue
             name = str(file.relative_to(out))
-            readers = {".json": lambda f: _json(f, out), ".parquet": _table}
-            reader = _metrics if file.name == "metrics.jsonl" else readers.get(file.suffix, lambda f: digest(f.read_bytes()))
             try:
-                found[name] = reader(file)
+                if file.name == "metrics.jsonl":
+                    found[name] = _metrics(file)
+                elif file.suffix in (".json", ".parquet"):
+                    found[name] = _json(file, out) if file.suffix == ".json" else _table(file)
+                else:
+                    found[name] = digest(file.read_bytes())
             except ValueError as error:
                 found[name] = f"unreadable: {error}"
     for name in whole:
@@ -215,12 +224,12 @@ def leavings(out: Path, patterns: tuple[str, ...], whole: tuple[str, ...] = ()) 
 def _run(out: Path) -> dict[str, str]:
     tensors = ("adapter/*.safetensors", "adapter/*.json", "stages/*/adapter/*.safetensors")
     tables = ("metrics.jsonl", "stages/*/metrics.jsonl", "eval.json", "stages/*/done.json", "recipe.resolved.yaml")
-    return leavings(out, (*tensors, *tables, "manifest.json"), whole=("report.html",))
+    return leavings(out, (*tensors, *tables, "manifest.json"), whole=(PAGE,))
 
 
 def _chosen(out: Path) -> dict[str, str]:
     files = ("scores.parquet", "selected.jsonl", "manifest.json", "recipe.resolved.yaml", "map.parquet")
-    return leavings(out, files, whole=("report.html",))
+    return leavings(out, files, whole=(PAGE,))
 
 
 SCENARIOS = {
@@ -234,13 +243,13 @@ SCENARIOS = {
             lambda out: _run(out) | leavings(out, ("selection/scores.parquet", "selection/selected.jsonl")),
             again=_resume(_stages),
         ),
-        Scenario("train, dp 2", _mesh, _run, again=_resume(_mesh)),
+        Scenario("train, dp 2", _mesh, _run, again=_resume(_mesh), starts_ranks=True),
         Scenario(
             "sweep",
             _sweep,
-            lambda out: leavings(out, ("cells.parquet", "cells/*/result.json", "recipe.resolved.yaml"), ("report.html",)),
+            lambda out: leavings(out, ("cells.parquet", "cells/*/result.json", "recipe.resolved.yaml"), (PAGE,)),
         ),
-        Scenario("compare", _compare, lambda out: leavings(out, ("cells/*.json",), ("report.html",))),
+        Scenario("compare", _compare, lambda out: leavings(out, ("cells/*.json",), (PAGE,))),
         Scenario("merge", _merge, lambda out: leavings(out, ("*",)), prepare=("train",)),
         Scenario("export", _export, lambda out: leavings(out, ("*",)), prepare=("train",)),
         Scenario("report", _report, lambda out: leavings(out, (), whole=("page.html",)), prepare=("train",)),

@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.config import Recipe
 from experiments.recipe.build import build
-from experiments.recipe.resolve import Resolved, resolve_tree
+from experiments.recipe.resolve import Resolved, read_origins, resolve_tree
 from experiments.recipe.tree import Tree, from_override, merge, parse_file
 from finetune.config import Precision, Train
 from finetune.errors import UserError
@@ -38,9 +38,9 @@ def settled(
 
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
-    before = _train_of(kept)
+    before, origins = _kept_by(kept)
     if train.precision == "auto" and before is not None and before.precision != "auto":
-        values[PRECISION] = before.precision, "auto: as this directory began"
+        values[PRECISION] = before.precision, origins[PRECISION]
     else:
         tokens = train.batch_size * train.max_length
         word = json.dumps(_decide(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens))
@@ -52,7 +52,7 @@ def settled(
             values[PRECISION] = decided["precision"], f"auto: {decided['why']}"
     if train.backbone_precision == "auto":
         if before is not None and before.backbone_precision != "auto":
-            values[BACKBONE] = before.backbone_precision, "auto: as this directory began"
+            values[BACKBONE] = before.backbone_precision, origins[BACKBONE]
         else:
             values[BACKBONE] = _kept_in(_with(resolved, values).recipe)
             if values[BACKBONE][0] != "same":
@@ -93,12 +93,17 @@ def settled_tree(tree: Tree, *, name: str, kept: Path | None, say: Callable[[str
     return tree
 
 
-def _train_of(kept: Path | None) -> Train | None:
-    """What a directory's recipe says of training; None without one, or if other code wrote it."""
+def _kept_by(kept: Path | None) -> tuple[Train | None, Mapping[str, str]]:
+    """What a directory's recipe says of training, and where both precisions came from; None without one, or if other
+    code wrote it."""
     try:
-        return build(Recipe, parse_file(kept)).train if kept is not None and kept.is_file() else None
+        if kept is None or not kept.is_file():
+            return None, {}
+        recipe = build(Recipe, parse_file(kept))
     except UserError:
-        return None
+        return None, {}
+    origins = read_origins(kept, recipe)
+    return recipe.train, {name: origins.get(f"train.{name}", "auto") for name in (PRECISION, BACKBONE)}
 
 
 @functools.cache

@@ -177,14 +177,40 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
     before = build(Recipe, tree)
     for override in overrides:
         tree = merge(tree, override)
-    after = build(Recipe, tree)
+    origins: Origins = {}
+    after = build(Recipe, tree, origins=origins)
     old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and not key.startswith(_MAY_CHANGE_ON_RESUME):
             raise UserError(
                 f"--{key}: a resumed run may change only mesh, train.device and train.steps; start a new run for {key}"
             )
-    return Resolved(with_own_template(run, after), run.name, {})
+    changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
+    return Resolved(with_own_template(run, after), run.name, read_origins(path, before) | changed)
+
+
+def read_origins(path: Path, recipe: Recipe) -> Origins:
+    """What the file of a resolved recipe says of where each value came from; nothing of values changed by hand.
+
+    recipe: what the file says.
+    """
+    found: Origins = {}
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for said, ours in zip(lines, _dump(recipe, _Places()), strict=False):
+        value, is_one, place = ours.rpartition(_PLACE)
+        if is_one and said.startswith(f"{value}  # "):
+            found[place] = said[len(value) + len("  # ") :]
+    return found
+
+
+_PLACE = "  # at "
+
+
+class _Places(dict[str, str]):
+    """Gives as the origin of each value its own key."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return f"at {key}"
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:

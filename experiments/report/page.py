@@ -15,7 +15,7 @@ from experiments.report.blocks import Chapter
 from experiments.report.chapters import chapter, charts_of
 from experiments.report.figure import FONT, PALETTE, Chart, drawing
 from experiments.report.load import discover
-from finetune.atomic import write_text
+from finetune.atomic import sweep_leftovers, write_text
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def write_plots(run: str | Path) -> list[Path]:
     """
     written = []
     for found in discover([Path(run)]):
+        sweep_leftovers(found.path / "plots")
         seen: dict[str, int] = {}
         with drawing():
             charts = charts_of(chapter(found))

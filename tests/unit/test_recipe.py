@@ -186,3 +186,15 @@ def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
     assert recipe_key(load_recipe("classify", watched).recipe, []) == before["classify"]
     other = [bf16, from_override("optimizer.kind", "adamw-8bit")]
     assert recipe_key(load_recipe("classify", other).recipe, []) != before["classify"]
+
+
+def test_a_resumed_run_says_where_its_values_came_from_in_the_first_place(tmp_path):
+    first = load_recipe("warmup", [from_override("train.steps", 7, "--train.steps")])
+    (tmp_path / "recipe.resolved.yaml").write_text(first.to_yaml(), encoding="utf-8")
+    assert resume_recipe(tmp_path).to_yaml() == first.to_yaml()
+    again = resume_recipe(tmp_path, [from_override("train.steps", 9, "--train.steps now")])
+    changed = set(again.to_yaml().splitlines()) - set(first.to_yaml().splitlines())
+    assert changed == {"  steps: 9  # --train.steps now"}
+    by_hand = first.to_yaml().replace("rank: 8  #", "rank: 4  #")
+    (tmp_path / "recipe.resolved.yaml").write_text(by_hand, encoding="utf-8")
+    assert "rank: 4" in resume_recipe(tmp_path).to_yaml()
