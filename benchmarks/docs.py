@@ -25,6 +25,8 @@ ours ÷ peer: the median with its smallest and largest value over the runs. `mak
 What needs a GPU is one command, `python -m benchmarks.gpu`: some 25 minutes of an H200 in all, kept row by row, so that
 `--minutes 9` and then the same again do it in parts.
 
+Nothing here has run on a CUDA device yet: [what is known without one](cuda.md).
+
 Exactness is proven by tests: `tests/parity/` compares every fast path with a naive reference (dense, single process,
 float64, finite difference, scikit-learn, POT).
 

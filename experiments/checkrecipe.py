@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from experiments.config import Recipe, WarmUp
 from experiments.preparing import warm_up_task
 from experiments.sources import check_data
@@ -22,7 +24,7 @@ from regularizers import build as build_regularizer
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what no run can do: settings that a mesh forbids, a warm-up without data, a regularizer's bad setting."""
     build_regularizer(recipe.regularizer)
-    check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task, recipe.optimizer))
+    check_settings(Settings.of(recipe))
     check_available(recipe.train.quantization)
     check_data(recipe)
     _check_loop(recipe)
@@ -83,7 +85,7 @@ def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
         raise UserError(f"warmup.task: {error}; without warmup.task the backbone decides") from None
     check_task(recipe.backbone, recipe.task)
     try:
-        check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, task))
+        check_settings(replace(Settings.of(recipe), task=task))
     except UserError as error:
         raise UserError(f"the recipe's `warmup` block: {error}") from None
     begun = recipe.adapter.init != "default" or recipe.adapter.under is not None

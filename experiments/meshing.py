@@ -67,6 +67,7 @@ def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
         adapter=recipe.adapter,
         train=recipe.train,
         task=recipe.task,
+        regularizer=recipe.regularizer,
         batch_sizes=[] if recipe.warmup is None else [recipe.warmup.batch_size],
         processes=processes,
         node=node,

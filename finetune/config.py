@@ -245,6 +245,9 @@ class Train:
     """Checkpoints kept per stage."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    deterministic: bool = False
+    """On CUDA too, the same bits from the same run on the same machine: torch's deterministic algorithms, attention
+    that is flash or plain, our own loss slices. Slower; an operation without such an algorithm stops the run."""
     threads: int | None = None
     """CPU threads; null: torch's own choice. Same bits need the same number."""
 

@@ -174,6 +174,7 @@ class _Loop:
         self.tokenizer, self.pad_id = tokenizer, int(tokenizer.pad_token_id)
         self.optimizer = AdapterOptimizer(self.parameters, optimizer)
         self.random = uses_dropout(engine.model)
+        self.dropout = engine.dropout(derive(seed, "dropout")) if self.random else None
         self.scale = LossScale(on=train.precision == "fp16")
         self.compiled = Compiled(engine.model) if train.compile else None
         self.fused = None if train.compile else FusedLayers(engine.model)  # the compiler fuses PEFT's forward itself
@@ -339,6 +340,7 @@ class _Loop:
         state = self.keeper.progress
         step, place = state.step, batch_index(state.step, state.left_out)
         self.engine.beat = partial(watch.progress, step, self.stage)
+        self.engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
         count = self.batches.supervised(place)
         rate = learning_rate(step, steps=self.train.steps, optimizer=self.settings)
         verdict, overflowed = None, True
@@ -408,7 +410,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _context(self, step: int, micro: int) -> Iterator[None]:
-        """Precision, and dropout that draws from (seed, step, micro-batch, rank): equal where tokens are equal."""
+        """Precision, and a seed of (seed, step, micro-batch, rank) for draws that are no dropout (blocks left out)."""
         self.regularizer.micro(micro)
         index, width = self.engine.stream
         who = (index,) if width > 1 else ()

@@ -86,6 +86,24 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def deterministic(train: Train, device: torch.device) -> Iterator[None]:
+    """With `train.deterministic`, inside only algorithms that give the same bits again; torch raises for an operation
+    that has none. On CUDA attention is flash or by its definition: the backward passes of torch's other kernels add in
+    no fixed order. cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` before its first product (`finetune.devices.allocator`)."""
+    if not train.deterministic:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    cuda = capabilities(device).kind == "cuda"
+    try:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]) if cuda else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draws inside come from `seed`; the global generators are put back afterwards as they were."""
     with kept_draws([device]):

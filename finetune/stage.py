@@ -21,7 +21,7 @@ from .devices.precision import float32_products
 from .devices.shortage import Shortage
 from .errors import UserError
 from .loss import Head
-from .numerics import cpu_threads
+from .numerics import cpu_threads, deterministic
 from .parallel.engine import Context, Engine
 from .rundir import RunDirectory
 from .throughput import Meter
@@ -124,10 +124,11 @@ def on_device(
     stage: str,
     say: Callable[[str], None],
 ) -> Iterator[tuple[Any, Shortage]]:
-    """What the device asks for around a stage: threads, float32 products, batches made ahead, and what is told when
-    memory runs out. Gives the batches to take, and who must be told of the step."""
+    """What the device asks for around a stage: threads, fixed algorithms, float32 products, batches made ahead, and
+    what is told when memory runs out. Gives the batches to take, and who must be told of the step."""
     with (
         cpu_threads(train.threads),
+        deterministic(train, engine.device),
         float32_products(train, engine.device),
         fed(batches, engine, train=train, say=say) as source,
         Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,

@@ -158,7 +158,7 @@ def _train(argv: list[str]) -> int:
 
 def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
     """The same command line once more, as the ranks of the recipe's mesh."""
-    check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task, recipe.optimizer))
+    check_settings(Settings.of(recipe))
     check_available(recipe.train.quantization)
     return launch.spawn(
         ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads

@@ -13,12 +13,18 @@ from regularizers import Plain, build
 from tests.finetune_models import PadOnly
 
 
-def run_or_stop(model: Any, directory: Path, *, stop_at: int | None = None, **stage: Any) -> Path | None:
+def run_or_stop(
+    model: Any, directory: Path, *, stop_at: int | None = None, writes: bool = True, **stage: Any
+) -> Path | None:
     """Begin the fine-tune stage of `directory`, or go on with it; the adapter's folder, None if it was stopped.
 
+    writes: False on the ranks of a mesh that write nothing.
     stage: of `train_stage`: task, batches, optimizer and train, and what differs from a plain stage without dev rows.
     """
-    run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
+    if not writes:
+        run = RunDirectory(directory, writes=False)
+    else:
+        run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
     last = [0]
     usual = {"dev": [], "evaluate": Evaluate(batch_size=4), "regularizer": build(Plain()), "seed": 0}
     try:

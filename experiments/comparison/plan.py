@@ -127,7 +127,7 @@ class Plan:
             if recipe.mesh.size > 1 or recipe.warmup is not None or recipe.select is not None:
                 raise UserError("a comparison runs each cell in one process, without selection and warm-up")
             refuse_in_study(recipe)
-            check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
+            check_settings(Settings.of(recipe))
         for method, regularizer in self._tried:
             try:
                 build(regularizer)

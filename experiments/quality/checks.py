@@ -56,7 +56,7 @@ def check_cells(recipe: Recipe, where: str = "") -> None:
                 f"{where}train.{name}: a study of selectors cuts longer texts at their right end; leave it out"
             )
     refuse_in_study(recipe)
-    check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
+    check_settings(Settings.of(recipe))
 
 
 def check_method(recipe: Recipe, where: str) -> None:

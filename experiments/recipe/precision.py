@@ -138,7 +138,7 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")
-    settings = Settings(recipe.mesh, narrow, recipe.adapter, recipe.task, recipe.optimizer)
+    settings = dataclasses.replace(Settings.of(recipe), train=narrow)
     devices = at_hand(train.device)
     room = devices.each(1)
     if room is None or devices.kind != "cpu" or recipe.mesh.auto or broken_rule(settings) is not None:

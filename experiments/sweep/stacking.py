@@ -87,7 +87,7 @@ def _kind(recipe: Recipe) -> str:
     data["train"].pop("limit")
     train = recipe.train
     common: list[Any] = [recipe.backbone, dataclasses.asdict(recipe.task), data, recipe.adapter.targets]
-    common += [train.precision, train.backbone_dropout, train.device, train.threads]
+    common += [train.precision, train.backbone_dropout, train.device, train.threads, train.deterministic]
     return json.dumps(common, sort_keys=True, default=str)
 
 

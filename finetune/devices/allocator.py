@@ -1,4 +1,4 @@
-"""How torch's CUDA allocator is set, before torch is imported. Standard library only.
+"""How torch's CUDA allocator and cuBLAS are set, before torch is imported. Standard library only.
 
 Rows of all lengths and a loss in slices leave gaps in memory that is handed out in blocks of fixed size; segments that
 grow have none. What the user's environment says goes first: `PYTORCH_ALLOC_CONF=expandable_segments:False` turns it
@@ -12,6 +12,13 @@ from collections.abc import Mapping
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """What torch reads, the newest name first."""
+WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def fixed_workspaces(environment: Mapping[str, str]) -> dict[str, str]:
+    """What to add to the environment so that cuBLAS, which reads it at its first product, gives the same bits again
+    (`train.deterministic`): 32 MiB of workspace for each stream. Nothing where the environment says something."""
+    return {} if WORKSPACES in environment else {WORKSPACES: ":4096:8"}
 
 
 def growing_segments(environment: Mapping[str, str], *, platform: str = sys.platform) -> dict[str, str]:

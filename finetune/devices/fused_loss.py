@@ -190,6 +190,8 @@ def with_kernel(
     """
     if head is None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
         return head
+    if train.deterministic:  # which kernel is faster may be another one tomorrow, and theirs add in no fixed order
+        return head
     if not engine.keeps:  # a cell of a stack, whose host makes the losses of all
         return head
     kernels = at_hand() if kernels is None else kernels

@@ -8,7 +8,8 @@ swap a layer's forward are recomputed with it.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from ..dropout import recomputed
 from ..errors import UserError
 from .shard import blocks
 
@@ -86,28 +88,35 @@ def _recompute(module: nn.Module) -> None:
                 return plain(*unnamed, **dict(zip(named, tensors, strict=True)), **rest)
 
             # and it is in backward, outside of what surrounds this one: torch remembers autocast, but not kernels
-            context = partial(_surroundings, _kernels())
+            context = partial(_surroundings, _kernels(), recomputed())
             return checkpoint(run, *args, *(kwargs[n] for n in named), use_reentrant=False, context_fn=context)
         return plain(*args, **kwargs)
 
     module.forward = forward
 
 
-def _surroundings(kernels: list[SDPBackend]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What the first run and the one in backward happen in: the same kernels of attention."""
-    return nullcontext(), nullcontext() if len(kernels) == len(_ENABLED) else _Attending(kernels)
+def _surroundings(
+    kernels: list[SDPBackend], drawing: Callable[[], AbstractContextManager[Any]] | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What the first run and the one in backward happen in: the same kernels of attention, the same masks."""
+    makers: list[Callable[[], AbstractContextManager[Any]]] = [] if drawing is None else [drawing]
+    if len(kernels) < len(_ENABLED):
+        makers.append(partial(sdpa_kernel, kernels))
+    return nullcontext(), _Again(makers) if makers else nullcontext()
 
 
-class _Attending(AbstractContextManager[None]):
-    """torch's `sdpa_kernel`, which is for one use, as often as backward goes through the same graph."""
+class _Again(AbstractContextManager[None]):
+    """Contexts that are for one use, made anew as often as backward goes through the same graph."""
 
-    def __init__(self, kernels: list[SDPBackend]) -> None:
-        self._kernels = kernels
-        self._entered: list[AbstractContextManager[Any]] = []
+    def __init__(self, makers: list[Callable[[], AbstractContextManager[Any]]]) -> None:
+        self._makers = makers
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        self._entered.append(sdpa_kernel(self._kernels))
-        self._entered[-1].__enter__()
+        with ExitStack() as stack:
+            for make in self._makers:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)

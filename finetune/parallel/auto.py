@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regularizers.config import RegularizerConfig
+
 from ..config import Adapter, Mesh, Task, Train
 from ..errors import UserError
 from .devices import Devices, at_hand
@@ -65,6 +67,7 @@ def resolve(
     adapter: Adapter,
     train: Train,
     task: Task,
+    regularizer: RegularizerConfig,
     batch_sizes: Sequence[int] = (),
     processes: int | None = None,
     node: int | None = None,
@@ -94,7 +97,7 @@ def resolve(
     # the cores of one machine share its memory, so there only a limit on each process calls for shards
     growing = ("dp",) if processes is None and devices.kind == "cpu" else ("replicate", "dp", "tp", "pp")
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
-    settings = Settings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task)
+    settings = Settings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
     totals = _totals(mesh, devices, processes)
     allowed = [o for n in totals for o in _options(mesh, n, free) if _allowed(o, mesh, settings, sizes, node)]
     if not allowed:

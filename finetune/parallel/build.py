@@ -22,6 +22,7 @@ from ..config import Adapter, Mesh, Task, Train
 from ..devices.precision import adapter_dtype
 from ..errors import UserError
 from ..memory import size
+from ..numerics import dropout_rates
 from ..quantised import describe, unwrap_packed
 from .activation import checkpoint_activations
 from .engine import Engine
@@ -89,7 +90,14 @@ def build_engine(
 
 
 def refuse_parameters(model: Any) -> None:
-    """Raise UserError where PEFT adapts whole parameters (`finetune.adapting.experts`), which no mesh cuts."""
+    """Raise UserError where PEFT adapts whole parameters (`finetune.adapting.experts`), which no mesh cuts; or where
+    the backbone leaves out whole blocks by chance, of which each rank would leave out others."""
+    for _, key, rate in dropout_rates(model.get_base_model().config):
+        if "layerdrop" in key and rate > 0:
+            raise UserError(
+                f"mesh: {key} {rate} of this backbone leaves out whole blocks by chance, on each rank others; set "
+                "train.backbone_dropout: 0, or train in one process"
+            )
     from ..adapting.offsets import ADAPTER
 
     parameters = model.peft_config[ADAPTER].target_parameters

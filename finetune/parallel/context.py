@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..dropout import queries_from
 from ..errors import UserError
 from ..loss import IGNORED, Batch
 from .tensor import borders
@@ -169,9 +170,11 @@ class ContextParallel:
         for i, run in enumerate(self._runs()):
             own, seen = slice(i * step, (i + 1) * step), (run + 1) * step
             mask = attention_mask[:, :, own, :seen]
-            outputs.append(
-                sdpa_attention_forward(module, query[:, :, own], key[:, :, :seen], value[:, :, :seen], mask, **how)[0]
-            )
+            with queries_from(run * step):
+                out, _ = sdpa_attention_forward(
+                    module, query[:, :, own], key[:, :, :seen], value[:, :, :seen], mask, **how
+                )
+            outputs.append(out)
         return torch.cat(outputs, dim=1), None
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

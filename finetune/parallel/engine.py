@@ -24,12 +24,14 @@ from torch.distributed.tensor import DTensor
 from ..adapter import copy_tensors, load_adapter, read_adapter, save_adapter, shared_lora, trainable, write_adapter
 from ..backbone import position_limit
 from ..config import Task
+from ..devices.capabilities import copied
 from ..devices.packed_attention import without_starts
+from ..dropout import KeyedDropout, Pass
 from ..errors import UserError
 from ..evaluate.share import Share
 from ..loss import Head, batch_loss, find_head
 from . import placing
-from .layout import Layout
+from .layout import Layout, canonical
 from .world import DATA, TOKENS, World
 
 if TYPE_CHECKING:
@@ -75,6 +77,8 @@ class Engine:
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
         """By how much the gradients of `forward_backward` are larger than true (`finetune.devices.loss_scale`)."""
+        self.draws: Callable[..., Pass] | None = None
+        """`KeyedDropout.during` at the update under way; None where nothing is dropped."""
         self.beat: Callable[[], None] = lambda: None
         """Called after every micro-batch: a sign of life for whoever watches the job."""
 
@@ -104,6 +108,19 @@ class Engine:
     def stream(self) -> tuple[int, int]:
         """(i, n): this rank is the i-th of n that see different tokens, so that their dropout differs."""
         return self.world.index(*TOKENS), self.world.width(*TOKENS)
+
+    def dropout(self, seed: int) -> KeyedDropout:
+        """What draws this rank's part of the masks that one process draws of `seed`."""
+        modules = {module: canonical(name) for name, module in self.model.named_modules()}
+        tokens = self.tokens
+        return KeyedDropout(
+            modules,
+            seed,
+            columns=self.layout.first_features(modules.values()),
+            tensor=(self.world.index("tp"), self.world.width("tp")),
+            splits_tokens=self.layout.splits_tokens,
+            positions=None if tokens is None else lambda own: tokens.indices(own * tokens.width),
+        )
 
     @property
     def gradient_scale(self) -> float:
@@ -196,20 +213,29 @@ class Engine:
         scale = self.gradient_scale * self.loss_scale
         if self.runner is not None:
             total = self.runner.forward_backward(
-                micros, count, task=task, head=head, context=context, scale=scale, beat=self.beat
+                micros, count, task=task, head=head, context=context, scale=scale, beat=self.beat, draws=self.draws
             )
         else:
             total = torch.zeros((), device=self.device)
+            rows = max(len(micro.labels) for micro in micros)
             for index, micro in enumerate(micros):
                 if self.sharding is not None:
                     self.sharding.set_sync(last=index + 1 == len(micros))
-                with context(index):
+                with context(index), self._drawing(index, rows, micro):
                     loss = self._loss(micro.to(self.device), task=task, head=head) / count
                 (loss if scale == 1 else loss * scale).backward()
                 total += loss.detach()
                 self.beat()
         self._reduce_gradients()
         return self.world.sum(total, *TOKENS)
+
+    def _drawing(self, index: int, rows: int, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        """What draws the masks of the `index`-th micro-batch, of which a data rank has `rows` rows."""
+        if self.draws is None:
+            return contextlib.nullcontext()
+        place, ranks = self.share
+        tokens = micro.inputs["input_ids"].shape[1] // self.world.width("cp")
+        return self.draws(first=(index * ranks + place) * rows, rows=len(micro.labels), tokens=tokens)
 
     def _loss(self, micro: MicroBatch, *, task: Task, head: Head | None) -> Tensor:
         """Summed over this rank's tokens of `micro`."""
@@ -251,8 +277,9 @@ class Engine:
         if self.world.size == 1:
             return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
         held = self.sharding is not None and bool(self.sharding.held)
-        # squares of what is [whole or FSDP-sharded][whole or cut over tp]
-        squares = torch.zeros(2, 2, dtype=torch.float64, device=self.device)
+        # squares of what is [whole or FSDP-sharded][whole or cut over tp], where they lie: offloaded shards have their
+        # gradients in host memory, where a number of the device cannot multiply
+        squares_at = {self.device: torch.zeros(2, 2, dtype=torch.float64, device=self.device)}
         grads = []
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -260,15 +287,19 @@ class Engine:
             grad = placing.local(parameter.grad)
             grads.append(grad)
             kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
-            squares[kind] += grad.double().square().sum() if grad.numel() else 0
+            if grad.device not in squares_at:
+                squares_at[grad.device] = torch.zeros(2, 2, dtype=torch.float64, device=grad.device)
+            squares_at[grad.device][kind] += grad.double().square().sum() if grad.numel() else 0
+        squares = torch.stack([copied(part, self.device) for part in squares_at.values()]).sum(0)
         squares[1] = self.world.sum(squares[1].clone(), *(("dp", "cp") if held else ()))
         whole = squares.sum(0)
         whole[1] = self.world.sum(whole[1].clone(), "tp")
         norm = self.world.sum(whole.sum(), "pp").sqrt()
         if math.isfinite(limit):
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            factors = {place: factor.to(place) for place in squares_at}
             for grad in grads:
-                grad.mul_(factor.to(grad.dtype))
+                grad.mul_(factors[grad.device].to(grad.dtype))
         return norm.float()
 
     # ------------------------------------------------------------------ whole tensors

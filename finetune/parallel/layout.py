@@ -9,6 +9,7 @@ they were whole, along its own mesh axes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -66,6 +67,21 @@ class Layout:
     partial: set[str] = field(default_factory=set)
     """Trainable parameters that are whole on every tp rank but whose gradient is a summand there: the gradient is the
     sum over tp (A of a column-parallel layer, B of a row-parallel one)."""
+
+    splits_tokens: bool = False
+    """Whether tp ranks have tokens of their own between the regions."""
+
+    def first_features(self, modules: Iterable[str]) -> dict[str, int]:
+        """First global feature of what each of these dropout modules is given, where features are cut: before the
+        adapter of a row layer, and between the two layers of T5's feed-forward."""
+        found = {}
+        for name in modules:
+            layer, _, what = name.rpartition(".")
+            follows = {"lora_dropout": f"{layer}.lora_A.weight", "dropout": f"{layer}.wo.weight"}
+            held = self.slices.get(follows.get(what, ""))
+            if held is not None:
+                found[name] = held.runs[0][0]
+        return found
 
     def shape(self, name: str, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """The whole shape of the parameter `name` whose tensor-parallel part has the shape `local`."""

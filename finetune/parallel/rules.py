@@ -7,7 +7,10 @@ divide, plans, stages) is checked on its skeleton. Imports nothing heavy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
 
 from ..config import (
     Adapter,
@@ -35,6 +38,12 @@ class Settings:
     adapter: Adapter
     task: Task
     optimizer: Optimizer = field(default_factory=Optimizer)
+    regularizer: RegularizerConfig = field(default_factory=Plain)
+
+    @classmethod
+    def of(cls, recipe: Any) -> Settings:
+        """Those of a recipe, whose blocks have these names."""
+        return cls(*(getattr(recipe, each.name) for each in fields(cls)))
 
 
 @dataclass(frozen=True)
@@ -263,6 +272,38 @@ RULES: tuple[Rule, ...] = (
         "mesh.sequence_parallel", INCOMPATIBLE, "task.kind: classify or regress",
         "a head takes the last token, which one rank has", "leave it off",
         lambda s: s.mesh.sequence_parallel and isinstance(s.task, ByExample),
+    ),
+    Rule(
+        "mesh.offload", REQUIRES, "regularizer.kind: plain",
+        "the others compute on the device with adapters that lie in host memory",
+        "leave it off, or set regularizer.kind: plain",
+        lambda s: s.mesh.offload and not isinstance(s.regularizer, Plain),
+    ),
+    Rule(
+        "regularizer.kind: sam", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1", "it needs whole layers in every process",
+        "use mesh.replicate, or regularizer.kind: lora-sam",
+        lambda s: isinstance(s.regularizer, SAM) and s.mesh.tp * s.mesh.pp > 1,
+    ),
+    Rule(
+        "regularizer.kind: sam", INCOMPATIBLE, "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)",
+        "each process holds a gradient as large as the layers, which sharding is to avoid",
+        "use mesh.replicate, or regularizer.kind: lora-sam",
+        lambda s: isinstance(s.regularizer, SAM) and s.mesh.dp * s.mesh.cp > 1 and s.mesh.zero == 3,
+    ),
+    Rule(
+        "regularizer.kind: bi-lora", INCOMPATIBLE, "mesh.tp > 1 or mesh.pp > 1",
+        "its second adapter needs whole layers in every process", "use mesh.dp or mesh.replicate",
+        lambda s: isinstance(s.regularizer, BiLora) and s.mesh.tp * s.mesh.pp > 1,
+    ),
+    Rule(
+        "regularizer.kind: neftune", INCOMPATIBLE, "mesh.pp > 1 or mesh.cp > 1",
+        "its noise is drawn for whole rows of a micro-batch", "use mesh.dp, mesh.replicate or mesh.tp",
+        lambda s: isinstance(s.regularizer, NEFTune) and s.mesh.pp * s.mesh.cp > 1,
+    ),
+    Rule(
+        "regularizer.scope: microbatch or sample", INCOMPATIBLE, "mesh.pp > 1",
+        "a pipeline has several micro-batches under way at once", "set regularizer.scope: step",
+        lambda s: isinstance(s.regularizer, GGPO) and s.regularizer.scope != "step" and s.mesh.pp > 1,
     ),
 )  # fmt: skip
 

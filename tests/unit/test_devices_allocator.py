@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from finetune.devices.allocator import NAMES, growing_segments
+from finetune.devices.allocator import NAMES, WORKSPACES, fixed_workspaces, growing_segments
 
 ASK = (
     "import os, sys; from unittest import mock; from flatshift import cli; "
-    "cli.run = lambda argv: print(os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules) or 0; cli.main()"
+    "names = 'PYTORCH_ALLOC_CONF', 'CUBLAS_WORKSPACE_CONFIG'; "
+    "cli.run = lambda argv: print(*map(os.environ.get, names), 'torch' in sys.modules) or 0; cli.main()"
 )
 
 
@@ -22,11 +23,12 @@ def test_nothing_is_said_over_the_user():
     for name in NAMES:
         for value in ("max_split_size_mb:64", "expandable_segments:False", ""):
             assert growing_segments({name: value}, platform="linux") == {}
+    assert fixed_workspaces({}) == {WORKSPACES: ":4096:8"} and fixed_workspaces({WORKSPACES: ""}) == {}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the setting is for Linux")
 def test_the_front_door_sets_it_without_torch():
-    plain = {name: value for name, value in os.environ.items() if name not in NAMES}
+    plain = {name: value for name, value in os.environ.items() if name not in (*NAMES, WORKSPACES)}
     for more, answer in (
         ({}, "expandable_segments:True"),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
@@ -34,4 +36,4 @@ def test_the_front_door_sets_it_without_torch():
         run = subprocess.run(
             [sys.executable, "-c", ASK], env={**plain, **more}, capture_output=True, text=True, check=True
         )
-        assert run.stdout.split() == [answer, "False"]
+        assert run.stdout.split() == [answer, ":4096:8", "False"]

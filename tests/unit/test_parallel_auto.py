@@ -15,6 +15,7 @@ from finetune.parallel.auto import AXES, resolve
 from finetune.parallel.devices import Devices, visible
 from finetune.parallel.footprint import Backbone, footprint
 from finetune.parallel.rules import Settings, check_settings
+from regularizers.config import SAM, Plain
 
 GIB = 2**30
 NODE = Devices("cuda", 8, 78 * GIB)  # eight devices of 80 GB
@@ -63,9 +64,11 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
         **{"batch_size": 64, "max_length": 2048, "precision": "bf16", "checkpointing": "full"} | more.pop("train", {})
     )
     asked = mesh or Mesh(auto=True)
-    chosen, reasons = resolve(asked, backbone=backbone, adapter=adapter, train=train, task=LanguageModel(), **more)
+    regularizer = more.pop("regularizer", Plain())
+    settings = {"adapter": adapter, "train": train, "task": LanguageModel(), "regularizer": regularizer}
+    chosen, reasons = resolve(asked, backbone=backbone, **settings, **more)
     assert not chosen.auto
-    check_settings(Settings(chosen, train, adapter, LanguageModel()))
+    check_settings(Settings(chosen, **settings))
     return {axis: getattr(chosen, axis) for axis in AXES if getattr(chosen, axis) > 1}, "\n".join(reasons)
 
 
@@ -236,3 +239,11 @@ def test_cuda_devices_as_a_process_sees_them() -> None:
     assert visible(table, "0,-1,1") == [1000 << 20]
     assert visible(table, "") == []
     assert visible(table, "MIG-x") == [None]
+
+
+def test_no_axis_on_which_the_regularizer_does_not_run(large: Path, small: Path) -> None:
+    assert pick(small, devices=NODE, train={"batch_size": 2})[0] == {"replicate": 2, "tp": 4}
+    axes, _ = pick(small, devices=NODE, train={"batch_size": 2}, regularizer=SAM())
+    assert axes == {"replicate": 2}
+    with pytest.raises(UserError, match=r"^regularizer\.kind: sam does not go with mesh\.tp > 1"):
+        pick(large, devices=NODE, mesh=Mesh(auto=True, tp=2), regularizer=SAM())

@@ -21,6 +21,7 @@ from finetune.config import (
 )
 from finetune.errors import UserError
 from finetune.parallel.rules import REQUIRES, RULES, Settings, check_settings
+from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
 
 # (setting, other side) of a rule → what breaks it and nothing before it; what obeys it, as near to that as can be
 CASES: dict[tuple[str, str], tuple[dict, dict]] = {
@@ -163,6 +164,30 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"sequence_parallel": True, "tp": 2, "task": Classify()},
         {"tp": 2, "task": Classify()},
     ),
+    ("mesh.offload", "regularizer.kind: plain"): (
+        {"offload": True, "dp": 2, "device": "cuda", "regularizer": GGPO()},
+        {"dp": 2, "device": "cuda", "regularizer": GGPO()},
+    ),
+    ("regularizer.kind: sam", "mesh.tp > 1 or mesh.pp > 1"): (
+        {"regularizer": SAM(), "tp": 2},
+        {"regularizer": SAM(), "replicate": 2},
+    ),
+    ("regularizer.kind: sam", "sharded weights (mesh.dp or mesh.cp > 1 at mesh.zero: 3)"): (
+        {"regularizer": SAM(), "cp": 2},
+        {"regularizer": SAM(), "cp": 2, "zero": 2},
+    ),
+    ("regularizer.kind: bi-lora", "mesh.tp > 1 or mesh.pp > 1"): (
+        {"regularizer": BiLora(), "pp": 2, "dp": 2},
+        {"regularizer": BiLora(), "dp": 2},
+    ),
+    ("regularizer.kind: neftune", "mesh.pp > 1 or mesh.cp > 1"): (
+        {"regularizer": NEFTune(), "cp": 2},
+        {"regularizer": NEFTune(), "tp": 2},
+    ),
+    ("regularizer.scope: microbatch or sample", "mesh.pp > 1"): (
+        {"regularizer": GGPO(scope="sample"), "pp": 2},
+        {"regularizer": GGPO(), "pp": 2},
+    ),
 }
 
 
@@ -171,12 +196,13 @@ def settings(changes: dict) -> Settings:
     left = dict(changes)
     task = left.pop("task", LanguageModel())
     parts = {}
+    regularizer = left.pop("regularizer", Plain())
     known = {"mesh": Mesh(), "train": Train(), "adapter": Adapter(), "optimizer": Optimizer()}
     for name, component in known.items():
         own = {field.name for field in dataclasses.fields(component)} & left.keys()
         parts[name] = dataclasses.replace(component, **{key: left.pop(key) for key in own})
     assert not left
-    return Settings(task=task, **parts)
+    return Settings(task=task, regularizer=regularizer, **parts)
 
 
 def test_every_rule_has_a_case() -> None:

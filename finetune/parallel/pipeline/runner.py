@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...config import Mesh, Task
 from ...evaluate.mode import evaluating
 from ...loss import Batch, Head, batch_loss, find_head
-from ..world import World
+from ..world import DATA, World
 from .absent import Absent
 from .families import Anatomy
 from .passing import Passing
@@ -100,6 +100,7 @@ class PipelineRunner:
         context: Callable[[int], contextlib.AbstractContextManager[Any]] | None = None,
         scale: float = 1.0,
         beat: Callable[[], None] = lambda: None,
+        draws: Callable[..., contextlib.AbstractContextManager[Any]] | None = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> Tensor:
         """Gradients of Σ loss · `scale` ÷ `count` over the update's micro-batches.
@@ -111,6 +112,7 @@ class PipelineRunner:
             context: what surrounds a forward pass, by a number that is its own for each piece and stage.
             scale: multiplies gradients, not the loss returned.
             beat: called after every forward pass.
+            draws: makes what draws the dropout masks of some rows (`finetune.dropout.KeyedDropout.during`).
             loss: (model, piece) → summed loss; by default `finetune.loss.batch_loss`.
 
         Returns:
@@ -119,8 +121,9 @@ class PipelineRunner:
         Raises:
             UserError: mesh.microbatches above the rows of a micro-batch.
         """
-        pieces = self._pieces(micros)
-        around = self._around(pieces, context, beat)
+        pieces, each = self._pieces(micros)
+        most = max(len(micro.labels) for micro in micros)
+        around = self._around(pieces, context, beat, self._drawing(pieces, each, most, draws))
         if self._dtype is None:
             self._dtype = self.passing.dtype(pieces[0], around)
 
@@ -145,7 +148,8 @@ class PipelineRunner:
             total += value.detach() / scale
         return self.world.sum(total, "pp")
 
-    def _pieces(self, micros: Sequence[Batch]) -> list[Batch]:
+    def _pieces(self, micros: Sequence[Batch]) -> tuple[list[Batch], int]:
+        """Of all micro-batches, and how many each of them gives."""
         pp, schedule = self.mesh.pp, self.mesh.schedule
         each = pieces_per_micro(
             max(len(micro.labels) for micro in micros),
@@ -158,13 +162,39 @@ class PipelineRunner:
         total = full_pieces(each * len(micros), pp=pp, schedule=schedule)
         pieces = cut_micros(micros, each=each, total=total, pad_id=self._pad_id)
         here = [piece.to(self.world.device) for piece in pieces]
-        return [piece if self.tokens is None else self.tokens.take(piece) for piece in here]
+        return [piece if self.tokens is None else self.tokens.take(piece) for piece in here], each
 
-    def _around(self, pieces: Sequence[Any], context: Callable[[int], Any] | None, beat: Callable[[], None]) -> Around:
+    def _drawing(
+        self, pieces: Sequence[Batch], each: int, most: int, draws: Callable[..., Any] | None
+    ) -> Callable[[int], contextlib.AbstractContextManager[Any]]:
+        """What draws the masks of each piece, by number: `each` pieces in a row are those of a micro-batch, which has
+        at `most` so many rows."""
+        if draws is None:
+            return lambda piece: contextlib.nullcontext()
+        rows, tokens = len(pieces[0].labels), pieces[0].inputs["input_ids"].shape[1]
+        place, ranks = self.world.index(*DATA), self.world.width(*DATA)
+
+        def drawing(piece: int) -> Any:
+            micro, run = divmod(piece, each)
+            return draws(first=(micro * ranks + place) * most + run * rows, rows=rows, tokens=tokens)
+
+        return drawing
+
+    def _around(
+        self,
+        pieces: Sequence[Any],
+        context: Callable[[int], Any] | None,
+        beat: Callable[[], None],
+        drawing: Callable[[int], contextlib.AbstractContextManager[Any]],
+    ) -> Around:
         @contextlib.contextmanager
         def around(piece: int, stage: int) -> Any:
             reading = contextlib.nullcontext() if self.tokens is None else self.tokens.reading(pieces[piece])
-            with contextlib.nullcontext() if context is None else context(piece * self.total + stage), reading:
+            with (
+                contextlib.nullcontext() if context is None else context(piece * self.total + stage),
+                reading,
+                drawing(piece),
+            ):
                 yield
             beat()
 

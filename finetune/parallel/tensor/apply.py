@@ -54,6 +54,7 @@ def tensor_parallel(model: nn.Module, *, world: World, sequence_parallel: bool =
         _cut_vocabulary(found, cutter, group)
         if sequence_parallel:
             _split_tokens(found, cutter, group)
+            cutter.layout.splits_tokens = True
         base.tensor_parallel_width = width
     return cutter.layout
 

@@ -1,0 +1,93 @@
+"""Dropout whose masks are counted (`finetune.dropout`) beside torch's, which are drawn from a generator.
+
+    python -m benchmarks.dropout
+
+Forward and backward pass, one thread: of a dropout layer alone, and of a random Llama's blocks with rank-8 LoRA and
+dropout on every linear layer. Attention dropout is made by its definition in both, as torch does on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._harness import Benchmark, interleave, limit_threads
+
+RATE, ROWS, ROUNDS = 0.1, 4, 15
+LAYERS = ((64, 64, 60), (128, 320, 10), (512, 768, 2))
+"""Tokens, features, calls."""
+MODELS = ((6, 320, 864, 128), (2, 768, 2048, 64))
+"""Blocks, width, inner width, tokens."""
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """One dropout layer, `calls` times: counted, and by torch."""
+    import torch
+
+    from finetune.dropout import KeyedDropout
+
+    module = torch.nn.Dropout(RATE)
+    x = torch.ones(ROWS, tokens, width, requires_grad=True)
+    along = torch.ones(ROWS, tokens, width)
+
+    def run(around: Around) -> None:
+        for _ in range(calls):
+            with around():
+                y = module(x)
+            y.backward(along)
+
+    return both(run, KeyedDropout({module: "layer"}, 0), tokens)
+
+
+def both(run: Callable[[Around], None], keyed: Any, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """`run` by counting, and by torch."""
+    return (
+        lambda: run(lambda: keyed.during(0, first=0, rows=ROWS, tokens=tokens)),
+        lambda: run(contextlib.nullcontext),
+    )
+
+
+def model(blocks: int, width: int, inner: int, tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A pass of the whole model."""
+    import torch
+
+    from benchmarks.regularizer_step import VOCABULARY, _model
+    from finetune.parallel.engine import Engine
+
+    made = _model(blocks, width, inner)
+    for part in made.modules():
+        if hasattr(part, "lora_dropout"):
+            part.lora_dropout["default"] = torch.nn.Dropout(RATE)
+    made.train()
+    ids = torch.randint(1, VOCABULARY, (ROWS, tokens), generator=torch.Generator().manual_seed(0))
+
+    def run(around: Around) -> None:
+        made.zero_grad()
+        with around():
+            out = made.base_model.model.model(input_ids=ids).last_hidden_state
+        out.square().sum().backward()
+
+    return both(run, Engine.alone(made).dropout(0), tokens)
+
+
+def main() -> None:
+    """Measure and write benchmarks/results/dropout.json."""
+    limit_threads(1)
+    bench = Benchmark("dropout", packages=("torch", "transformers", "peft"))
+    judged: dict[str, Any] = {"peer_name": "torch's dropout", "unit": "CPU-s", "bar_op": "<="}
+    for tokens, width, calls in LAYERS:
+        ours, theirs = interleave(*layer(tokens, width, calls), rounds=ROUNDS)
+        what = f"{calls} × a dropout layer, {ROWS} × {tokens} × {width}"
+        # of little tensors the calls of operators are what is paid for, about a tenth of a millisecond
+        bench.row(what, ours=ours, peer=theirs, bar_value=1.0 if tokens * width > 10_000 else 3.0, **judged)
+    for blocks, width, inner, tokens in MODELS:
+        ours, theirs = interleave(*model(blocks, width, inner, tokens), rounds=6)
+        what = f"LoRA pass with dropout, {blocks} blocks of {width}, {ROWS} × {tokens} tokens"
+        bench.row(what, ours=ours, peer=theirs, bar_value=1.05, **judged)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Dropout by counting, not by a generator: whatever mesh draws a mask, it is the one that a single process draws.
+
+Whether an element is dropped is told by 16 bits of a hash of (seed, optimizer step, module, call, global row of the
+update's batch, token or head and query, feature or key): SplitMix64 as in `regularizers.signs`, one word for four
+neighbours of the last dim. So ranks that share tokens draw alike, ranks that split rows, tokens, heads or features
+each draw their part, and a block that backward computes again draws what it drew before. No generator is read.
+
+Models call dropout in modules, in functions and inside of attention, so a `Pass` meets these calls where torch hands
+them to a function mode; the module is the innermost one that is being called.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from regularizers.signs import counters, layer_uid, mix64, mix64_, signed, step_id
+
+LANES = 4
+"""Elements that one word decides."""
+_STEPS = 1 << 16
+"""Steps of a rate: what is dropped is the nearest multiple of 1/65536, and what is kept is scaled by just that."""
+
+
+@dataclass(frozen=True)
+class KeyedDropout:
+    """How this rank's tensors lie in those of one process; makes a `Pass` for each forward pass."""
+
+    names: Mapping[nn.Module, str]
+    """Modules by the names that they have on every mesh."""
+    seed: int
+    columns: Mapping[str, int] = field(default_factory=dict)
+    """First global feature of what a dropout module is given, where tensor parallelism cuts features."""
+    tensor: tuple[int, int] = (0, 1)
+    """(i, n): this rank has the i-th of n equal runs of an attention's heads."""
+    splits_tokens: bool = False
+    """Whether these ranks split the tokens between the regions, too."""
+    positions: Callable[[int], Tensor] | None = None
+    """Global tokens of a rank that has so many of each row; None where it has all."""
+
+    def during(self, step: int, *, first: int, rows: int, tokens: int) -> Pass:
+        """What surrounds the forward pass of `rows` rows, from the `first` of the update's on, at a step (from 0).
+
+        tokens: of a row, on this rank.
+        """
+        return Pass(self, step_id(self.seed, step), first, rows, tokens, {})
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.passes: list[Pass] = []
+
+
+_thread = _Thread()
+
+
+class Pass(TorchFunctionMode):
+    """Inside, dropout is drawn for the rows of one forward pass."""
+
+    def __init__(
+        self, keyed: KeyedDropout, step: int, first: int, rows: int, tokens: int, calls: dict[tuple[str, int], int]
+    ) -> None:
+        super().__init__()
+        self._keyed, self._step, self._first, self._rows, self._tokens = keyed, step, first, rows, tokens
+        self._calls = calls
+        """How often each module has drawn."""
+        self._query = 0
+        """Global position of the first query of an attention."""
+
+    def __enter__(self) -> Pass:
+        super().__enter__()
+        _thread.passes.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.passes.pop()
+        super().__exit__(*error)
+
+    def again(self) -> Callable[[], Pass]:
+        """Makes passes that go on from here: for backward, which computes a block once more, or several times."""
+        now = dict(self._calls)
+        return lambda: Pass(self._keyed, self._step, self._first, self._rows, self._tokens, dict(now))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = _DRAWN.get(func)
+        return func(*args, **(kwargs or {})) if drawn is None else drawn(self, *args, **(kwargs or {}))
+
+    # ------------------------------------------------------------------ what draws
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0:
+            return input
+        dropped: Tensor = _Dropped.apply(input, *self._mask(input.shape, p, input.device))
+        return input.copy_(dropped) if inplace else dropped
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """torch's, (B, H, T, D) → (B, H, T, D); with dropout by its definition, for no kernel takes a mask of ours."""
+        if dropout_p == 0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+        scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        return _Dropped.apply(weights, *self._mask(weights.shape, dropout_p, weights.device)) @ value
+
+    # ------------------------------------------------------------------ masks
+
+    def _mask(self, shape: torch.Size, rate: float, device: torch.device) -> tuple[Tensor, float]:
+        """(which are kept, bool of `shape`; what these are multiplied by)."""
+        name = self._caller()
+        call = self._calls.get((name, self._query), 0)
+        self._calls[name, self._query] = call + 1
+        key = signed(layer_uid(f"dropout {call} {name}")) ^ self._step
+        *leading, (start, size) = self._coordinates(name, shape, device)
+        words: Tensor | int = key
+        for indices in leading:
+            words = mix64((words if isinstance(words, int) else words[..., None]) + counters(indices))
+        lowest, highest = start // LANES, -(-(start + size) // LANES)
+        last = counters(torch.arange(lowest, highest, device=device))
+        lanes = mix64_((words if isinstance(words, int) else words[..., None]) + last).view(torch.int16)
+        threshold = round(rate * _STEPS)
+        kept = lanes >= threshold - _STEPS // 2
+        offset = start - lowest * LANES
+        kept = kept[..., offset : offset + size]
+        return kept.reshape(shape), _STEPS / (_STEPS - threshold) if threshold < _STEPS else 0.0
+
+    def _coordinates(self, name: str, shape: torch.Size, device: torch.device) -> list[Any]:
+        """Global indices of every dim but the last, of which there are first and size. A tensor is read as (rows,
+        features), (rows · tokens, features), (rows, tokens, features) or (rows, heads, queries, keys)."""
+        sizes = list(shape)
+        if sizes[0] != self._rows and sizes[0] % self._rows == 0:
+            sizes[:1] = [self._rows, sizes[0] // self._rows]
+        rows = torch.arange(self._first, self._first + sizes[0], device=device)
+        if len(sizes) == 4:
+            i, _ = self._keyed.tensor
+            heads = torch.arange(i * sizes[1], (i + 1) * sizes[1], device=device)
+            queries = torch.arange(self._query, self._query + sizes[2], device=device)
+            return [rows, heads, queries, (0, sizes[3])]
+        others = [torch.arange(size, device=device) for size in sizes[2:-1]]
+        tokens = [self._positions(sizes[1], device)] if len(sizes) > 2 else []
+        leading = [rows, *tokens, *others] if len(sizes) > 1 else []
+        return [*leading, (self._keyed.columns.get(name, 0), sizes[-1])]
+
+    def _positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Global places of these tokens in their rows."""
+        keyed, (i, n) = self._keyed, self._keyed.tensor
+        split = keyed.splits_tokens and tokens * n == self._tokens
+        if keyed.positions is None or tokens * (n if split else 1) != self._tokens:
+            return torch.arange(i * tokens if split else 0, (i + 1) * tokens if split else tokens, device=device)
+        mine = keyed.positions(self._tokens).to(device)
+        return mine[i * tokens : (i + 1) * tokens] if split else mine
+
+    def _caller(self) -> str:
+        """The module that is being called. A function has no other way to tell whose dropout it is."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and (name := self._keyed.names.get(module)) is not None:
+                return name
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return ""
+
+
+_DRAWN: dict[Any, Callable[..., Tensor]] = {
+    F.dropout: Pass._dropout,
+    torch.dropout: Pass._dropout,
+    F.scaled_dot_product_attention: Pass._attention,
+}
+
+
+class _Dropped(torch.autograd.Function):
+    """x · kept · scale; keeps the mask alone, a byte an element. Differentiable as often as wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.scale = scale
+        return (x * kept).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        return _Dropped.apply(grad, kept, ctx.scale), None, None
+
+
+def recomputed() -> Callable[[], Pass] | None:
+    """For a module that is about to be called and that backward will call again: makes what surrounds the second call,
+    and any later one, so that it draws what the first draws. None outside of a `Pass`."""
+    return _thread.passes[-1].again() if _thread.passes else None
+
+
+@contextmanager
+def queries_from(position: int) -> Iterator[None]:
+    """Attention inside is that of the queries from this global position of the rows on."""
+    here = _thread.passes[-1] if _thread.passes else None
+    if here is not None:
+        before, here._query = here._query, position
+    try:
+        yield
+    finally:
+        if here is not None:
+            here._query = before

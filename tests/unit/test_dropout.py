@@ -1,0 +1,166 @@
+"""Counted dropout masks: their distribution, what they depend on, how cut tensors draw their part, and derivatives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from finetune.devices.capabilities import CUDA
+from finetune.devices.rehearsal import Rehearsal
+from finetune.dropout import KeyedDropout, queries_from
+from finetune.errors import UserError
+from finetune.parallel.build import refuse_parameters
+from regularizers.signs import mix64, mix64_
+
+ROWS, TOKENS, WIDTH, HEADS = 6, 8, 24, 4
+
+
+class Layer(nn.Module):
+    """A dropout module, a dropout function and attention, each of which draws."""
+
+    def __init__(self, rate: float = 0.3) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x: Tensor, *, attend: bool = True, **how: Any) -> Tensor:
+        y = F.dropout(self.drop(x), 0.1, self.training)
+        if not attend:
+            return y
+        q = y.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        rate = 0.2 if self.training else 0.0
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=rate, **how).transpose(1, 2).flatten(2)
+
+
+def keyed(layer: nn.Module, **place: Any) -> KeyedDropout:
+    return KeyedDropout({module: name for name, module in layer.named_modules()}, 7, **place)
+
+
+def dropped(layer: nn.Module, x: Tensor, *, step: int = 0, first: int = 0, **how: Any) -> Tensor:
+    with keyed(layer).during(step, first=first, rows=len(x), tokens=x.shape[1]):
+        out: Tensor = layer(x, **how)
+    return out
+
+
+def data() -> Tensor:
+    return torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def test_rate_scale_and_independence() -> None:
+    layer, x = nn.Dropout(0.1), torch.ones(64, 128, 50)
+    masks = [dropped(layer, x, step=step) for step in range(2)]
+    masks.append(dropped(layer, x, first=64))
+    for mask in masks:
+        assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.9], rel=1e-4)
+        share = (mask == 0).double()
+        # 409,600 draws: five deviations of a share are 0.0024; of rows, tokens and channels in proportion
+        assert abs(share.mean() - 0.1) < 0.0025
+        for dim, draws in ((0, 6400), (1, 3200), (2, 8192)):
+            others = [d for d in range(3) if d != dim]
+            assert (share.mean(others) - 0.1).abs().max() < 5 * (0.09 / draws) ** 0.5
+        # neighbours know nothing of each other
+        centred = share - 0.1
+        for one, other in ((centred[..., 1:], centred[..., :-1]), (centred[:, 1:], centred[:, :-1])):
+            assert abs((one * other).mean()) < 5 * 0.09 / 640**0.5 / 25
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+
+
+def test_no_generator_is_read_and_evaluation_drops_nothing() -> None:
+    layer, x = Layer(), data()
+    before = torch.get_rng_state()
+    assert torch.equal(dropped(layer, x), dropped(layer, x))
+    assert torch.equal(torch.get_rng_state(), before)
+    layer.eval()
+    assert torch.equal(dropped(layer, x), layer(x))
+
+
+def test_a_cut_tensor_draws_its_part() -> None:
+    layer, x = Layer(), data()
+    whole = dropped(layer, x)
+    assert torch.allclose(torch.cat([dropped(layer, x[:4]), dropped(layer, x[4:], first=4)]), whole, atol=1e-6)
+    plain = dropped(layer, x, attend=False)
+    cuts = torch.tensor([5, 11])
+    parts = []
+    for start, part in zip((0, *cuts.tolist()), x.tensor_split(cuts, dim=2), strict=True):  # at any feature
+        place = keyed(layer, columns={"": start, "drop": start})
+        with place.during(0, first=0, rows=ROWS, tokens=TOKENS):
+            parts.append(layer(part, attend=False))
+    assert torch.equal(torch.cat(parts, 2), plain)
+    half = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
+    for mine in half:  # tokens, as of context parallelism
+        place = keyed(layer, positions=lambda own, mine=mine: mine)
+        with place.during(0, first=0, rows=ROWS, tokens=len(mine)):
+            assert torch.equal(layer(x[:, mine], attend=False), plain[:, mine])
+    q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def attention(q: Tensor, k: Tensor, place: KeyedDropout, first: int = 0) -> Tensor:
+        with place.during(0, first=0, rows=ROWS, tokens=TOKENS), queries_from(first):
+            return F.scaled_dot_product_attention(q, k, k, dropout_p=0.4)
+
+    all_heads = attention(q, q, keyed(layer))
+    second = attention(q[:, 2:], q[:, 2:], keyed(layer, tensor=(1, 2)))
+    assert torch.allclose(second, all_heads[:, 2:], atol=1e-6)
+    assert torch.allclose(attention(q[:, :, 5:], q, keyed(layer), first=5), all_heads[:, :, 5:], atol=1e-6)
+
+
+def test_rows_laid_end_to_end_draw_like_rows() -> None:
+    layer, x = nn.Dropout(0.4), data()
+    with keyed(layer).during(0, first=0, rows=ROWS, tokens=TOKENS):
+        flat = layer(x.flatten(0, 1))
+    assert torch.equal(flat.view_as(x), dropped(layer, x))
+
+
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"attn_mask": "bool"}, {"attn_mask": "float"}])
+def test_attention_is_torchs_with_the_mask_between(how: dict[str, Any]) -> None:
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=g, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    given = dict(how)
+    if how.get("attn_mask") == "bool":
+        given["attn_mask"] = mask
+    elif how.get("attn_mask") == "float":
+        given["attn_mask"] = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    with keyed(nn.Identity()).during(0, first=0, rows=2, tokens=5):
+        kept = F.dropout(torch.ones(2, 4, 5, 5, dtype=torch.float64), 0.3)
+    with keyed(nn.Identity()).during(0, first=0, rows=2, tokens=5):
+        ours = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, enable_gqa=True, scale=0.5, **given)
+    scores = 0.5 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+    if how:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    wanted = (scores.softmax(-1) * kept) @ v.repeat_interleave(2, 1)
+    assert torch.allclose(ours, wanted, atol=1e-6)
+
+
+def test_derivatives_of_any_order() -> None:
+    layer = nn.Dropout(0.3)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return dropped(layer, x).square()
+
+    assert torch.autograd.gradcheck(function, x) and torch.autograd.gradgradcheck(function, x)
+
+
+def test_a_cuda_device_is_never_waited_for() -> None:
+    layer, x = Layer(), torch.empty(ROWS, TOKENS, WIDTH, device="meta", requires_grad=True)
+    with Rehearsal(CUDA, on="meta") as seen:
+        dropped(layer, x, is_causal=True).sum().backward()
+    assert not seen.waits and x.grad is not None
+
+
+def test_mixing_in_place_gives_the_same_words() -> None:
+    words = torch.randint(-(2**62), 2**62, (1000,), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(mix64_(words.clone()), mix64(words))
+
+
+def test_blocks_left_out_by_chance_are_refused_on_a_mesh() -> None:
+    from transformers import BartConfig
+
+    config = BartConfig(encoder_layerdrop=0.1)
+    model = SimpleNamespace(get_base_model=lambda: SimpleNamespace(config=config))
+    with pytest.raises(UserError, match=r"^mesh: encoder_layerdrop 0\.1 of this backbone .*train\.backbone_dropout: 0"):
+        refuse_parameters(model)
