@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.beginnings import check_run
 from experiments.config import Recipe
 from experiments.console import Console
-from experiments.generating import finished_recipe
+from experiments.generating import adapted_recipe
 from experiments.judging import judge, judge_splits, lay_out, lost_lines, shown
 from experiments.preparing import prepare, prepare_apart
 from experiments.recipe.tree import Branch
@@ -29,9 +30,12 @@ def evaluate_run(
     Returns {split: {metric: {value, low, high, n}}}.
     Raises UserError if `path` is no run directory or has no adapter yet, its backbone changed, or the rows do not fit.
     """
-    recipe = finished_recipe(path, overrides)
+    recipe = adapted_recipe(path, overrides)
     world = launch.join(recipe.mesh, recipe.train.device)
     with cpu_threads(recipe.train.threads), watch.unhurried("evaluating"):  # the same bits as the run's own eval.json
+        if world.is_main:  # reads all weights; the others take its word
+            check_run(path, recipe)
+        world.wait()
         result = _evaluated(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
     launch.leave(world)
     return result

@@ -167,11 +167,17 @@ def _say_skipped(skipped: Sequence[str], console: Console) -> None:
 
 
 def finished_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
-    """The recipe of a run that has an adapter for its backbone as it is now; raises UserError otherwise."""
+    """The recipe of a run that has an adapter, all as it left it; raises UserError otherwise."""
+    recipe = adapted_recipe(path, overrides)
+    check_run(path, recipe)
+    return recipe
+
+
+def adapted_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
+    """The recipe of a run that has an adapter, which nobody has compared yet; raises UserError otherwise."""
     recipe = readable(resume_recipe(path, overrides).recipe)
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
-    check_run(path, recipe)
     return recipe
 
 

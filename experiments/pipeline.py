@@ -60,7 +60,7 @@ from experiments.selecting import select_into
 from experiments.shift import text_perplexity
 from experiments.sources import check_supply, mixture_record, padding_line, supply, supply_lines
 from experiments.unfinished import unfinished
-from finetune.atomic import read_object, write_json, write_text
+from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
@@ -182,6 +182,7 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
             check_files(run.path)
             check_backbone(run.path, resolved.recipe)
             (run.path / DONE).unlink(missing_ok=True)  # it speaks of a run that is finished
+            fsync_directory(run.path)  # before any file that it lists changes
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
         world.wait()
         return execute(run, resolved.recipe, prepare(resolved.recipe), console, world=world)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WEIGHTS = "adapter_model.safetensors"
+_SMALLER = "the adapter is not saved; take a smaller optimizer.lr"
 _ADAPTER = "default"
 
 
@@ -182,7 +183,8 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     of B: the file fits the backbone as it is on disk.
 
     Raises:
-        RuntimeError: the file misses a tensor, differs from a live one, or would be empty: nothing is put in place.
+        UserError: a value is NaN or infinite: nothing is put in place.
+        RuntimeError: the file misses a tensor, differs from a live one, or would be empty: likewise.
     """
     directory = Path(directory)
     if offsets_of(model):
@@ -192,6 +194,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
         write_projector(model, temporary)
         require_saved(_tensors(temporary), trainable(model))
+        _require_finite(trainable(model), str(directory), _SMALLER)
     return directory
 
 
@@ -201,7 +204,8 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     What `save_adapter` writes of a model that one process holds; here none need hold it. Re-opened and compared.
 
     Raises:
-        RuntimeError: the file differs from the tensors, or would be empty: nothing is put in place.
+        UserError: a value is NaN or infinite: nothing is put in place.
+        RuntimeError: the file differs from the tensors, or would be empty: likewise.
     """
     import copy
 
@@ -218,6 +222,7 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
         config.save_pretrained(str(temporary))
         save_file(host, temporary / WEIGHTS, metadata={"format": "pt"})
         require_saved(_tensors(temporary), tensors)
+        _require_finite(tensors, str(directory), _SMALLER)
     return directory
 
 
@@ -243,11 +248,7 @@ def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
     """
     check_adapter(Path(directory))
     tensors = _tensors(directory)
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(
-                f"{Path(directory) / WEIGHTS}: {name} has values that are NaN or infinite; take another adapter"
-            )
+    _require_finite(tensors, str(Path(directory) / WEIGHTS), "take another adapter")
     return tensors
 
 
@@ -279,6 +280,13 @@ def require_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Te
     for name, tensor in live.items():
         if not _same_bits(saved[name], tensor):
             raise RuntimeError(f"the saved adapter differs from the live one in {name}")
+
+
+def _require_finite(tensors: Mapping[str, torch.Tensor], where: str, fix: str) -> None:
+    """Raise UserError, beginning with `where` and ending with `fix`, for a value that is NaN or infinite."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: {name} has values that are NaN or infinite; {fix}")
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

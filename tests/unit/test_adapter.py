@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.adapter import WEIGHTS, attach_adapter, load_adapter, read_adapter, save_adapter, trainable
+from finetune.adapter import WEIGHTS, attach_adapter, load_adapter, read_adapter, save_adapter, trainable, write_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel
 from finetune.errors import UserError
@@ -166,6 +166,24 @@ def test_a_save_that_does_not_read_back_is_refused_and_the_old_adapter_stays(sou
         save_adapter(model, target)
     assert (target / WEIGHTS).read_bytes() == before and len(list(tmp_path.iterdir())) == 1
     assert read_adapter(target).keys() == trainable(model).keys()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_adapter_that_is_not_finite_is_not_saved_and_the_old_one_stays(value, sources, tmp_path):
+    model = fill(build(sources["llama"]))
+    save_adapter(model, tmp_path / "a")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    name, tensor = next(iter(trainable(model).items()))
+    with torch.no_grad():
+        tensor.view(-1)[-1] = value
+    for write in (
+        lambda: save_adapter(model, tmp_path / "a"),
+        lambda: write_adapter(model, trainable(model), tmp_path / "a"),
+    ):
+        with pytest.raises(UserError, match=rf"^{tmp_path / 'a'}: {name} has values that are NaN or infinite"):
+            write()
+    assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
 def test_an_empty_adapter_is_refused(sources, tmp_path):
