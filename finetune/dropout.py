@@ -153,11 +153,15 @@ class Pass(TorchFunctionMode):
 
     def _coordinates(self, name: str, shape: torch.Size, device: torch.device) -> list[Any]:
         """Global indices of every dim but the last, of which there are first and size. A tensor is read as (rows,
-        features), (rows · tokens, features), (rows, tokens, features) or (rows, heads, queries, keys)."""
+        features), (rows, tokens, features), (rows, heads, queries, keys) or (rows · heads, queries, keys); for an
+        adapter also as (rows · tokens, features). Others are shared by all rows, as DeBERTa's relative positions are:
+        by the adapters, too, but where a rank has one row they cannot be told from it."""
         sizes = list(shape)
-        if sizes[0] != self._rows and sizes[0] % self._rows == 0:
+        end_to_end = sizes[0] % self._rows == 0 and (len(sizes) > 2 or name.endswith("lora_dropout"))
+        if sizes[0] != self._rows and end_to_end:
             sizes[:1] = [self._rows, sizes[0] // self._rows]
-        rows = torch.arange(self._first, self._first + sizes[0], device=device)
+        first = self._first if sizes[0] == self._rows else 0
+        rows = torch.arange(first, first + sizes[0], device=device)
         if len(sizes) == 4:
             i, _ = self._keyed.tensor
             heads = torch.arange(i * sizes[1], (i + 1) * sizes[1], device=device)

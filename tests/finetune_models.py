@@ -39,6 +39,19 @@ def save_backbone(kind: str, directory: Path, **overrides: Any) -> Path:
             {**sizes, "embedding_size": 16, "max_position_embeddings": 64},
         ),
         "roberta": (tf.RobertaForMaskedLM, tf.RobertaConfig, {**sizes, "max_position_embeddings": 66}),
+        "deberta": (
+            tf.DebertaV2ForMaskedLM,
+            tf.DebertaV2Config,
+            {
+                **sizes,
+                "max_position_embeddings": 64,
+                "type_vocab_size": 0,
+                "relative_attention": True,
+                "position_buckets": 16,
+                "pos_att_type": ["p2c", "c2p"],
+                "share_att_key": True,
+            },
+        ),
     }
     model_class, config_class, own = table[kind]
     config = config_class(**{**small, **own, "initializer_range": 0.1, **overrides})

@@ -22,12 +22,15 @@ from ..config import Adapter, Mesh, Task, Train
 from ..devices.precision import adapter_dtype
 from ..errors import UserError
 from ..memory import size
-from ..numerics import dropout_rates
+from ..numerics import dropout_rates, uses_dropout
 from ..quantised import describe, unwrap_packed
 from .activation import checkpoint_activations
 from .engine import Engine
 from .layout import canonical
 from .world import World
+
+_TOKENS_FIRST = ("xlnet", "fsmt")
+"""Model types that compute with (tokens, rows, features)."""
 
 
 def build_engine(
@@ -90,14 +93,21 @@ def build_engine(
 
 
 def refuse_parameters(model: Any) -> None:
-    """Raise UserError where PEFT adapts whole parameters (`finetune.adapting.experts`), which no mesh cuts; or where
-    the backbone leaves out whole blocks by chance, of which each rank would leave out others."""
+    """Raise UserError where PEFT adapts whole parameters (`finetune.adapting.experts`), which no mesh cuts; where the
+    backbone leaves out whole blocks by chance, of which each rank would leave out others; or where something is
+    dropped of hidden states whose rows come second."""
     for _, key, rate in dropout_rates(model.get_base_model().config):
         if "layerdrop" in key and rate > 0:
             raise UserError(
                 f"mesh: {key} {rate} of this backbone leaves out whole blocks by chance, on each rank others; set "
                 "train.backbone_dropout: 0, or train in one process"
             )
+    kind = model.get_base_model().config.model_type
+    if kind in _TOKENS_FIRST and uses_dropout(model):
+        raise UserError(
+            f"mesh: {kind} models put tokens before rows, whose dropout cannot be told by the row; set "
+            "train.backbone_dropout: 0 and adapter.dropout: 0, or train in one process"
+        )
     from ..adapting.offsets import ADAPTER
 
     parameters = model.peft_config[ADAPTER].target_parameters

@@ -34,6 +34,7 @@ WET: dict[str, dict[str, Any]] = {
     "gpt2-dropout": {},
     "bert": {},
     "roberta": {},
+    "deberta": {},
     "gemma2": {"attention_dropout": 0.1},
     "t5": {"dropout_rate": 0.1},
     "t5-gated": {"dropout_rate": 0.1},
@@ -54,7 +55,7 @@ class Case:
 
     @property
     def task(self) -> Task:
-        if self.kind in ("bert", "roberta"):
+        if self.kind in ("bert", "roberta", "deberta"):
             return Classify()
         return Seq2Seq() if self.kind.startswith("t5") else LanguageModel(pack=False)
 
@@ -159,6 +160,7 @@ def test_recomputation_accumulation_and_resume_drop_alike(sources: dict[str, str
         "attention": Case("gpt2-dropout", checkpointing="selective"),
         "one micro-batch": Case("gpt2-dropout", accumulate=1),
         "four micro-batches": Case(accumulate=4),
+        "what rows share": Case("deberta", accumulate=1),
     }
     compare(cases, 1, sources, tmp_path)
     case, source = Case("gpt2-dropout"), sources["gpt2-dropout"]
@@ -191,6 +193,7 @@ def test_two_ranks_drop_alike_in_all_families(sources: dict[str, str], tmp_path:
         "bert, pp": Case("bert", Mesh(pp=2)),
         "bert, dp": Case("bert", Mesh(dp=2), checkpointing="full"),
         "roberta, tp": Case("roberta", Mesh(tp=2)),
+        "deberta, dp": Case("deberta", Mesh(dp=2), checkpointing="full"),
         "gemma2, tp": Case("gemma2", Mesh(tp=2, sequence_parallel=True)),
         "gemma2, pp": Case("gemma2", Mesh(pp=2)),
         "gpt2, pp": Case("gpt2-dropout", Mesh(pp=2), checkpointing="full"),

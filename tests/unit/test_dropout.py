@@ -109,9 +109,23 @@ def test_a_cut_tensor_draws_its_part() -> None:
 
 def test_rows_laid_end_to_end_draw_like_rows() -> None:
     layer, x = nn.Dropout(0.4), data()
-    with keyed(layer).during(0, first=0, rows=ROWS, tokens=TOKENS):
+    place = KeyedDropout({layer: "shared_expert.up_proj.lora_dropout"}, 7)
+    with place.during(0, first=3, rows=ROWS, tokens=TOKENS):
         flat = layer(x.flatten(0, 1))
-    assert torch.equal(flat.view_as(x), dropped(layer, x))
+    with place.during(0, first=3, rows=ROWS, tokens=TOKENS):
+        assert torch.equal(flat.view_as(x), layer(x))
+
+
+@pytest.mark.parametrize("shape", [(ROWS * TOKENS, WIDTH), (1, TOKENS, WIDTH)], ids=["table", "row"])
+def test_what_all_rows_share_drops_alike_at_any_row(shape: tuple[int, ...]) -> None:
+    layer, table = nn.Dropout(0.4), torch.ones(shape)  # relative positions, as DeBERTa has them
+
+    def drawn(first: int, rows: int) -> torch.Tensor:
+        with keyed(layer).during(0, first=first, rows=rows, tokens=TOKENS):
+            kept: torch.Tensor = layer(table)
+        return kept
+
+    assert torch.equal(drawn(0, ROWS), drawn(ROWS, ROWS)) and torch.equal(drawn(0, ROWS), drawn(2, 2))
 
 
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"attn_mask": "bool"}, {"attn_mask": "float"}])
@@ -163,4 +177,16 @@ def test_blocks_left_out_by_chance_are_refused_on_a_mesh() -> None:
     config = BartConfig(encoder_layerdrop=0.1)
     model = SimpleNamespace(get_base_model=lambda: SimpleNamespace(config=config))
     with pytest.raises(UserError, match=r"^mesh: encoder_layerdrop 0\.1 of this backbone .*train\.backbone_dropout: 0"):
+        refuse_parameters(model)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("xlnet", 0.1), ("fsmt", 0.1), ("xlnet", 0.0)])
+def test_tokens_before_rows_are_refused_on_a_mesh_where_they_are_dropped(kind: str, rate: float) -> None:
+    model: Any = nn.Sequential(nn.Dropout(rate))
+    model.config = SimpleNamespace(model_type=kind, dropout=rate)
+    model.get_base_model, model.peft_config = lambda: model, {"default": SimpleNamespace(target_parameters=None)}
+    if rate == 0:
+        refuse_parameters(model)
+        return
+    with pytest.raises(UserError, match=rf"^mesh: {kind} models .*train\.backbone_dropout: 0 and adapter\.dropout: 0"):
         refuse_parameters(model)
