@@ -237,8 +237,8 @@ def execute(
         result = _evaluate(run, recipe, prepared, fine_tuned, console, world)
         if world.is_main:
             write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
-            write_json(run.path / DONE, {FILES: run_sums(run.path)})
         if report and world.is_main:
+            write_json(run.path / DONE, {FILES: run_sums(run.path)})  # of a cell, its sweep's speaks
             from experiments.report import build_report, write_plots
 
             write_plots(run.path)

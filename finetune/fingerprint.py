@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .atomic import write_json
+from .atomic import sweep_leftovers, write_json
 from .cachedir import cache_root
 from .parallel.index import Entry, read_index
 from .quantised import scales
@@ -99,6 +99,7 @@ def _remembered(place: Path, about: Mapping[str, object]) -> dict[str, str] | No
 
 def _remember(place: Path, told: Mapping[str, object]) -> None:
     try:
+        sweep_leftovers(place.parent, of=place.name)  # another that is writing it now loses a cache entry, no more
         write_json(place, {**told, "self": _own(told)})
     except (OSError, ValueError):
         return  # a cache that cannot be written costs time only

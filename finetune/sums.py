@@ -31,7 +31,7 @@ def sums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 
 def adapter_sums(folder: Path) -> dict[str, str]:
     """`sums` of the adapter in `folder`/adapter: all that reading it depends on."""
-    return sums(folder, [file for file in (folder / "adapter").iterdir() if file.is_file()])
+    return sums(folder, [file for file in (folder / "adapter").glob("*") if file.is_file()])
 
 
 def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:

@@ -21,6 +21,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "weigh"): "rows",
     ("train", "tf32"): False,
     ("train", "backbone_precision"): "same",
+    ("train", "deterministic"): False,
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
 }

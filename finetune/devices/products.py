@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..atomic import write_json
+from ..atomic import sweep_leftovers, write_json
 from ..cachedir import cache_root
 from ..numerics import cpu_threads
 
@@ -95,6 +95,7 @@ def cpu_rates(shape: Shape) -> tuple[Rates, str | None]:
     rates = measure_rates(shape)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        sweep_leftovers(path.parent, of=path.name)
         write_json(path, {"machine": about, "rates": asdict(rates)})
     except OSError:
         pass  # a cache that cannot be written costs a third of a second at the next start

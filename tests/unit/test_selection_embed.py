@@ -126,7 +126,7 @@ def test_load_features(tmp_path):
     with pytest.raises(SelectionError, match="not a readable"):
         load_features(tmp_path / "object.npy")
     (tmp_path / "text.npy").write_text("hello")
-    with pytest.raises(SelectionError, match="not a readable"):
+    with pytest.raises(SelectionError, match=r"is no \.npy file"):
         load_features(tmp_path / "text.npy")
     np.savez(tmp_path / "z.npz", x=x)
     with pytest.raises(SelectionError, match="archive"):
