@@ -196,7 +196,7 @@ class Pass(TorchFunctionMode):
 
 _DRAWN: dict[Any, Callable[..., Tensor]] = {
     F.dropout: Pass._dropout,
-    torch.dropout: Pass._dropout,
+    torch.dropout: lambda own, input, p, train: own._dropout(input, p, train),
     F.scaled_dot_product_attention: Pass._attention,
 }
 

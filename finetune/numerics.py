@@ -46,6 +46,17 @@ def uses_dropout(model: nn.Module) -> bool:
     return layers or any(rate > 0 for _, _, rate in dropout_rates(getattr(model, "config", None)))
 
 
+def uncounted_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The first module, with its name, that drops by a generator even inside of `finetune.dropout.Pass`: dropout of
+    whole channels or by torch's own attention module, of which transformers' text models have none."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "dropout" if isinstance(module, nn.MultiheadAttention) else "p", 0.0)
+        drops = isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention) and rate > 0
+        if drops and not isinstance(module, nn.Dropout):
+            return name, module
+    return None
+
+
 def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
     """(configuration, key, rate) of every dropout that `config` or a configuration inside of it names."""
     for key, value in (vars(config) if config is not None else {}).items():

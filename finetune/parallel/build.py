@@ -22,7 +22,7 @@ from ..config import Adapter, Mesh, Task, Train
 from ..devices.precision import adapter_dtype
 from ..errors import UserError
 from ..memory import size
-from ..numerics import dropout_rates, uses_dropout
+from ..numerics import dropout_rates, uncounted_dropout, uses_dropout
 from ..quantised import describe, unwrap_packed
 from .activation import checkpoint_activations
 from .engine import Engine
@@ -94,8 +94,8 @@ def build_engine(
 
 def refuse_parameters(model: Any) -> None:
     """Raise UserError where PEFT adapts whole parameters (`finetune.adapting.experts`), which no mesh cuts; where the
-    backbone leaves out whole blocks by chance, of which each rank would leave out others; or where something is
-    dropped of hidden states whose rows come second."""
+    backbone leaves out whole blocks by chance, of which each rank would leave out others; where
+    something is dropped of hidden states whose rows come second; or by a generator, of which each rank has its own."""
     for _, key, rate in dropout_rates(model.get_base_model().config):
         if "layerdrop" in key and rate > 0:
             raise UserError(
@@ -107,6 +107,11 @@ def refuse_parameters(model: Any) -> None:
         raise UserError(
             f"mesh: {kind} models put tokens before rows, whose dropout cannot be told by the row; set "
             "train.backbone_dropout: 0 and adapter.dropout: 0, or train in one process"
+        )
+    if (found := uncounted_dropout(model)) is not None:
+        raise UserError(
+            f"mesh: {canonical(found[0])} of this backbone is a {type(found[1]).__name__}, which drops by a generator, "
+            "on each rank something else; set train.backbone_dropout: 0, or train in one process"
         )
     from ..adapting.offsets import ADAPTER
 

@@ -52,12 +52,13 @@ class Case:
     accumulate: int = 2
     adapter: Adapter = ADAPTER
     regularizer: RegularizerConfig = field(default_factory=Plain)
+    pack: bool = False
 
     @property
     def task(self) -> Task:
         if self.kind in ("bert", "roberta", "deberta"):
             return Classify()
-        return Seq2Seq() if self.kind.startswith("t5") else LanguageModel(pack=False)
+        return Seq2Seq() if self.kind.startswith("t5") else LanguageModel(pack=self.pack)
 
     def train(self) -> Train:
         return Train(
@@ -181,6 +182,7 @@ def test_two_ranks_drop_what_one_process_drops(sources: dict[str, str], tmp_path
         "pp, t5": Case("t5", Mesh(pp=2)),
         "cp": Case(mesh=Mesh(cp=2)),
         "dp": Case("gpt2-dropout", Mesh(dp=2), checkpointing="selective"),
+        "dp, packed": Case(mesh=Mesh(dp=2), pack=True),
         "replicate, noise": Case(mesh=Mesh(replicate=2), regularizer=GGPO(sigma=0.05)),
     }
     compare(cases, 2, sources, tmp_path)
@@ -208,6 +210,9 @@ def test_two_ranks_drop_alike_in_all_families(sources: dict[str, str], tmp_path:
         "tp, noise": Case(mesh=Mesh(tp=2), regularizer=GGPO(sigma=0.05)),
         "pp, noise": Case(mesh=Mesh(pp=2), regularizer=GGPO(sigma=0.05)),
         "dora, pp": Case(mesh=Mesh(pp=2), adapter=replace(ADAPTER, dora=True)),
+        "tp, packed, tokens split": Case(mesh=Mesh(tp=2, sequence_parallel=True), pack=True),
+        "pp, packed, pieces": Case("gpt2-dropout", Mesh(pp=2, microbatches=3), pack=True),
+        "cp, packed": Case("gpt2-dropout", Mesh(cp=2), pack=True, checkpointing="full"),
         "dp, replicated": Case(mesh=Mesh(dp=2, adapters="replicate"), accumulate=1),
     }
     compare(cases, 2, sources, tmp_path)

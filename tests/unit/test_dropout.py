@@ -190,3 +190,25 @@ def test_tokens_before_rows_are_refused_on_a_mesh_where_they_are_dropped(kind: s
         return
     with pytest.raises(UserError, match=rf"^mesh: {kind} models .*train\.backbone_dropout: 0 and adapter\.dropout: 0"):
         refuse_parameters(model)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout1d(0.1), nn.AlphaDropout(0.1), nn.MultiheadAttention(8, 2, dropout=0.1)])
+def test_what_is_drawn_by_a_generator_all_the_same_is_refused_on_a_mesh(layer: nn.Module) -> None:
+    def holding(part: nn.Module) -> Any:
+        model: Any = nn.ModuleDict({"pooler": part})
+        model.config = SimpleNamespace(model_type="other")
+        model.get_base_model, model.peft_config = lambda: model, {"default": SimpleNamespace(target_parameters=None)}
+        return model
+
+    with pytest.raises(UserError, match=rf"^mesh: pooler of this backbone is a {type(layer).__name__}, .* one process"):
+        refuse_parameters(holding(layer))
+    refuse_parameters(holding(nn.Dropout(0.1)))
+    refuse_parameters(holding(type(layer)(8, 2) if isinstance(layer, nn.MultiheadAttention) else type(layer)(0.0)))
+
+
+def test_torchs_function_takes_its_own_names() -> None:
+    x = torch.ones(ROWS, TOKENS, WIDTH)
+    with keyed(nn.Identity()).during(0, first=0, rows=ROWS, tokens=TOKENS):
+        named = torch.dropout(input=x, p=0.4, train=True)
+    with keyed(nn.Identity()).during(0, first=0, rows=ROWS, tokens=TOKENS):
+        assert torch.equal(F.dropout(x, 0.4), named)
