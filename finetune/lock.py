@@ -131,8 +131,8 @@ def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tupl
             raise
         try:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0)):
-                raise _foreign(lock)  # a part of our own words is what a kill left
+            if not stat.S_ISREG(found.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0).rstrip(b"\0")):
+                raise _foreign(lock)  # a part of our own words is what a kill left, zeros are what a power cut left
             free = taken(fd)
             if free is False and time.monotonic() > patience:
                 other = f", or {instead}" if instead else ""

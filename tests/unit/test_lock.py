@@ -295,3 +295,11 @@ def test_a_lock_is_asked_for_a_moment_longer(tmp_path: Path) -> None:
     with owned(tmp_path / "out"):
         pass
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("left", [b"", b"flat", b"\0" * 12, b"flatshift \0\0\0"])
+def test_what_a_kill_or_a_power_cut_left_of_a_lock_is_nobodys(tmp_path, left):
+    (tmp_path / ".out.lock").write_bytes(left)
+    with owned(tmp_path / "out"):
+        assert (tmp_path / ".out.lock").read_bytes().startswith(b"flatshift ")
+    assert not (tmp_path / ".out.lock").exists()
