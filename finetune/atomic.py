@@ -55,7 +55,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     Raises UserError for a `path` that is there and no plain file: a directory, a link, a device, a pipe.
     """
     path = Path(path)
-    if (path.exists() or path.is_symlink()) and (path.is_symlink() or not path.is_file()):
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         what = "a link" if path.is_symlink() else "a directory" if path.is_dir() else "a special file"
         raise UserError(f"{path} is {what} and is not replaced; name a plain file, or move it away")
     make_directory(path.parent)

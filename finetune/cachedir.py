@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .atomic import sweep_leftovers, write_json
 from .errors import UserError
 
 PLACE, LIMIT = "FLATSHIFT_CACHE", "FLATSHIFT_CACHE_GIB"
@@ -43,6 +44,18 @@ def cache_limit() -> int:
     except ValueError:
         raise UserError(f"{LIMIT}: {given!r} is not a size in GiB; give a number, for example 20") from None
     return int(gib * 2**30)
+
+
+def remember(path: Path, value: Any) -> None:
+    """Write `value` as JSON into a file of the cache, if that can be: an entry that is not kept costs time only.
+
+    What a killed write of the same entry left goes first; a process that is writing it now loses its entry, no more.
+    """
+    try:
+        sweep_leftovers(path.parent, of=path.name)
+        write_json(path, value)
+    except (OSError, ValueError):
+        return
 
 
 def kept(root: Path) -> list[Kept]:

@@ -7,7 +7,6 @@ the steps since the one before. No pickle: tensors are safetensors, the rest is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from .atomic import replacing_directory, sweep_leftovers, write_json
 from .rundir import disk_full_interrupts
+from .sums import digest, record_digest
 
 FORMAT = 1
 TENSORS, META = "state.safetensors", "state.json"
@@ -50,8 +50,8 @@ def save_checkpoint(
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with disk_full_interrupts(f"saving a checkpoint in {directory}"), replacing_directory(target) as temporary:
         save_file(host, temporary / TENSORS)
-        record = {"format": FORMAT, "step": step, "sha256": _digest(temporary / TENSORS), **meta}
-        write_json(temporary / META, {**record, "self": _own_digest(record)})
+        record = {"format": FORMAT, "step": step, "sha256": digest(temporary / TENSORS), **meta}
+        write_json(temporary / META, {**record, "self": record_digest(record)})
     if _read(target) is None:
         raise RuntimeError(f"the checkpoint {target} does not read back as it was written")
     for stale in steps(directory)[max(keep, 1) :]:
@@ -122,23 +122,14 @@ def _read(folder: Path) -> Checkpoint | None:
 
     meta = _meta(folder)
     try:
-        if meta is None or meta.pop("self", None) != _own_digest(meta) or meta["format"] != FORMAT:
+        if meta is None or meta.pop("self", None) != record_digest(meta) or meta["format"] != FORMAT:
             return None
-        if _digest(folder / TENSORS) != meta["sha256"]:
+        if digest(folder / TENSORS) != meta["sha256"]:
             return None
         tensors = load_file(folder / TENSORS)
     except (OSError, SafetensorError):
         return None
     return Checkpoint(folder, int(meta["step"]), {n: t.clone() for n, t in tensors.items()}, meta)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _own_digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def pack(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:

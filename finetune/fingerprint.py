@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from .atomic import sweep_leftovers, write_json
-from .cachedir import cache_root
+from .cachedir import cache_root, remember
 from .parallel.index import Entry, read_index
 from .quantised import scales
+from .sums import record_digest
 
 _CHUNK = 1 << 22
 _YOUNG_NS = 2_000_000_000
@@ -61,7 +61,8 @@ def _digests(file: Path, entries: Mapping[str, Entry]) -> dict[str, str]:
         found = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
     if _state(file) == state and max(state[2:]) < began - _YOUNG_NS:
         _known[key] = found
-        _remember(place, {**about, "tensors": found})
+        told = {**about, "tensors": found}
+        remember(place, {**told, "self": record_digest(told)})
     return found
 
 
@@ -90,23 +91,11 @@ def _remembered(place: Path, about: Mapping[str, object]) -> dict[str, str] | No
     """The digests in a file of the cache; None for one that is torn, of something else, or of another state."""
     try:
         told = json.loads(place.read_bytes())
-        if told.pop("self") != _own(told) or {name: told[name] for name in about} != about:
+        if told.pop("self") != record_digest(told) or {name: told[name] for name in about} != about:
             return None
         return {str(name): str(value) for name, value in told["tensors"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _remember(place: Path, told: Mapping[str, object]) -> None:
-    try:
-        sweep_leftovers(place.parent, of=place.name)  # another that is writing it now loses a cache entry, no more
-        write_json(place, {**told, "self": _own(told)})
-    except (OSError, ValueError):
-        return  # a cache that cannot be written costs time only
-
-
-def _own(told: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 @torch.no_grad()

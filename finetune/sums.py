@@ -9,7 +9,8 @@ What was saved by other programs, or is not finished, has no such record and pas
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from .atomic import read_object
@@ -22,6 +23,11 @@ def digest(file: Path) -> str:
     """SHA-256 of a file's bytes."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def record_digest(record: Mapping[str, object]) -> str:
+    """SHA-256 of a JSON record, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def sums(folder: Path, files: Iterable[Path]) -> dict[str, str]:

@@ -33,11 +33,11 @@ from typing import Any
 
 from benchmarks._harness import ROOT, Benchmark
 from benchmarks.faults import durable_calls as durable
+from benchmarks.faults.forks import BUG, fork
 from benchmarks.faults.scenarios import SCENARIOS, Scenario, write_inputs
 
 STUCK_S = 240.0
 """A command on these inputs takes seconds."""
-BUG = 70
 RARE = 10
 """Of so many turns, the commands that start processes (which take ten times as long) get one."""
 TRIES = 3
@@ -67,27 +67,19 @@ def run_forked(argv: Sequence[str], said: Path, around: Callable[[], Any], disk:
 
     said: file that gets its output. around: makes the context that it runs in. Raises TimeoutError if it does not end.
     """
-    child = os.fork()
-    if child == 0:
-        code = BUG
-        try:
-            os.setsid()
-            out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            os.environ["FLATSHIFT_CACHE"] = str(disk / "cache")
-            os.environ["PYTHONPATH"] = str(ROOT)
-            os.chdir(disk)
-            sys.argv = ["flatshift", *argv]
-            from flatshift.cli import _on_terminate, run
 
-            signal.signal(signal.SIGTERM, _on_terminate)
-            with around():
-                code = run(list(argv))
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+    @contextlib.contextmanager
+    def child_of_disk() -> Iterator[None]:
+        os.environ["FLATSHIFT_CACHE"] = str(disk / "cache")
+        os.environ["PYTHONPATH"] = str(ROOT)
+        from flatshift.cli import _on_terminate
+
+        signal.signal(signal.SIGTERM, _on_terminate)
+        with around():
+            yield
+
+    with said.open("ab") as out:
+        child = fork(argv, cwd=disk, out=out.fileno(), around=child_of_disk)
     ends = time.monotonic() + STUCK_S
     while time.monotonic() < ends:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -163,6 +155,13 @@ def go_on(scenario: Scenario, inputs: Path, disk: Path, wanted: dict[str, str], 
         found.said.append(", ".join(left[:6]))
 
 
+def remove_disk(disk: Path) -> None:
+    """Remove a disk that has nothing more to show, and what was noted beside it."""
+    shutil.rmtree(disk)
+    for path in disk.parent.glob(f"{disk.name}.*"):
+        path.unlink()
+
+
 def differing(found: dict[str, str], wanted: dict[str, str]) -> list[str]:
     """Names of results that are not as wanted."""
     return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
@@ -216,8 +215,7 @@ def _undisturbed(scenario: str, inputs: str, disk: str, log: str | None = None) 
 def _strike(scenario: str, inputs: str, disk: str, wanted: dict[str, str], mode: str, target: int) -> dict[str, Any]:
     found = strike(SCENARIOS[scenario], Path(inputs), Path(disk), wanted, mode, target)
     if not found.wrong:
-        for path in Path(disk).parent.glob(f"{Path(disk).name}*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove_disk(Path(disk))
     return asdict(found)
 
 
@@ -363,12 +361,28 @@ def faults_of(campaign: Campaign, names: Sequence[str], *, most: int, seed: int)
     return chosen
 
 
+def add_row(
+    bench: Benchmark, what: str, found: Sequence[Strike] | None, *, unit: str, reason: str | None = None
+) -> None:
+    """How many of `found` were not survived, and how; none may be. reason: why nothing was tried (`found` None)."""
+    wrong = Counter(each for strike in found or () for each in strike.wrong)
+    words = ", ".join(f"{count} {each}" for each, count in wrong.items())
+    bench.row(
+        what + (f" ({words})" if words else ""),
+        ours=None if found is None else sum(bool(strike.wrong) for strike in found),
+        unit=unit,
+        bar_op="==",
+        bar_value=0,
+        reason=reason,
+    )
+
+
 def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequence[str] = ()) -> None:
     """A row a command: faults, and how many of them were not survived."""
     names = [name for name in SCENARIOS if not only or name in only]
     if reason := durable.missing():
         for name in names:
-            bench.row(f"{name}: faults not survived", unit="faults", bar_op="==", bar_value=0, reason=reason)
+            add_row(bench, f"{name}: faults not survived", None, unit="faults", reason=reason)
         return
     with Campaign() as campaign:
         faults = faults_of(campaign, names, most=most or 10**9, seed=seed)
@@ -385,17 +399,9 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequ
         found = campaign.strikes(faults, say)
     for name in names:
         mine = [strike for strike in found if strike.scenario == name]
-        wrong = Counter(what for strike in mine for what in strike.wrong)
         hit = sum(strike.hit for strike in mine)
-        words = ", ".join(f"{count} {what}" for what, count in wrong.items())
-        bench.row(
-            f"{name}: faults not survived, of {hit:,} at {len(campaign.calls[name]):,} durable calls"
-            + (f" ({words})" if words else ""),
-            ours=sum(bool(strike.wrong) for strike in mine),
-            unit="faults",
-            bar_op="==",
-            bar_value=0,
-        )
+        about = f"faults not survived, of {hit:,} at {len(campaign.calls[name]):,} durable calls"
+        add_row(bench, f"{name}: {about}", mine, unit="faults")
     total = sum(strike.hit for strike in found)
     bench.row("faults in all", ours=total, unit="faults", bar_op=">=", bar_value=1000)
 

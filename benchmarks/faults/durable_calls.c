@@ -259,29 +259,24 @@ ssize_t copy_file_range(int in, off64_t *from, int out, off64_t *to, size_t size
     return syscall(SYS_copy_file_range, in, from, out, to, size, flags);
 }
 
-int ftruncate(int fd, off_t size) {
+/* Of an open file, or of the one called `name`. */
+static int resized(int fd, const char *name, off_t size) {
     char path[PATH_MAX];
-    if (!placed(fd, NULL, path)) return syscall(SYS_ftruncate, fd, size);
-    LOCK;
-    int what = fate(TRUNCATE, 0);
-    if (what > 0) FAIL(what);
-    int done = syscall(SYS_ftruncate, fd, size);
-    if (done == 0) record(TRUNCATE, path, NULL, size, NULL, 0);
-    UNLOCK;
+    int seen = placed(name ? AT_FDCWD : fd, name, path), what;
+    if (seen) {
+        LOCK;
+        if ((what = fate(TRUNCATE, 0)) > 0) FAIL(what);
+    }
+    int done = name ? syscall(SYS_truncate, name, size) : syscall(SYS_ftruncate, fd, size);
+    if (seen) {
+        if (done == 0) record(TRUNCATE, path, NULL, size, NULL, 0);
+        UNLOCK;
+    }
     return done;
 }
+int ftruncate(int fd, off_t size) { return resized(fd, NULL, size); }
 int ftruncate64(int fd, off64_t size) { return ftruncate(fd, size); }
-int truncate(const char *name, off_t size) {
-    char path[PATH_MAX];
-    if (!placed(AT_FDCWD, name, path)) return syscall(SYS_truncate, name, size);
-    LOCK;
-    int what = fate(TRUNCATE, 0);
-    if (what > 0) FAIL(what);
-    int done = syscall(SYS_truncate, name, size);
-    if (done == 0) record(TRUNCATE, path, NULL, size, NULL, 0);
-    UNLOCK;
-    return done;
-}
+int truncate(const char *name, off_t size) { return resized(-1, name, size); }
 int truncate64(const char *name, off64_t size) { return truncate(name, size); }
 
 static int synced(int fd, long number) {

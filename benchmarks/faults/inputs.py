@@ -10,6 +10,7 @@ behind are looked at from outside.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import resource
@@ -18,13 +19,16 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks._harness import Benchmark
 from benchmarks.faults.bad_commands import bad_commands
 from benchmarks.faults.bad_files import bad_files
 from benchmarks.faults.bad_inputs import BadInput, make_sandbox
+from benchmarks.faults.forks import fork
 
 SENTENCE = 300
 CPU_S = 2.0
@@ -114,9 +118,8 @@ def run_one(case: BadInput, root: Path) -> Ending:
     case.prepare(work)
     before = _state(root)
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as out:
-        pid = os.fork()
-        if pid == 0:
-            _child(case, work, out.fileno(), said.fileno())
+        around = partial(_as_command, case)
+        pid = fork(case.argv, cwd=work, out=out.fileno(), err=said.fileno(), around=around)
         usage, status = _wait(pid)
         said.seek(0)
         text = said.read().decode("utf-8", errors="replace")
@@ -126,32 +129,15 @@ def run_one(case: BadInput, root: Path) -> Ending:
     return Ending(code, text, usage.ru_utime + usage.ru_stime, left)
 
 
-def _child(case: BadInput, work: Path, out: int, said: int) -> None:
-    """Become the command: never returns."""
-    code = 70
-    try:
-        os.setsid()
-        os.chdir(work)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(out, 1)
-        os.dup2(said, 2)
-        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        resource.setrlimit(resource.RLIMIT_CPU, (int(_WALL_S), int(_WALL_S)))
-        sys.argv = ["flatshift", *case.argv]
-        from flatshift.cli import run
-
-        with case.around():
-            code = run(list(case.argv))
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+@contextlib.contextmanager
+def _as_command(case: BadInput) -> Iterator[None]:
+    """What is round a bad input's command in its child: nothing to read, and an end even without a parent."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_CPU, (int(_WALL_S), int(_WALL_S)))
+    with case.around():
+        yield
 
 
 def _wait(pid: int) -> tuple[resource.struct_rusage, int]:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import shutil
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -25,7 +23,7 @@ from pathlib import Path
 
 from benchmarks._harness import Benchmark
 from benchmarks.faults import durable_calls as durable
-from benchmarks.faults.crash import Campaign, Strike
+from benchmarks.faults.crash import Campaign, Strike, add_row, remove_disk
 from benchmarks.faults.scenarios import SCENARIOS
 
 KINDS = ("strict", "journal", "zeros")
@@ -155,7 +153,7 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequ
     names = [name for name in ONE_PROCESS if not only or name in only]
     if reason := durable.missing():
         for name in names:
-            bench.row(f"{name}: power cuts not survived", unit="cuts", bar_op="==", bar_value=0, reason=reason)
+            add_row(bench, f"{name}: power cuts not survived", None, unit="cuts", reason=reason)
         return
     share = None if most is None else max(1, most // len(names))
     with Campaign() as campaign:
@@ -175,19 +173,13 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0, only: Sequ
                 if found.wrong:
                     print(f"! {json.dumps(asdict(found), ensure_ascii=False)}", flush=True)
                 else:
-                    for path in disk.parent.glob(f"{disk.name}*"):
-                        shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    remove_disk(disk)
                 return found
 
             with ThreadPoolExecutor(len(campaign.servers)) as pool:
                 found = list(pool.map(one, chosen))
-            wrong = Counter(what for strike in found for what in strike.wrong)
-            words = ", ".join(f"{count} {what}" for what, count in wrong.items())
-            bench.row(
-                f"{name}: power cuts not survived, of {len(chosen):,} disks of {len(every):,} that a cut at any of "
-                f"{len(campaign.calls[name]):,} durable calls can leave" + (f" ({words})" if words else ""),
-                ours=sum(bool(strike.wrong) for strike in found),
-                unit="cuts",
-                bar_op="==",
-                bar_value=0,
+            about = (
+                f"power cuts not survived, of {len(chosen):,} disks of {len(every):,} that a cut at any of "
+                f"{len(campaign.calls[name]):,} durable calls can leave"
             )
+            add_row(bench, f"{name}: {about}", found, unit="cuts")

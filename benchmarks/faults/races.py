@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import ROOT, Benchmark, cpu_clock
+from benchmarks.faults.forks import fork
 from benchmarks.faults.scenarios import SCENARIOS, SMALL, leavings, write_inputs
 
 HANG_S = 600.0
@@ -66,28 +66,15 @@ _COMMANDS = (
 
 
 def _fork(start: Mapping[str, Any], modules: str | None) -> int:
-    child = os.fork()
-    if child:
-        return child
-    code = 71
-    try:
-        said = os.open(start["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        for stream in (1, 2):
-            os.dup2(said, stream)
-        os.chdir(start["cwd"])
+    @contextlib.contextmanager
+    def late() -> Iterator[None]:
         time.sleep(start["delay"])
-        from flatshift.cli import run
-
-        code = run(start["argv"])
+        yield
         if modules is not None:
             Path(modules).write_text(json.dumps(list(sys.modules)), encoding="utf-8")
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+
+    with Path(start["said"]).open("wb") as said:
+        return fork(start["argv"], cwd=Path(start["cwd"]), out=said.fileno(), around=late)
 
 
 # --------------------------------------------------------------------------------------------- the races

@@ -19,6 +19,7 @@ from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
 from finetune.errors import UserError
+from finetune.sums import digest as file_digest
 from selection.config import Features, one_size
 
 
@@ -214,7 +215,7 @@ class Plan:
         rows = tuple(self._rows.values())
         key = short_hash(
             [
-                "pool", digest(file), _file_digest(tags), whole.pool_rows, settings_tree(recipe.select.hygiene),
+                "pool", digest(file), file_digest(Path(tags)), whole.pool_rows, settings_tree(recipe.select.hygiene),
                 settings_tree(recipe.select.columns), recipe.select.bad_rows,
                 [r.identity for r in rows] if recipe.select.hygiene.on else None,
             ]
@@ -262,10 +263,3 @@ def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Q
 
 def _budgets(study: Quality) -> list[int]:
     return sorted({budget for target in study.targets for budget in study.budgets_of(target)})
-
-
-def _file_digest(file: str) -> str:
-    import hashlib
-
-    with Path(file).open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

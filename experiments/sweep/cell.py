@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import hashlib
 import json
 import shutil
 import time
@@ -28,6 +27,7 @@ from experiments.sweep.source import flatshift_version, source_digest
 from finetune.atomic import write_json
 from finetune.errors import Interrupted, UserError, is_out_of_memory, user_path
 from finetune.rundir import RunDirectory, disk_full_interrupts
+from finetune.sums import digest
 
 if TYPE_CHECKING:
     from experiments.config import Recipe
@@ -120,11 +120,8 @@ def _backbone_digests(name: str) -> list[list[str]]:
     directory = user_path(name)
     if name.startswith("package:") or assets.backbone(name) is not None or not directory.is_dir():
         return []
-    found = []
-    for path in [*assets.beside_weights(directory), *sorted(directory.glob("*.safetensors"))]:
-        with path.open("rb") as file:
-            found.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
-    return found
+    files = [*assets.beside_weights(directory), *sorted(directory.glob("*.safetensors"))]
+    return [[path.name, digest(path)] for path in files]
 
 
 @functools.cache

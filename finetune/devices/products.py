@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..atomic import sweep_leftovers, write_json
-from ..cachedir import cache_root
+from ..cachedir import cache_root, remember
 from ..numerics import cpu_threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,12 +92,7 @@ def cpu_rates(shape: Shape) -> tuple[Rates, str | None]:
     if kept is not None:
         return kept, None
     rates = measure_rates(shape)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep_leftovers(path.parent, of=path.name)
-        write_json(path, {"machine": about, "rates": asdict(rates)})
-    except OSError:
-        pass  # a cache that cannot be written costs a third of a second at the next start
+    remember(path, {"machine": about, "rates": asdict(rates)})
     return rates, wrong
 
 

@@ -111,7 +111,7 @@ def test_a_full_disk_interrupts_and_keeps_what_was_there(place, tmp_path, warnin
 
 def test_a_save_that_does_not_read_back_is_our_error(tmp_path, monkeypatch):
     digests = iter("abc")
-    monkeypatch.setattr(module, "_digest", lambda path: next(digests))
+    monkeypatch.setattr(module, "digest", lambda path: next(digests))
     with pytest.raises(RuntimeError, match="does not read back"):
         save(tmp_path, 10)
 
