@@ -128,7 +128,7 @@ def _killed(inputs: Path, out: Path) -> None:
     stage = out / "stages" / "fine-tune"
     for path in (out / "adapter", stage / "adapter", out / "state" / "step-2"):
         shutil.rmtree(path)
-    for path in (out / "eval.json", out / "report.html", stage / "done.json"):
+    for path in (out / "eval.json", out / "report.html", out / "done.json", stage / "done.json"):
         path.unlink()
 
 
