@@ -286,6 +286,22 @@ class Benchmark:
         return path
 
 
+def rows_by_group(bench: Benchmark, groups: Mapping[str, Callable[[Benchmark], object]], asked: Sequence[str]) -> None:
+    """Measure the groups that are `asked` for (all where none is); rows of the others stay as this machine measured
+    them. Each row gets its `group` and the `commit` that it is of."""
+    file = RESULTS / f"{bench.name}.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known = before.get("rows", []) if before.get("machine") == machine() else []
+    for name, measure in groups.items():
+        start = len(bench.rows)
+        if asked and name not in asked:
+            bench.rows += [row for row in known if row.get("group") == name]
+            continue
+        measure(bench)
+        for row in bench.rows[start:]:
+            row |= {"group": name, "commit": commit()}
+
+
 def where(packages: Sequence[str]) -> dict[str, Any]:
     """What the results file says of the tree, the machine and the packages that rows are measured with."""
     return {

@@ -20,7 +20,6 @@ more than AVX2 the second run is left out. One thread, CPU-seconds, in turn. Row
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,14 +28,12 @@ from typing import Any
 from benchmarks import _instructions
 from benchmarks._first_minutes import minute_rows
 from benchmarks._harness import (
-    RESULTS,
     Benchmark,
-    commit,
     cpu_seconds,
     in_child,
     limit_threads,
-    machine,
     peak_bytes,
+    rows_by_group,
 )
 from benchmarks._machine_constants import CONSTANTS
 from benchmarks._machine_precision import narrow_rows, precision_rows
@@ -300,17 +297,7 @@ def main() -> None:
     groups = GROUPS | ({"minutes": partial(minute_rows, slow=True)} if asked.slow else {})
     limit_threads(1)
     bench = Benchmark("any_machine", packages=("torch", "numpy", "transformers", "peft"))
-    file = RESULTS / "any_machine.json"
-    before = json.loads(file.read_text()) if file.is_file() else {}
-    known = before.get("rows", []) if before.get("machine") == machine() else []
-    for name, measure in groups.items():
-        start = len(bench.rows)
-        if asked.groups and name not in asked.groups:
-            bench.rows += [row for row in known if row.get("group") == name]
-            continue
-        measure(bench)
-        for row in bench.rows[start:]:
-            row |= {"group": name, "commit": commit()}
+    rows_by_group(bench, groups, asked.groups)
     bench.finish()
 
 

@@ -4,17 +4,17 @@
     python -m benchmarks.faults crash power --most 600   # these groups, so many faults of each, drawn by --seed
     python -m benchmarks.faults crash --only select      # one command (`benchmarks.faults.scenarios`)
 
-Groups that are not run keep their rows. Each row counts what was not survived, and its bar is none.
+Groups that are not run keep the rows that this machine made. Each row counts what was not survived, and its bar is
+none.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
-from typing import Any
+from functools import partial
 
-from benchmarks._harness import RESULTS, Benchmark
+from benchmarks._harness import Benchmark, rows_by_group
 
 GROUPS = {
     "crash": "every durable call failed, killed or torn",
@@ -37,24 +37,17 @@ def main() -> None:
     if unknown := sorted(set(chosen.groups) - set(GROUPS)):
         parser.error(f"{unknown[0]} is no group; known: {', '.join(GROUPS)}")
     bench = Benchmark("faults")
-    before = _kept_rows()
-    for name in GROUPS:
-        if chosen.groups and name not in chosen.groups:
-            bench.rows += [row for row in before if row["what"].startswith(f"{name}: ")]
-            continue
-        print(f"{name}: {GROUPS[name]}", flush=True)
-        module = importlib.import_module(f"benchmarks.faults.{name}")
-        more = {"only": chosen.only} if chosen.only and name in ("crash", "power") else {}
-        first = len(bench.rows)
-        module.rows(bench, most=chosen.most, seed=chosen.seed, **more)
-        for row in bench.rows[first:]:
-            row["what"] = f"{name}: {row['what'].removeprefix(f'{name}: ')}"
+    rows_by_group(bench, {name: partial(_measure, name, chosen) for name in GROUPS}, chosen.groups)
     bench.finish()
 
 
-def _kept_rows() -> list[dict[str, Any]]:
-    file = RESULTS / "faults.json"
-    return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
+def _measure(name: str, chosen: argparse.Namespace, bench: Benchmark) -> None:
+    print(f"{name}: {GROUPS[name]}", flush=True)
+    more = {"only": chosen.only} if chosen.only and name in ("crash", "power") else {}
+    first = len(bench.rows)
+    importlib.import_module(f"benchmarks.faults.{name}").rows(bench, most=chosen.most, seed=chosen.seed, **more)
+    for row in bench.rows[first:]:
+        row["what"] = f"{name}: {row['what']}"
 
 
 if __name__ == "__main__":

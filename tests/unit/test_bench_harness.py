@@ -6,7 +6,7 @@ import time
 import pytest
 
 from benchmarks import _harness, _instructions, docs, gotd_million, gotd_solver
-from benchmarks._harness import Benchmark, CapReached, cap_cpu, cpu_seconds, in_child, interleave
+from benchmarks._harness import Benchmark, CapReached, cap_cpu, cpu_seconds, in_child, interleave, rows_by_group
 
 KEYS = [
     *("what", "ours", "peer", "peer_name", "unit", "ratio_median", "ratio_min", "ratio_max"),
@@ -144,3 +144,19 @@ def test_the_page_names_instructions_and_a_rehearsal(tmp_path):
     assert "C (avx2, amx_bf16)" in where and "with `ONEDNN_MAX_CPU_ISA=AVX2`" in where
     del result["machine"]["instructions"], result["machine"]["rehearsal"]  # of a file from before
     assert "on C, " in docs.section(result)
+
+
+def test_groups_that_are_not_asked_for_keep_the_rows_of_this_machine_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks._harness.RESULTS", tmp_path)
+    groups = {name: lambda bench, name=name: bench.row(f"of {name}", ours=1.0, unit="s") for name in ("a", "b")}
+
+    def measured(*asked):
+        bench = Benchmark("x", packages=())
+        rows_by_group(bench, groups, asked)
+        bench.finish(tmp_path / "x.json")
+        return [(row["what"], row["group"]) for row in bench.rows]
+
+    assert measured("b") == [("of b", "b")]
+    assert measured("a") == [("of a", "a"), ("of b", "b")] == measured()
+    monkeypatch.setattr("benchmarks._harness.machine", lambda: {"cpu": "another"})
+    assert measured("a") == [("of a", "a")]
