@@ -2,7 +2,7 @@
 
 A *subject* is what is trained (a model and a regularizer), a *layout* is how (a mesh, accumulation, packing, where it
 is stopped and resumed). A *course* is what came out: the losses of all updates and the gradients of the first. The
-product's own stage loop makes it (`finetune.loop.train_stage` over `build_engine`).
+product's own stage loop makes it (`finetune.train.loop.train_stage` over `build_engine`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Mesh, Op
 from finetune.data import Batches
 from finetune.data.encoding import Example
 from finetune.errors import Interrupted
-from finetune.loop import train_stage
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
-from finetune.parallel.placing import local
+from finetune.parallel.gather import local
+from finetune.parallel.mesh import World
 from finetune.parallel.rules import Settings, check_settings
-from finetune.parallel.world import World
-from finetune.rundir import RunDirectory
+from finetune.run_directory import RunDirectory
 from finetune.seeds import torch_generator
+from finetune.train.loop import train_stage
 from regularizers import GGPO, Plain, Regularizer, build
 
 STEPS, SEED = 16, 7

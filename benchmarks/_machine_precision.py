@@ -97,13 +97,13 @@ def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: boo
     """A ready forward and backward pass with LoRA on all layers; calling it makes the gradients of one update."""
     import torch
 
-    from finetune.adapter import attach_adapter
+    from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone
     from finetune.config import Adapter, Classify, LanguageModel, Train
     from finetune.data.batches import MicroBatch
     from finetune.devices.precision import autocast
-    from finetune.loss import batch_loss, find_head
     from finetune.seeds import torch_generator
+    from finetune.train.loss import batch_loss, find_head
 
     task = Classify() if "encoder" in backbone else LanguageModel()
     names = ("a", "b", "c") if isinstance(task, Classify) else None

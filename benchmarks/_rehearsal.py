@@ -1,9 +1,9 @@
-"""Training stages of every kind, rehearsed for a CUDA device that is not here (`finetune.devices.rehearsal`).
+"""Training stages of every kind, rehearsed for a CUDA device that is not here (`benchmarks.cuda_rehearsal`).
 
     python -m benchmarks._rehearsal      every case of `all_cases`, and what waits were found
 
 A case is an objective, a regularizer, an activation checkpointing, a number of micro-batches, packed rows or not, and a
-precision. Its tiny backbone and its rows are made here; the stage is `finetune.loop.train_stage` itself.
+precision. Its tiny backbone and its rows are made here; the stage is `finetune.train.loop.train_stage` itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from finetune.adapter import attach_adapter
+from benchmarks.cuda_rehearsal import Rehearsal, Wait
+from finetune.adapters.adapter import attach_adapter
 from finetune.config import (
     Adapter,
     Chat,
@@ -38,13 +39,12 @@ from finetune.config import (
 from finetune.data import Batches, Example
 from finetune.data.masking import Masking
 from finetune.devices.capabilities import CUDA, T4, Capabilities
-from finetune.devices.products import DTYPES
-from finetune.devices.rehearsal import Rehearsal, Wait
-from finetune.loop import train_stage
-from finetune.parallel.activation import checkpoint_activations
-from finetune.parallel.world import World
-from finetune.rundir import RunDirectory
+from finetune.devices.matmul_rate import DTYPES
+from finetune.parallel.activation_checkpoint import checkpoint_activations
+from finetune.parallel.mesh import World
+from finetune.run_directory import RunDirectory
 from finetune.stacked.engine import CellEngine
+from finetune.train.loop import train_stage
 from regularizers import (
     ASAM,
     BAR,

@@ -3,7 +3,7 @@
     python -m benchmarks._rehearsal_mesh '{"dp": 8}' '{"dp": 4, "tp": 2}'
 
 torch's fake process group answers every collective at once, with what this rank gave. So the training loop goes as on
-one of eight processes, on tensors of the host that stand for a CUDA device's (`finetune.devices.rehearsal`).
+one of eight processes, on tensors of the host that stand for a CUDA device's (`benchmarks.cuda_rehearsal`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
 
     from benchmarks._collectives import Collectives
     from benchmarks._rehearsal import REGULARIZERS, _Pad, rows
+    from benchmarks.cuda_rehearsal import Rehearsal
     from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
     from finetune.data import Batches
     from finetune.devices.capabilities import CUDA, rehearsed
-    from finetune.devices.rehearsal import Rehearsal
-    from finetune.loop import train_stage
     from finetune.parallel.build import build_engine
-    from finetune.parallel.world import World
-    from finetune.rundir import RunDirectory
+    from finetune.parallel.mesh import World
+    from finetune.run_directory import RunDirectory
+    from finetune.train.loop import train_stage
     from regularizers import build
 
     class Order(Collectives):

@@ -113,7 +113,7 @@ def model() -> Any:
     import torch
 
     from benchmarks.train_step import SEED, model_of
-    from finetune.adapter import trainable
+    from finetune.adapters.adapter import trainable
     from finetune.seeds import torch_generator
 
     built = model_of(Completion(), "fp32")
@@ -126,7 +126,7 @@ def model() -> Any:
 
 def gradients_of(built: Any) -> dict[str, Any]:
     """By plain name."""
-    from finetune.adapter import trainable
+    from finetune.adapters.adapter import trainable
 
     return {name: p.grad.detach().clone() for name, p in trainable(built).items() if p.grad is not None}
 

@@ -61,7 +61,7 @@ def make_adapter(backbone: Path, task: Task, folder: Path) -> Any:
     """A saved adapter, every tensor of which is away from its start; returns backbone + adapter in float32."""
     import torch
 
-    from finetune.adapter import attach_adapter, save_adapter, trainable
+    from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
     from finetune.backbone import load_backbone
     from finetune.seeds import torch_generator
 
@@ -80,7 +80,7 @@ def merge_ours(backbone: str, adapter: str, out: str, *, classify: bool, dtype: 
     """What `flatshift merge` does before it checks itself."""
     import torch
 
-    from finetune.merging import merge_files
+    from finetune.adapters.merge import merge_files
     from finetune.parallel.skeleton import build_skeleton
 
     task: Task = Classify() if classify else LanguageModel()
@@ -113,7 +113,7 @@ def measured(how: str, backbone: str, adapter: str, out: str, *, classify: bool,
     import torch  # noqa: F401
     from transformers import LlamaForCausalLM, LlamaModel  # noqa: F401
 
-    import finetune.merging
+    import finetune.adapters.merge
     import finetune.parallel.skeleton  # noqa: F401
 
     run = merge_ours if how == "ours" else merge_peft

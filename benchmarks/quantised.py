@@ -34,11 +34,11 @@ bytes; a 4-bit value with a scale for 64 takes 0.28 of bf16's, with quantised sc
 
 def curve(kind: str | None) -> list[float]:
     """Losses of one run on the shipped backbone."""
-    from finetune.adapter import attach_adapter
+    from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone, load_tokenizer
     from finetune.data import Batches, encode, read_rows
-    from finetune.loop import train_stage
-    from finetune.rundir import RunDirectory
+    from finetune.run_directory import RunDirectory
+    from finetune.train.loop import train_stage
     from regularizers import build
     from regularizers.config import Plain
 
@@ -72,13 +72,13 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
     """Bytes by cause of one update on the random Llama."""
     import torch
 
-    from finetune.adapter import attach_adapter, trainable
+    from finetune.adapters.adapter import attach_adapter, trainable
     from finetune.backbone import load_backbone
     from finetune.devices.precision import autocast
-    from finetune.memory import saved_bytes
-    from finetune.numerics import without_input_casts
-    from finetune.optimizer import AdapterOptimizer
+    from finetune.planner.memory import saved_bytes
     from finetune.quantised import scales
+    from finetune.train.numerics import without_input_casts
+    from finetune.train.optimizer import AdapterOptimizer
 
     limit_threads(1)
     task, train = LanguageModel(), Train(precision="bf16")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import ROOT, Benchmark
-from finetune.rundir import read_metrics
+from finetune.run_directory import read_metrics
 
 STEPS, SAVE_EVERY = 24, 5
 SETTINGS = {
@@ -88,7 +88,7 @@ def _half_tensors(now: Callable[[], bool]) -> None:
 
 
 def _no_json(now: Callable[[], bool]) -> None:
-    from finetune import checkpoint
+    from finetune.train import checkpoint
 
     whole = checkpoint.write_json
 
@@ -120,7 +120,7 @@ def _rename(*, after: bool) -> Callable[[Callable[[], bool]], None]:
 
 def _load(*, after: bool) -> Callable[[Callable[[], bool]], None]:
     def install(now: Callable[[], bool]) -> None:
-        from finetune import loop
+        from finetune.train import loop
 
         whole = loop.latest_checkpoint
 

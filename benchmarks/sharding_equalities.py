@@ -45,7 +45,7 @@ from benchmarks._equalities_peers import NATIVE, natively, plainly
 from benchmarks._harness import Benchmark
 from finetune.config import Mesh
 from finetune.errors import UserError
-from finetune.parallel.world import World
+from finetune.parallel.mesh import World
 
 BARS = {"loss": 3e-5, "gradients": 1e-5}
 FALL = 2 / 3

@@ -101,9 +101,9 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
 
     from finetune.config import Adapter, LanguageModel, Mesh, Optimizer, Train
     from finetune.data.batches import MicroBatch
-    from finetune.optimizer import AdapterOptimizer
     from finetune.parallel.build import build_engine
-    from finetune.parallel.world import World
+    from finetune.parallel.mesh import World
+    from finetune.train.optimizer import AdapterOptimizer
 
     layout, task = Mesh(**mesh), LanguageModel(pack=False)
     world = World.of(layout, torch.device("cpu")) if mesh else World.alone()
@@ -137,7 +137,7 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
 
 def _held(engine: Any) -> dict[str, float]:
     """Bytes of parameters on this rank, and of the largest unit as it is gathered."""
-    from finetune.parallel.placing import local
+    from finetune.parallel.gather import local
 
     mine = {id(p): local(p).untyped_storage().nbytes() for p in engine.model.parameters()}
     units = engine.sharding.units if engine.sharding is not None else ()
@@ -176,9 +176,9 @@ def broadcast(tiny: str, big: str) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from finetune.config import Mesh
-    from finetune.parallel.shard import shard
+    from finetune.parallel.fsdp import shard
+    from finetune.parallel.mesh import World
     from finetune.parallel.weights import materialize
-    from finetune.parallel.world import World
 
     mesh = Mesh(dp=dist.get_world_size())
     world = World.of(mesh, torch.device("cpu"))

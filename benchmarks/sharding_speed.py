@@ -86,9 +86,9 @@ def ours(
 
     from finetune.config import Adapter, LanguageModel, Mesh, Optimizer, Train
     from finetune.data.batches import MicroBatch
-    from finetune.optimizer import AdapterOptimizer
     from finetune.parallel.build import build_engine
-    from finetune.parallel.world import World
+    from finetune.parallel.mesh import World
+    from finetune.train.optimizer import AdapterOptimizer
     from regularizers import build
     from regularizers.config import GGPO, Plain
 

@@ -125,9 +125,9 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     from finetune.config import Adapter, LanguageModel, Mesh, Optimizer, Train
     from finetune.data.batches import MicroBatch
     from finetune.devices.precision import autocast
-    from finetune.optimizer import AdapterOptimizer
     from finetune.parallel.build import build_engine
-    from finetune.parallel.world import World
+    from finetune.parallel.mesh import World
+    from finetune.train.optimizer import AdapterOptimizer
     from regularizers import GGPO, Plain, build
 
     s, layout, task = Sizes(**sizes), Mesh(**mesh), LanguageModel(pack=False)

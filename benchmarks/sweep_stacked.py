@@ -50,8 +50,8 @@ def _cells(
     from finetune.backbone import load_backbone, load_tokenizer
     from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
     from finetune.data import Batches, encode, read_rows
-    from finetune.loop import stage_work
-    from finetune.rundir import RunDirectory
+    from finetune.run_directory import RunDirectory
+    from finetune.train.loop import stage_work
     from regularizers import GGPO, Plain, build
 
     task, tokenizer = LanguageModel(), load_tokenizer(BACKBONE)

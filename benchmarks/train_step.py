@@ -59,7 +59,7 @@ def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> An
 
 def model_of(task: Task, precision: Precision, device: str = "cpu", backbone: str = BACKBONE) -> Any:
     """A backbone, by name or directory, with a fresh adapter, the same at every call."""
-    from finetune.adapter import attach_adapter
+    from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone
 
     labels = ("background", "method", "result") if isinstance(task, Classify) else None
@@ -103,8 +103,8 @@ def ours(
 ) -> Callable[[], Any]:
     """A ready run of our loop; calling it trains."""
     from finetune.backbone import load_tokenizer
-    from finetune.loop import train_stage
-    from finetune.rundir import RunDirectory
+    from finetune.run_directory import RunDirectory
+    from finetune.train.loop import train_stage
     from regularizers import build
 
     model, tokenizer = model_of(task, precision, device, backbone), load_tokenizer(BACKBONE)

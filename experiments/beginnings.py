@@ -16,12 +16,12 @@ from experiments.config import Recipe
 from experiments.preparing import Prepared, warm_up_task
 from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter, Regress, Task
+from finetune.digests import check_files
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
-from finetune.sums import check_files
 
 if TYPE_CHECKING:
-    from finetune.adapting.initial import Calibration
+    from finetune.adapters.initial_values import Calibration
     from finetune.parallel.engine import Engine
 
 INITIAL = "initial"
@@ -77,8 +77,8 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
     Raises:
         UserError: `adapter.start` or `adapter.under` is no LoRA adapter, of another backbone or of other settings.
     """
-    from finetune.adapter import attach_on_meta, read_adapter
-    from finetune.adapting.saved import SavedAdapter, check_start
+    from finetune.adapters.adapter import attach_on_meta, read_adapter
+    from finetune.adapters.saved import SavedAdapter, check_start
     from finetune.backbone import resolve_backbone
     from finetune.parallel.skeleton import build_skeleton
 
@@ -105,7 +105,7 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
 
 def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> None:
     """Raise UserError if the run directory `path` has yet to read `adapters` of its manifest and one changed."""
-    from finetune.adapting.saved import SavedAdapter
+    from finetune.adapters.saved import SavedAdapter
 
     if (path / INITIAL).is_dir():
         return
@@ -129,7 +129,7 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
     """The training rows that `adapter.init` looks at, drawn by `train.seed`; none for most of them."""
     import functools
 
-    from finetune.adapting.initial import Calibration, needs_rows
+    from finetune.adapters.initial_values import Calibration, needs_rows
     from finetune.backbone import resolve_device
     from finetune.devices.precision import autocast
 
@@ -154,8 +154,8 @@ def settle_beginning(path: Path, recipe: Recipe, engine: Engine, say: Callable[[
         if begins_elsewhere(recipe.adapter) and not directory.is_dir():
             engine.save_adapter(directory)
         return
-    from finetune.adapter import lora_only, read_adapter
-    from finetune.adapting.saved import SavedAdapter
+    from finetune.adapters.adapter import lora_only, read_adapter
+    from finetune.adapters.saved import SavedAdapter
 
     if engine.is_main and not directory.is_dir():
         check_beginning(recipe)

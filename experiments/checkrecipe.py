@@ -13,11 +13,11 @@ from finetune.config import Chat, MaskedLM
 from finetune.data.chat import template_record
 from finetune.errors import UserError
 from finetune.kinds import check_task, has_both_sides
-from finetune.lowbit import check_optimizer
 from finetune.parallel.rules import Settings, check_settings
 from finetune.quantised import check_available
-from finetune.stage import check_best
-from finetune.tracking import check_trackers
+from finetune.train.adam8bit import check_optimizer
+from finetune.train.stage import check_best
+from finetune.train.trackers import check_trackers
 from regularizers import build as build_regularizer
 
 

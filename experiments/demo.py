@@ -19,7 +19,7 @@ from experiments.study import study
 from experiments.sweep import sweep
 from finetune.atomic import write_json
 from finetune.lock import owned
-from finetune.rundir import refuse_nonempty, write_provenance
+from finetune.run_directory import refuse_nonempty, write_provenance
 
 _RUN = {
     "train.steps": 40,

@@ -339,8 +339,8 @@ def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
     try:
         from finetune.backbone import resolve_device
         from finetune.config import Train
+        from finetune.devices.matmul_rate import Shape
         from finetune.devices.precision import choose
-        from finetune.devices.products import Shape
 
         choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))
     except Exception as error:  # a foreign `finetune`, which check_shadows has named, or a device that fails
@@ -391,7 +391,7 @@ def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
 def token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
     """Where encoded rows are kept between runs, how many inputs' and their bytes; None if that cannot be told."""
     try:
-        from finetune.cachedir import cache_limit, cache_root, kept
+        from finetune.cache_directory import cache_limit, cache_root, kept
 
         root = cache_root()
         entries = kept(root)

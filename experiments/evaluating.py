@@ -16,9 +16,9 @@ from experiments.generating import adapted_recipe
 from experiments.judging import judge, judge_splits, lay_out, lost_lines, shown
 from experiments.preparing import prepare, prepare_apart
 from experiments.recipe.tree import Branch
-from finetune.numerics import cpu_threads
-from finetune.parallel import launch, watch
-from finetune.parallel.world import World
+from finetune.launch import spawn, watchdog
+from finetune.parallel.mesh import World
+from finetune.train.numerics import cpu_threads
 
 
 def evaluate_run(
@@ -31,13 +31,16 @@ def evaluate_run(
     Raises UserError if `path` is no run directory or has no adapter yet, its backbone changed, or the rows do not fit.
     """
     recipe = adapted_recipe(path, overrides)
-    world = launch.join(recipe.mesh, recipe.train.device)
-    with cpu_threads(recipe.train.threads), watch.unhurried("evaluating"):  # the same bits as the run's own eval.json
+    world = spawn.join(recipe.mesh, recipe.train.device)
+    with (
+        cpu_threads(recipe.train.threads),
+        watchdog.unhurried("evaluating"),
+    ):  # the same bits as the run's own eval.json
         if world.is_main:  # reads all weights; the others take its word
             check_run(path, recipe)
         world.wait()
         result = _evaluated(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
-    launch.leave(world)
+    spawn.leave(world)
     return result
 
 

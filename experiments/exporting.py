@@ -25,10 +25,10 @@ from finetune.config import Regress
 from finetune.data.chat import give_template
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.rundir import new_output, refuse_old
+from finetune.run_directory import new_output, refuse_old
 
 if TYPE_CHECKING:
-    from finetune.adapting.saved import SavedAdapter
+    from finetune.adapters.saved import SavedAdapter
 
 _FILES = ("adapter_model.safetensors", "adapter_config.json")
 """What of `adapter/` is handed on, by name: nothing else that came to lie there."""
@@ -52,7 +52,7 @@ def export(
 
 
 def _export(path: Path, out: Path, base_model: str | None, license: str | None, add: Sequence[str]) -> Path:
-    from finetune.adapter import read_adapter, require_saved
+    from finetune.adapters.adapter import read_adapter, require_saved
 
     recipe = resume_recipe(path).recipe
     require_finished(path, recipe)
@@ -66,7 +66,7 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
     give_template(tokenizer, recipe.task)
     with new_output(out) as temporary:
         if added:
-            from finetune.adapting.combine import combine
+            from finetune.adapters.combine import combine
 
             assert own is not None  # `_own` refuses soft tokens here
             combine([(own, 1.0), *added], temporary)
@@ -95,7 +95,7 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
 
 def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
     """The run's adapter, refused where it fits changed frozen weights, or would be added to; None for soft tokens."""
-    from finetune.adapting.saved import SavedAdapter
+    from finetune.adapters.saved import SavedAdapter
 
     if recipe.adapter.projector is not None:
         raise UserError(
@@ -114,7 +114,7 @@ def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
 
 def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
     """`DIR=WEIGHT` or `DIR` (weight 1) as an adapter of the recipe's backbone and its weight."""
-    from finetune.adapting.saved import SavedAdapter
+    from finetune.adapters.saved import SavedAdapter
 
     name, _, number = text.rpartition("=") if "=" in text else (text, "", "1")
     try:

@@ -27,7 +27,7 @@ from finetune.data.formats import has_half_pair
 from finetune.data.prompts import Writer, end_token, writer_of
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.numerics import cpu_threads
+from finetune.train.numerics import cpu_threads
 
 
 def generate_from_run(
@@ -45,7 +45,7 @@ def generate_from_run(
 
     prompts: texts, read by the model as they stand; of a chat run, the first turn of a user. data: files whose rows go
     through the run's own prompt template; of a chat run, conversations, whose last answer is left out if it is there.
-    decoding: fields of `finetune.generation.Decoding` that differ from its defaults; the run's
+    decoding: fields of `finetune.evaluate.generation.Decoding` that differ from its defaults; the run's
         `task.max_new_tokens` is the default where the task has one, and `task.num_beams` where nothing is drawn.
     overrides: another `train.device` than the run's.
     out: JSONL file to write, whole or not at all.
@@ -74,7 +74,7 @@ def _generate(
     quiet: bool,
 ) -> list[dict[str, Any]]:
     from finetune.backbone import decoder_start, load_tokenizer
-    from finetune.generation import Decoding, continue_prompts
+    from finetune.evaluate.generation import Decoding, continue_prompts
 
     recipe = alone(finished_recipe(path, overrides))
     if recipe.adapter.projector is not None:

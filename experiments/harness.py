@@ -30,8 +30,8 @@ from finetune.config import Chat, Seq2Seq
 from finetune.data.prompts import writer_of
 from finetune.data.specials import Specials
 from finetune.errors import UserError, first_line
-from finetune.numerics import cpu_threads
 from finetune.seeds import derive
+from finetune.train.numerics import cpu_threads
 
 RECORD = "harness.json"
 GET = "pip install 'flatshift[harness]'"

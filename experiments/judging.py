@@ -11,14 +11,14 @@ from typing import Any
 from experiments.config import Recipe
 from experiments.preparing import Prepared
 from experiments.sources import judged_train
-from finetune.adapting.initial import Calibration
+from finetune.adapters.initial_values import Calibration
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Task
 from finetune.data import Example
 from finetune.evaluate import evaluate
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
-from finetune.parallel.world import World
+from finetune.parallel.mesh import World
 from finetune.seeds import derive
 
 
@@ -36,8 +36,8 @@ def lay_out(
     """The frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
 
     adapter: a saved one to put in place; None leaves the fresh one, which changes nothing. initial, calibration: what
-    a fresh one that is to be trained begins with (`finetune.adapter.attach_adapter`); without them, B = 0 over the
-    backbone's own weights.
+    a fresh one that is to be trained begins with (`finetune.adapters.adapter.attach_adapter`); without them, B = 0 over
+    the backbone's own weights.
     Returns the engine and the tokenizer.
     """
     settings = recipe.adapter

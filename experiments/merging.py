@@ -22,8 +22,8 @@ from experiments.exporting import known_labels, require_finished
 from experiments.judging import lay_out
 from experiments.recipe import resume_recipe
 from experiments.sources import parts_of
-from finetune.adapter import WEIGHTS
-from finetune.adapting.saved import SavedAdapter
+from finetune.adapters.adapter import WEIGHTS
+from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import write_json
 from finetune.backbone import auto_class, decoder_start, load_tokenizer, quiet_transformers, resolve_backbone
 from finetune.config import Chat, Mesh
@@ -31,7 +31,7 @@ from finetune.data import encode, iterate_eval
 from finetune.data.chat import give_template
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.rundir import new_output, refuse_old
+from finetune.run_directory import new_output, refuse_old
 from finetune.seeds import numpy_generator
 
 Check = Literal["auto", "logits", "rows"]
@@ -68,7 +68,7 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
 
 
 def _merge(path: Path, out: Path, check: Check) -> dict[str, Any]:
-    from finetune.merging import NotByFiles
+    from finetune.adapters.merge import NotByFiles
 
     recipe = resume_recipe(path).recipe
     require_finished(path, recipe)
@@ -113,7 +113,7 @@ def _merge_by_files(
     """Weight files, config.json and generation_config.json; roundings of all weights, and of the rows read back."""
     import torch
 
-    from finetune.merging import merge_files, read_changes, spot_check
+    from finetune.adapters.merge import merge_files, read_changes, spot_check
     from finetune.parallel.skeleton import build_skeleton
 
     model: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
@@ -135,7 +135,7 @@ def _merge_by_files(
 def _merge_in_memory(
     recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, out: Path, dtype: Any
 ) -> dict[str, Any]:
-    from finetune.merging import Rounding
+    from finetune.adapters.merge import Rounding
 
     exact = _alone_in_float32(recipe)
     model = lay_out(exact, exact.task, labels, adapter=adapter)[0].model

@@ -15,8 +15,8 @@ from experiments.recipe.tree import Branch
 from finetune import assets
 from finetune.config import Mesh
 from finetune.errors import user_path
-from finetune.parallel import agree, launch, voice
-from finetune.parallel.auto import AXES, resolve
+from finetune.launch import consistency, failure, spawn
+from finetune.planner.auto_mesh import AXES, resolve
 
 
 def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[str]:
@@ -38,11 +38,11 @@ def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[
         anew: dict[str, Any] = {axis: 1 for axis in AXES if axis not in given}
         asked = dataclasses.replace(asked, **anew)
     text = ""
-    if voice.rank() == 0:
+    if failure.rank() == 0:
         mesh, reasons = _resolve(recipe, asked)
         print("\n".join(reasons), file=sys.stderr, flush=True)
         text = json.dumps(axis_flags(mesh))
-    return json.loads(agree.word_of_main("mesh", text))
+    return json.loads(consistency.word_of_main("mesh", text))
 
 
 def axis_flags(mesh: Mesh) -> list[str]:
@@ -58,7 +58,7 @@ def named_axes(overrides: Iterable[Branch]) -> set[str]:
 
 def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
     processes = node = None
-    if launch.launched():
+    if spawn.launched():
         processes = int(os.environ["WORLD_SIZE"])
         node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return resolve(

@@ -10,9 +10,9 @@ from experiments.config import Recipe
 from experiments.console import Console
 from finetune.atomic import read_object
 from finetune.data import describe
+from finetune.digests import DONE, sums
 from finetune.errors import UserError
-from finetune.rundir import METRICS, read_metrics
-from finetune.sums import DONE, sums
+from finetune.run_directory import METRICS, read_metrics
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LAST = (FINE_TUNE, "train")

@@ -65,23 +65,23 @@ from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
 from finetune.data.chat import template_record
-from finetune.devices.products import peak_rate
+from finetune.data.units import fold_units
+from finetune.devices.matmul_rate import peak_rate
+from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
+from finetune.launch import consistency, spawn, watchdog
 from finetune.lock import owned
-from finetune.loop import train_stage
-from finetune.memory import plan_lines
-from finetune.numerics import cpu_threads
-from finetune.parallel import agree, launch, watch
 from finetune.parallel.engine import Engine
-from finetune.parallel.plan import mesh_lines
+from finetune.parallel.mesh import World
 from finetune.parallel.rules import Settings, check_settings
-from finetune.parallel.world import World
-from finetune.rates import rate_text
-from finetune.rundir import RunDirectory, disk_full_interrupts, refuse_old
+from finetune.planner.memory import plan_lines
+from finetune.planner.plan import mesh_lines
+from finetune.run_directory import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
-from finetune.sums import DONE, FILES, check_files
-from finetune.tracking import Trackers, open_trackers
-from finetune.units import fold_units
+from finetune.train.loop import train_stage
+from finetune.train.numerics import cpu_threads
+from finetune.train.rates import rate_text
+from finetune.train.trackers import Trackers, open_trackers
 from regularizers import build as build_regularizer
 
 LABEL_NOISE = "label_noise.json"
@@ -96,7 +96,7 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
     """
     check_recipe(resolved.recipe)
     if out is None:
-        with agree.dated_directory("runs", resolved.name) as out:
+        with consistency.dated_directory("runs", resolved.name) as out:
             return train(resolved, out, quiet=quiet)
     said: list[str] = []
     with _mesh(resolved.recipe, path=out) as world, _alone_in(out, world):
@@ -140,11 +140,11 @@ def _alone_in(path: Path, world: World, **refusal: str) -> AbstractContextManage
 @contextmanager
 def _mesh(recipe: Recipe, *, path: Path) -> Iterator[World]:
     """This process's place in the recipe's mesh, agreed with the other ranks; left when all is done."""
-    world = launch.join(recipe.mesh, recipe.train.device)
-    agree.require_agreement(world, agree.intentions(recipe, run=str(path)))
-    with watch.unhurried("preparing"):
+    world = spawn.join(recipe.mesh, recipe.train.device)
+    consistency.require_agreement(world, consistency.intentions(recipe, run=str(path)))
+    with watchdog.unhurried("preparing"):
         yield world
-    launch.leave(world)
+    spawn.leave(world)
 
 
 def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
@@ -410,7 +410,8 @@ def stage_arguments(
     optimizer: Optimizer,
     train: Train,
 ) -> dict[str, Any]:
-    """What `finetune.loop.train_stage` is told of the stage `name`; says what there is to know of it before step 1."""
+    """What `finetune.train.loop.train_stage` is told of the stage `name`; says what there is to know of it before step
+    1."""
     seed = derive(train.seed, name)
     batches = Batches(
         prepared.train,
@@ -475,7 +476,7 @@ def _evaluate(
     engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=adapter)
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(run.path / "adapter")
-    with watch.unhurried("evaluating"):
+    with watchdog.unhurried("evaluating"):
         result = judge_splits(recipe, engine, tokenizer, prepared, console.say)
     if world.is_main:
         write_json(run.path / "eval.json", result)

@@ -34,12 +34,12 @@ from finetune.data import (
     shuffled_examples,
     sort_labels,
 )
+from finetune.data.units import Units, output_layer, units_of
 from finetune.errors import UserError
 from finetune.seeds import derive
-from finetune.units import Units, output_layer, units_of
 
 if TYPE_CHECKING:
-    from finetune.recording import Recording
+    from finetune.train.trace.recorder import Recording
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
     """The rows that `record` asks for; None without that block."""
     if recipe.record is None:
         return None
-    from finetune.recording import Recording
+    from finetune.train.trace.recorder import Recording
 
     return Recording.choose(
         recipe.record,

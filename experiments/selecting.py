@@ -39,11 +39,11 @@ from experiments.relevance import check_relevance, judge_domains
 from experiments.unfinished import unfinished
 from finetune.atomic import json_text, write_json
 from finetune.data import Row, describe
+from finetune.digests import DONE, FILES, sums
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.rundir import disk_full_interrupts, write_provenance
+from finetune.run_directory import disk_full_interrupts, write_provenance
 from finetune.seeds import derive
-from finetune.sums import DONE, FILES, sums
 from selection import Pool, build_selector
 
 _SHIPPED_POOL = "sample:pool"

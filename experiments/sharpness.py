@@ -25,9 +25,9 @@ from finetune.atomic import write_json
 from finetune.config import ByExample, Regress
 from finetune.data import Example, iterate_eval
 from finetune.errors import UserError
-from finetune.loss import batch_loss
-from finetune.numerics import cpu_threads
 from finetune.seeds import numpy_generator
+from finetune.train.loss import batch_loss
+from finetune.train.numerics import cpu_threads
 from regularizers.sharpness import Measured, Sharpness, measure
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from experiments.judging import judge, lay_out
 from experiments.preparing import read_splits, warm_up_task
 from finetune.config import LanguageModel, MaskedLM
 from finetune.data import encode, limit_rows
-from finetune.parallel.world import World
+from finetune.parallel.mesh import World
 from finetune.seeds import derive
 
 _ROWS = 500

@@ -20,7 +20,7 @@ from experiments.shift import text_perplexity
 from experiments.sweep import Cell, cell_of, run_cells
 from finetune.atomic import write_json
 from finetune.errors import UserError
-from finetune.rundir import write_provenance
+from finetune.run_directory import write_provenance
 
 WarmUp = Literal["cold", "random", "gotd"]
 _TUNING_SEED = 1_000_003

@@ -22,7 +22,7 @@ import numpy as np
 from experiments.config import Recipe
 from experiments.sources import SPLITS, Split, choose, parts_of
 from finetune.assets import beside_weights
-from finetune.cachedir import cache_root
+from finetune.cache_directory import cache_root
 from finetune.config import Chat, Classify, Completion, Regress, Seq2Seq, Task
 from finetune.data import (
     Examples,
@@ -38,8 +38,8 @@ from finetune.data import (
 from finetune.data.chat import ChatEncoder, template_record
 from finetune.data.formats import split_suffix
 from finetune.data.left_out import Losses
+from finetune.data.units import Units, output_layer
 from finetune.errors import UserError, user_path
-from finetune.units import Units, output_layer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -378,11 +378,11 @@ def _code_files() -> list[Path]:
     """The files of that source. What else they import says nothing about rows, or what it says is in the key itself."""
     import finetune.backbone
     import finetune.data
+    import finetune.data.units
     import finetune.seeds
-    import finetune.units
 
     here = Path(__file__).resolve().parent
-    single = [finetune.backbone.__file__, finetune.seeds.__file__, finetune.units.__file__]
+    single = [finetune.backbone.__file__, finetune.seeds.__file__, finetune.data.units.__file__]
     return [
         *sorted(Path(finetune.data.__file__).resolve().parent.rglob("*.py")),
         *map(Path, single),

@@ -20,7 +20,7 @@ import yaml
 
 from finetune.atomic import is_bare, make_directory, replacing_directory, write_text
 from finetune.errors import Interrupted, UserError
-from finetune.rundir import RECIPE, refuse_nonempty, refuse_old
+from finetune.run_directory import RECIPE, refuse_nonempty, refuse_old
 
 _STATE, _KEPT = "state", "kept"
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapter import attach_adapter, load_adapter, save_adapter, trainable
+    from .adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
     from .backbone import load_backbone, load_tokenizer, resolve_backbone
     from .config import (
         Adapter,
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     )
     from .errors import Interrupted, UserError
     from .fingerprint import checksum
-    from .loop import Diverged, StageResult, train_stage
-    from .memory import memory_plan, plan_lines
-    from .rundir import RunDirectory, read_metrics
+    from .planner.memory import memory_plan, plan_lines
+    from .run_directory import RunDirectory, read_metrics
+    from .train.loop import Diverged, StageResult, train_stage
 
 _HOMES = {
-    "adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
+    "adapters.adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
     "backbone": ("load_backbone", "load_tokenizer", "resolve_backbone"),
     "config": (
         "Adapter",
@@ -57,9 +57,9 @@ _HOMES = {
     ),
     "errors": ("Interrupted", "UserError"),
     "fingerprint": ("checksum",),
-    "loop": ("Diverged", "StageResult", "train_stage"),
-    "memory": ("memory_plan", "plan_lines"),
-    "rundir": ("RunDirectory", "read_metrics"),
+    "train.loop": ("Diverged", "StageResult", "train_stage"),
+    "planner.memory": ("memory_plan", "plan_lines"),
+    "run_directory": ("RunDirectory", "read_metrics"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

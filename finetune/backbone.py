@@ -39,8 +39,8 @@ from .devices.precision import loading_dtype
 from .devices.presence import look, missing
 from .devices.widened import widen_on_use
 from .errors import UserError, first_line, is_out_of_memory, user_path
-from .numerics import dropout_rates, uses_dropout
 from .quantised import check_available, import_library, loading_options, settle
+from .train.numerics import dropout_rates, uses_dropout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from .config import Adapter, Mesh, Seq2Seq, Task, Train
 from .errors import UserError
-from .numerics import uses_dropout
-from .parallel.shard import blocks
+from .parallel.fsdp import blocks
+from .train.numerics import uses_dropout
 
 REGULARIZERS = frozenset({"plain", "ggpo", "flat-lora"})
 """Those whose compiled steps are compared with eager ones in the tests."""

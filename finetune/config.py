@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+from .adapters.projector_settings import Projector as Projector
 from .bounds import LONGEST, MOST_STEPS, refuse_zero
 from .bounds import check_bounds as check_bounds
-from .course import Spikes as Spikes
-from .projecting import Projector as Projector
 from .tasks import ByExample as ByExample
 from .tasks import Chat as Chat
 from .tasks import Classify as Classify
@@ -22,7 +21,8 @@ from .tasks import MaskedLM as MaskedLM
 from .tasks import Regress as Regress
 from .tasks import Seq2Seq as Seq2Seq
 from .tasks import Task as Task
-from .tracking import Tracker as Tracker
+from .train.data_order import Spikes as Spikes
+from .train.trackers import Tracker as Tracker
 
 DATA_INITS = ("eva", "corda", "lora-ga")
 """`adapter.init` that looks at training rows."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from .cachedir import cache_root, remember
+from .cache_directory import cache_root, remember
+from .digests import record_digest
 from .parallel.index import Entry, read_index
 from .quantised import scales
-from .sums import record_digest
 
 _CHUNK = 1 << 22
 _YOUNG_NS = 2_000_000_000

@@ -94,9 +94,9 @@ def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
 
 def _end(message: str, code: int, *, patient: bool = False) -> int:
     """As `_fail`, but of several ranks only the first says it."""
-    from finetune.parallel import voice
+    from finetune.launch import failure
 
-    return voice.speak(f"flatshift: {message}", code, patient=patient)
+    return failure.speak(f"flatshift: {message}", code, patient=patient)
 
 
 def _examine(argv: Sequence[str]) -> None:
@@ -159,9 +159,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    from finetune.parallel import voice
+    from finetune.launch import failure
 
-    return voice.speak_of(error)
+    return failure.speak_of(error)
 
 
 def _set_allocator() -> None:
@@ -185,11 +185,11 @@ def main() -> None:
         code = run(sys.argv[1:])
         sys.stdout.flush()
         raise SystemExit(code)
-    from finetune.parallel import launch, voice
+    from finetune.launch import failure, spawn
 
-    launch.tie_to_launcher()
+    spawn.tie_to_launcher()
     code = run(sys.argv[1:])
-    if code and voice.several():
-        voice.end_rank(code)
+    if code and failure.several():
+        failure.end_rank(code)
     sys.stdout.flush()
     raise SystemExit(code)

@@ -25,10 +25,10 @@ from experiments.recipe import (
     shipped_recipes,
 )
 from finetune.errors import UserError
-from finetune.parallel import agree, launch, voice
+from finetune.launch import consistency, failure, spawn
 from finetune.parallel.rules import Settings, check_settings
 from finetune.quantised import check_available
-from finetune.rundir import RECIPE, refuse_old
+from finetune.run_directory import RECIPE, refuse_old
 from flatshift import leaving
 from flatshift.flags import (
     CompareFlags,
@@ -136,22 +136,22 @@ def _train(argv: list[str]) -> int:
         found = resume_recipe(flags.resume, overrides)
         if chosen := mesh_flags(found.recipe, given=named_axes(overrides)):
             return _train([*argv, *chosen])
-        if launch.wants_ranks(found.recipe.mesh):
+        if spawn.wants_ranks(found.recipe.mesh):
             return _spawn("train", argv, found.recipe, flags.resume)
         return _trained(flags, lambda: _pipeline().resume(flags.resume, overrides, quiet=flags.json))
     resolved = load_recipe(flags.recipe, overrides)
     if chosen := mesh_flags(resolved.recipe):
         return _train([*argv, *chosen])
-    if launch.wants_ranks(resolved.recipe.mesh):
+    if spawn.wants_ranks(resolved.recipe.mesh):
         if flags.out is None:
-            with agree.dated_directory("runs", resolved.name) as new:
+            with consistency.dated_directory("runs", resolved.name) as new:
                 return _spawn("train", [*argv, "--out", str(new)], resolved.recipe, new)
         refuse_old(flags.out, resumable=True)
         return _spawn("train", argv, resolved.recipe, flags.out)
-    if flags.out is not None and launch.restarted() and (flags.out / RECIPE).is_file():
+    if flags.out is not None and spawn.restarted() and (flags.out / RECIPE).is_file():
         _, axes = _split_overrides(axis_flags(resolved.recipe.mesh), TrainFlags)  # there may be fewer ranks than before
         return _trained(flags, lambda: _pipeline().resume(flags.out, axes, quiet=flags.json))
-    if flags.out is None and voice.several() and launch.restarts_allowed():
+    if flags.out is None and failure.several() and spawn.restarts_allowed():
         raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
     return _trained(flags, lambda: _pipeline().train(resolved, flags.out, quiet=flags.json))
 
@@ -160,7 +160,7 @@ def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
     """The same command line once more, as the ranks of the recipe's mesh."""
     check_settings(Settings.of(recipe))
     check_available(recipe.train.quantization)
-    return launch.spawn(
+    return spawn.spawn(
         ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
     )
 
@@ -173,7 +173,7 @@ def _pipeline() -> Any:
 
 def _trained(flags: TrainFlags, train: Callable[[], dict[str, Any]]) -> int:
     result = train()
-    if flags.json and voice.rank() == 0:
+    if flags.json and failure.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False))
     return 0
 
@@ -250,12 +250,12 @@ def _eval(argv: list[str]) -> int:
     recipe = resume_recipe(flags.run, overrides).recipe
     if chosen := mesh_flags(recipe, given=named_axes(overrides)):
         return _eval([*argv, *chosen])
-    if launch.wants_ranks(recipe.mesh):
+    if spawn.wants_ranks(recipe.mesh):
         return _spawn("eval", argv, recipe, flags.run)
     from experiments.evaluating import evaluate_run, render
 
     result = evaluate_run(flags.run, data=flags.data, overrides=overrides, quiet=flags.json)
-    if voice.rank() == 0:
+    if failure.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
     return 0
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments.interrupts import graceful_stop
 from finetune.config import Mesh
 from finetune.errors import Interrupted, UserError
-from finetune.parallel import agree, launch, watch
+from finetune.launch import consistency, spawn, watchdog
 from flatshift import cli, commands
 
 STEPS, MOMENT = 600, 5
@@ -30,16 +30,16 @@ def body(scenario: str, folder: Path, stall: float) -> int:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    world = launch.join(Mesh(dp=3 if scenario == "product" else size, stall=stall), "cpu")
+    world = spawn.join(Mesh(dp=3 if scenario == "product" else size, stall=stall), "cpu")
     facts = {"train.seed": str(rank // 2) if scenario == "recipe" else "0", "train.steps": "5"}
-    agree.require_agreement(world, facts)
-    with graceful_stop(lambda _: None) as stop, watch.hurried("update"):
+    consistency.require_agreement(world, facts)
+    with graceful_stop(lambda _: None) as stop, watchdog.hurried("update"):
         for step in range(STEPS):
             flag = torch.tensor([float(stop())])
             dist.all_reduce(flag)
             if flag:
                 raise Interrupted(f"stopped after step {step}; its state is saved")
-            watch.progress(step, "update")
+            watchdog.progress(step, "update")
             if rank == 0:
                 (folder / "step").write_text(str(step))
             if step == MOMENT and rank == size - 1:
@@ -48,7 +48,7 @@ def body(scenario: str, folder: Path, stall: float) -> int:
                 break
             time.sleep(0.02)
     print(f"rank {rank} is done")
-    launch.leave(world)
+    spawn.leave(world)
     return 0
 
 

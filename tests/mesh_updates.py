@@ -11,7 +11,7 @@ from torch import Tensor
 def few_updates(engine: Any, batches: Any, task: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of `steps` updates, and the whole gradients of the first one."""
     from finetune.config import Optimizer
-    from finetune.optimizer import AdapterOptimizer
+    from finetune.train.optimizer import AdapterOptimizer
 
     settings = Optimizer(lr=1e-3, eps=1e-6)
     optimizer = AdapterOptimizer(engine.parameters, settings)

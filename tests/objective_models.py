@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from finetune.adapter import trainable
+from finetune.adapters.adapter import trainable
 from finetune.data import Row
 from tests.data_models import CORPUS, row
 from tests.finetune_models import save_backbone

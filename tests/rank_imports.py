@@ -14,8 +14,8 @@ from transformers import (
 )
 
 import finetune.evaluate
-import finetune.loop
 import finetune.parallel.build
+import finetune.train.loop
 import regularizers
 
 __all__ = [

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
 from finetune.errors import Interrupted
 from finetune.fingerprint import checksum
-from finetune.loop import train_stage
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.loop import train_stage
 from regularizers import RegularizerConfig, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 

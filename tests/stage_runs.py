@@ -7,8 +7,8 @@ from typing import Any
 
 from finetune.config import Evaluate
 from finetune.errors import Interrupted
-from finetune.loop import train_stage
-from finetune.rundir import RunDirectory
+from finetune.run_directory import RunDirectory
+from finetune.train.loop import train_stage
 from regularizers import Plain, build
 from tests.finetune_models import PadOnly
 

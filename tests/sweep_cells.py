@@ -12,7 +12,7 @@ from experiments.recipe import load_recipe
 from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of
 from experiments.sweep.worker import Unit
 from finetune.errors import Interrupted
-from finetune.rundir import RunDirectory
+from finetune.run_directory import RunDirectory
 
 
 def cells_that(behaviours: list[str], *, seeds: int = 1) -> list[Cell]:

@@ -71,7 +71,7 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from finetune.data import read_rows
     from finetune.data.chat.conversation import read_conversation
     from finetune.parallel.index import SINGLE, read_index
-    from finetune.rundir import read_metrics
+    from finetune.run_directory import read_metrics
     from selection.features.own import load_features
 
     def kept(name: str, data: bytes) -> Path:
@@ -144,7 +144,7 @@ _SOURCES = {
     "chat": (*_ROWS, "finetune/data/chat/conversation.py"),
     "npy": ("selection/features/own.py",),
     "safetensors": ("finetune/parallel/index.py",),
-    "metrics": ("finetune/rundir.py", "experiments/report/load.py"),
+    "metrics": ("finetune/run_directory.py", "experiments/report/load.py"),
     "grid": ("experiments/sweep/axes.py",),
 }
 """What each parser is made of: counts of other code do not add up."""
@@ -265,7 +265,7 @@ def led_by_coverage(name: str, runs: int, seed: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["experiments.recipe", "finetune.data", "finetune.parallel.index",
-                                             "finetune.rundir", "selection.features.own", "yaml"]):  # fmt: skip
+                                             "finetune.run_directory", "selection.features.own", "yaml"]):  # fmt: skip
         folder = Path(tempfile.mkdtemp(prefix="flatshift-atheris-"))
         (folder / "corpus").mkdir()
         parser, mutator = _parsers(folder)[name], Mutator(name)

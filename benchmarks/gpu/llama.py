@@ -64,7 +64,7 @@ class Operations:
     causal: float
     """Products of linear layers, and attention over the pairs that a causal mask leaves: what must be computed."""
     full: float
-    """The same with all pairs (PaLM, 2204.02311, appendix B; `finetune.flops`)."""
+    """The same with all pairs (PaLM, 2204.02311, appendix B; `finetune.train.flops`)."""
     weights: float
     """4 for each weight of the backbone and token, no attention: the convention of the published figure."""
 
@@ -133,9 +133,9 @@ def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = 
 
 def adapted(shape: Shape, device: Any, *, rank: int, checkpointing: Any = "none") -> Any:
     """The same with an adapter on all linear layers, in bf16, as a run has it."""
-    from finetune.adapter import attach_adapter
+    from finetune.adapters.adapter import attach_adapter
     from finetune.config import Adapter, LanguageModel
-    from finetune.parallel.activation import checkpoint_activations
+    from finetune.parallel.activation_checkpoint import checkpoint_activations
 
     model = attach_adapter(backbone(shape, device), Adapter(rank=rank), task=LanguageModel(pack=False), seed=SEED)
     checkpoint_activations(model, checkpointing)

@@ -38,7 +38,7 @@ def learnt(
 
 
 def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int, limit: int) -> float:
-    from finetune.adapter import attach_adapter
+    from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone
     from finetune.config import Adapter
 
@@ -60,8 +60,8 @@ def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int,
 
 def _stage(model: Any, tokenizer: Any, task: Any, batches: Any, device: str, steps: int, folder: Path) -> Any:
     from finetune.config import Evaluate, Optimizer, Train
-    from finetune.loop import stage_work
-    from finetune.rundir import RunDirectory
+    from finetune.run_directory import RunDirectory
+    from finetune.train.loop import stage_work
     from regularizers import Plain, build
 
     return stage_work(
@@ -101,7 +101,7 @@ def sized(
     """Seconds of an update and its peak memory, in 4 bits and in bf16, of a Llama that is written down and read."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return {figure: {"reason": MISSING} for figure in ("seconds", "memory", "frozen")}
-    from finetune.adapter import attach_adapter
+    from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone, quiet_transformers
     from finetune.config import Adapter, LanguageModel
     from finetune.quantised import scales

@@ -123,11 +123,11 @@ def trained(
     on_step: Any = None,
 ) -> tuple[list[float], dict[str, Any]]:
     """Losses of the updates, and by how much each trained tensor moved (CPU, float64)."""
-    from finetune.adapter import attach_adapter, trainable
+    from finetune.adapters.adapter import attach_adapter, trainable
     from finetune.backbone import load_backbone
     from finetune.config import Adapter, Evaluate, Optimizer, Train
-    from finetune.loop import train_stage
-    from finetune.rundir import RunDirectory
+    from finetune.run_directory import RunDirectory
+    from finetune.train.loop import train_stage
     from regularizers import build, config
 
     known: dict[str, Any] = {"plain": config.Plain(), "ggpo": config.GGPO(), "mgpo": config.MGPO()}

@@ -57,8 +57,8 @@ class Updates:
 
     def __init__(self, case: Case, device: str, folder: Path, *, regularizer: Any = None) -> None:
         from finetune.config import Evaluate, LanguageModel, Optimizer, Train
-        from finetune.loop import stage_work
-        from finetune.rundir import RunDirectory
+        from finetune.run_directory import RunDirectory
+        from finetune.train.loop import stage_work
         from regularizers import Plain, build
 
         self._stage = stage_work(

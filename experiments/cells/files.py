@@ -69,7 +69,7 @@ def _outcome_of(measure: Callable[[], Mapping[str, Any]]) -> Result:
             raise KeyboardInterrupt from error
         raise
     except ValueError as error:
-        from finetune.loop import Diverged
+        from finetune.train.loop import Diverged
 
         return {"status": "diverged" if isinstance(error, Diverged) else "refused", "reason": str(error)}
     except Exception as error:

@@ -59,7 +59,7 @@ def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
     Several recipes may share a directory, one after another, as cells have names. what: kind of study, for the refusal.
     Raises UserError if `out` holds something else.
     """
-    from finetune.rundir import write_provenance
+    from finetune.run_directory import write_provenance
 
     marker = out / RECIPE
     if out.exists() and not marker.is_file() and not (out.is_dir() and is_bare(out, but=("cells", INSIDE))):

@@ -18,8 +18,8 @@ from experiments.config import Recipe
 from finetune.config import Chat, Classify, Completion, Optimizer, Task, Train
 from finetune.errors import UserError
 from finetune.lock import scratch
-from finetune.loop import Diverged, train_stage
 from finetune.seeds import derive
+from finetune.train.loop import Diverged, train_stage
 
 if TYPE_CHECKING:
     from finetune.data import Example
@@ -31,9 +31,9 @@ _SETTLING = 3
 
 def fresh_engine(recipe: Recipe, task: Task, labels: tuple[str, ...] | None) -> Engine:
     """A copy of the pristine backbone with a fresh adapter, as `finetune.parallel.build.build_engine` lays it out."""
-    from finetune.adapter import attach_adapter
+    from finetune.adapters.adapter import attach_adapter
     from finetune.devices.precision import adapter_dtype
-    from finetune.parallel.activation import checkpoint_activations
+    from finetune.parallel.activation_checkpoint import checkpoint_activations
     from finetune.parallel.engine import Engine
 
     train = recipe.train
@@ -92,7 +92,7 @@ def train_examples(
 ) -> float | None:
     """Train one stage without dev rows; returns CPU-seconds of a step (median; None for too few steps)."""
     from finetune.data import Batches
-    from finetune.rundir import RunDirectory
+    from finetune.run_directory import RunDirectory
     from regularizers import build
 
     batches = Batches(

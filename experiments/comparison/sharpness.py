@@ -23,7 +23,7 @@ def rise_of(engine: Engine, found: Material, recipe: Recipe, *, sigma: float, se
     """Mean rise of the loss (nats per supervised token or example) over `PAIRS` antithetic pairs, on `ROWS` rows."""
     from finetune.data import iterate_eval
     from finetune.devices.precision import autocast
-    from finetune.loss import batch_loss
+    from finetune.train.loss import batch_loss
     from regularizers.sharpness import FullSpace, Objective, expected_rise
 
     batches = list(

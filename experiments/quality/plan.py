@@ -18,8 +18,8 @@ from experiments.recipe.key import settings_tree, short_hash
 from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
+from finetune.digests import digest as file_digest
 from finetune.errors import UserError
-from finetune.sums import digest as file_digest
 from selection.config import Features, one_size
 
 

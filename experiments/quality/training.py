@@ -102,7 +102,7 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
 
 def _warmed(root: Path, cell: TrainingCell, engine: Engine, tokenizer: Any) -> tuple[_Warm | None, bool]:
     """Train `engine`'s adapter on the arm's text; also says whether an equal warm-up was remembered instead."""
-    from finetune.adapter import lora_only, trainable
+    from finetune.adapters.adapter import lora_only, trainable
 
     if cell.lr is None:
         return None, False
@@ -164,6 +164,6 @@ def _texts(root: Path, cell: TrainingCell) -> tuple[Sequence[str], str]:
 
 def _take_over(engine: Engine, adapter: dict[str, Tensor]) -> None:
     """Copy a warmed adapter into a fresh engine's own; a new head stays as it is."""
-    from finetune.adapter import copy_tensors, lora_only, trainable
+    from finetune.adapters.adapter import copy_tensors, lora_only, trainable
 
     copy_tensors(adapter, lora_only(trainable(engine.model)), where="the warmed adapter")

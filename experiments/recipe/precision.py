@@ -34,7 +34,7 @@ def settled(
     Raises:
         UserError: the device does not have the precision that is asked for, or is not there.
     """
-    from finetune.parallel import agree
+    from finetune.launch import consistency
 
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
@@ -44,7 +44,7 @@ def settled(
     else:
         tokens = train.batch_size * train.max_length
         word = json.dumps(_decide(train.precision, train.tf32, train.device, train.threads, recipe.backbone, tokens))
-        decided = json.loads(agree.word_of_main(PRECISION, word))
+        decided = json.loads(consistency.word_of_main(PRECISION, word))
         if decided["note"]:
             say(f"note: {decided['note']}")
         if train.precision == "auto":
@@ -113,10 +113,10 @@ def _decide(
     """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
     from finetune.backbone import resolve_backbone, resolve_device
     from finetune.devices.precision import block_shape, choose
-    from finetune.numerics import cpu_threads
-    from finetune.parallel import voice
+    from finetune.launch import failure
+    from finetune.train.numerics import cpu_threads
 
-    if voice.rank() != 0:
+    if failure.rank() != 0:
         return {}
     asked = Train(precision=precision, tf32=tf32)
     # rows are padded to the longest of their micro-batch, which is seldom as long as it may be
@@ -132,9 +132,9 @@ def _decide(
 def _kept_in(recipe: Recipe) -> tuple[str, str]:
     """`train.backbone_precision` for `auto`, and why: narrow weights only where wide ones do not fit."""
     from experiments.meshing import backbone_directory
-    from finetune.parallel.devices import at_hand
-    from finetune.parallel.footprint import Backbone, footprint, gib
     from finetune.parallel.rules import Settings, broken_rule
+    from finetune.planner.devices import at_hand
+    from finetune.planner.footprint import Backbone, footprint, gib
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")

@@ -13,9 +13,9 @@ from typing import Any, TypeGuard
 
 from experiments.report.sweepdata import SweepData, read_sweep
 from finetune import atomic
+from finetune.digests import check_files
 from finetune.errors import UserError
-from finetune.rundir import forget_undone, parse_line
-from finetune.sums import check_files
+from finetune.run_directory import forget_undone, parse_line
 
 EXPECTED = "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/ or study.json"
 

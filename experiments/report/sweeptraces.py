@@ -62,7 +62,7 @@ def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
     """
     import pyarrow as pa
 
-    from finetune.rundir import TRACE
+    from finetune.run_directory import TRACE
 
     pieces: list[bytes] = []
     planned: dict[Path, list[int]] = {}
@@ -104,7 +104,7 @@ def _one_by_one(
 ) -> list[dict[str, Any]]:
     """Rows of the traces in `folders`; of two lines of a step the later one counts."""
     from experiments.sweep.table import ended
-    from finetune.recording import as_planned, read_trace
+    from finetune.train.trace.files import as_planned, read_trace
 
     traces = {folder: read_trace(folder) for folder in folders}
     known = {*known, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
@@ -121,7 +121,7 @@ def _one_by_one(
 
 def _planned(folder: Path) -> list[int] | None:
     """The steps that trace.json names; None where it does not say."""
-    from finetune.recording import ABOUT
+    from finetune.train.trace.files import ABOUT
 
     try:
         steps = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]

@@ -20,7 +20,7 @@ from experiments.sweep.plan import Base
 from experiments.sweep.table import Row, final_figures
 from finetune.atomic import write_json
 from finetune.errors import UserError
-from finetune.rundir import disk_full_interrupts
+from finetune.run_directory import disk_full_interrupts
 
 if TYPE_CHECKING:
     from experiments.descent.emc import EMC

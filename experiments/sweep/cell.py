@@ -25,9 +25,9 @@ from experiments.console import Console
 from experiments.recipe import Resolved, recipe_key
 from experiments.sweep.source import flatshift_version, source_digest
 from finetune.atomic import write_json
+from finetune.digests import digest
 from finetune.errors import Interrupted, UserError, is_out_of_memory, user_path
-from finetune.rundir import RunDirectory, disk_full_interrupts
-from finetune.sums import digest
+from finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
     from experiments.config import Recipe
@@ -126,7 +126,7 @@ def _backbone_digests(name: str) -> list[list[str]]:
 
 @functools.cache
 def _adapter_digest(name: str, where: str) -> str:
-    from finetune.adapting.saved import SavedAdapter
+    from finetune.adapters.saved import SavedAdapter
 
     return SavedAdapter.find(name, where=where).digest()
 
@@ -182,7 +182,7 @@ def outcome_of(measure: Callable[[], dict[str, Any]], directory: Path) -> tuple[
     except Interrupted:
         raise
     except ValueError as error:
-        from finetune.loop import Diverged
+        from finetune.train.loop import Diverged
 
         seconds = time.monotonic() - started
         outcome = Outcome("failed", str(error), seconds=seconds, diverged=isinstance(error, Diverged))

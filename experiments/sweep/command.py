@@ -40,7 +40,7 @@ from experiments.sweep.table import Row, write_table
 from finetune.config import Record
 from finetune.errors import Interrupted, UserError
 from finetune.lock import owned
-from finetune.rundir import RECIPE, disk_full_interrupts
+from finetune.run_directory import RECIPE, disk_full_interrupts
 
 MOST_CELLS = 10_000
 """Cells of a plan, at most, unless more are asked for: planning takes a millisecond each, a run some seconds."""

@@ -20,10 +20,10 @@ from experiments.sweep.cell import RESULT, Cell, read_result
 from experiments.sweep.source import flatshift_version, source_digest
 from experiments.sweep.table import CELLS, CURVES, POINTS
 from finetune.atomic import is_bare, sweep_leftovers, write_json
+from finetune.digests import DONE, FILES, check_files, sums
 from finetune.errors import UserError
 from finetune.lock import INSIDE, taken
-from finetune.rundir import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
-from finetune.sums import DONE, FILES, check_files, sums
+from finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
 
 FORMAT = 2
 MARKER = "sweep.json"
@@ -119,7 +119,7 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
 
 
 def note_finished(out: Path) -> None:
-    """Write done.json: SHA-256 of the plan, the tables and what each cell keeps (`finetune.sums`)."""
+    """Write done.json: SHA-256 of the plan, the tables and what each cell keeps (`finetune.digests`)."""
     names = (MARKER, RECIPE, COMMAND, ENVIRONMENT, CELLS, CURVES, POINTS, EMC)
     kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
     write_json(out / DONE, {FILES: sums(out, [file for file in kept if file.is_file()])})

@@ -20,7 +20,7 @@ class Places:
     @property
     def threads(self) -> int:
         """CPU threads of one worker: its share of the cores."""
-        from finetune.parallel.devices import at_hand
+        from finetune.planner.devices import at_hand
 
         return max(1, at_hand("cpu").count // self.jobs)
 
@@ -41,7 +41,7 @@ def place(cell: Cell, device: str | None) -> Cell:
 
 def on_cuda(places: Places, cells: Sequence[Cell]) -> bool:
     """Whether any of the cells computes on a CUDA device."""
-    from finetune.parallel.devices import at_hand
+    from finetune.planner.devices import at_hand
 
     wanted = set(places.devices) or {cell.resolved.recipe.train.device for cell in cells}
     return any(device != "cpu" and at_hand(device).kind == "cuda" for device in wanted)
@@ -52,7 +52,7 @@ def memory_of(places: Places, wanted: str) -> int | None:
 
     wanted: the recipes' train.device, where the places do not say.
     """
-    from finetune.parallel.devices import at_hand
+    from finetune.planner.devices import at_hand
 
     found = at_hand(places.device(0) or wanted)
     share = found.each(places.jobs)
@@ -62,7 +62,7 @@ def memory_of(places: Places, wanted: str) -> int | None:
 
 
 def _cuda_devices() -> int:
-    from finetune.parallel.devices import at_hand
+    from finetune.planner.devices import at_hand
 
     found = at_hand()
     return found.count if found.kind == "cuda" else 0

@@ -26,7 +26,7 @@ from experiments.sweep.progress import Progress
 from experiments.sweep.worker import Answer, RunUnit, Unit, run_unit, serve, was_signal
 from finetune.atomic import sweep_leftovers
 from finetune.errors import Interrupted
-from finetune.rundir import RunDirectory, disk_full_interrupts
+from finetune.run_directory import RunDirectory, disk_full_interrupts
 
 _DEATHS = 2
 """Workers that a cell may end, alone, before it is taken to be the cause."""

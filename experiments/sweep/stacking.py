@@ -27,11 +27,11 @@ from experiments.preparing import Prepared, prepare
 from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of, run_cell, without_cache
 from finetune.atomic import write_json
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
-from finetune.numerics import cpu_threads
-from finetune.rundir import RunDirectory, disk_full_interrupts
+from finetune.data.units import fold_units
+from finetune.run_directory import RunDirectory, disk_full_interrupts
 from finetune.stacked.footprint import estimate
 from finetune.stacked.refusing import NotStackable, refusal
-from finetune.units import fold_units
+from finetune.train.numerics import cpu_threads
 
 WIDTH = 32
 """Cells of a stack where nobody says how many."""
@@ -263,8 +263,8 @@ def _common(prepared: Prepared, seen: list[Prepared]) -> Prepared:
 
 def _train(group: Sequence[_Member], clock: _Clock, stop: Callable[[], bool], stacked: int) -> None:
     """Train the cells of one set of classes together, and judge each as soon as it has ended."""
-    from finetune.loop import stage_work
     from finetune.stacked import Host, cell_engine, run_together
+    from finetune.train.loop import stage_work
 
     first = group[0]
     recipe, prepared = first.recipe, first.prepared

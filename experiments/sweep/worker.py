@@ -18,7 +18,7 @@ from experiments.sweep.cell import Cell, outcome_of, run_cell
 from experiments.sweep.directory import at_work
 from experiments.sweep.source import source_digest
 from finetune.errors import Interrupted
-from finetune.rundir import RunDirectory
+from finetune.run_directory import RunDirectory
 
 Unit = tuple[Cell, ...]
 """Cells that one worker trains at a time: one, or a stack on a shared backbone."""

@@ -31,7 +31,6 @@ import numpy as np
 
 from ..config import ByExample, Chat, Completion, LanguageModel, MaskedLM, Projector, Regress, Seq2Seq, Task
 from ..errors import UserError
-from ..units import Units
 from .example import IGNORE as IGNORE
 from .example import Encoded as Encoded
 from .example import Example as Example
@@ -41,6 +40,7 @@ from .masking import SPECIAL, Masking
 from .rows import Row, missing_column
 from .specials import Specials
 from .template import Template, fit_completion, longest_first
+from .units import Units
 from .vectors import with_features
 
 if TYPE_CHECKING:

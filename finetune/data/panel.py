@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ..config import ByExample, Classify, Task
 from ..errors import UserError
-from ..units import Units
 from .batches import MicroBatch
 from .encoding import IGNORE
+from .units import Units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic import replacing_directory
-from ..cachedir import ABOUT, ENTRY, cache_limit, prune
+from ..cache_directory import ABOUT, ENTRY, cache_limit, prune
 from .formats import HUB
 from .rows import file_digest
 

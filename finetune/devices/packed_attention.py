@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..config import Train
 from ..errors import UserError
-from ..numerics import dropout_rates
+from ..train.numerics import dropout_rates
 from .cuda import is_cuda, product_dtype
 from .precision import autocast
 

@@ -24,7 +24,7 @@ from torch import nn
 from ..config import Precision, Train
 from ..errors import UserError
 from .capabilities import capabilities
-from .products import DTYPES, Rates, Shape, cpu_rates
+from .matmul_rate import DTYPES, Rates, Shape, cpu_rates
 from .widened import WidenedLinear
 
 GAIN = 1.2

@@ -50,7 +50,7 @@ def evaluate(
         classify: `loss` (nats per example), `accuracy, f1_macro, matthews, majority_floor`;
         classify with `multi`: `loss`, and as `finetune.evaluate.multilabel.judge_sets`;
         regress: `loss` (squared error per example as training sees it), and as `judge_numbers`. The model must answer
-            in the targets' own units (`finetune.units.fold_units`).
+            in the targets' own units (`finetune.data.units.fold_units`).
     A figure that is not finite is null. On a mesh every rank calls this and gets the same figures; `share` says which
     rows are its own.
 

@@ -14,7 +14,7 @@ from ..config import LanguageModel, MaskedLM, Task
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
 from ..devices.capabilities import capabilities
-from ..loss import Head, aligned, find_head, slice_rows
+from ..train.loss import Head, aligned, find_head, slice_rows
 from .mode import forward_precision
 from .share import ALONE, Share
 
@@ -64,7 +64,7 @@ def document_nats(
 
     The model is called as it stands: put it into evaluation mode before (`evaluating`). `task` says how the examples
     were encoded; all causal tasks are alike here. In one process, where the head is a plain one
-    (`finetune.loss.find_head`), logits are made of some supervised tokens at a time.
+    (`finetune.train.loss.find_head`), logits are made of some supervised tokens at a time.
 
     Returns:
         nats (N,) float64 and tokens (N,) int64, in the order of `examples`.

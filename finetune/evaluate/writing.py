@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..adapting.soft_tokens import before_text
+from ..adapters.soft_tokens import before_text
 from .mode import forward_precision
 from .share import ALONE, Share
 

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from ..adapter import Calibration, attach_adapter, attach_on_meta, initial_value
+from ..adapters.adapter import Calibration, attach_adapter, attach_on_meta, initial_value
 from ..backbone import load_backbone
 from ..config import Adapter, Mesh, Task, Train
 from ..devices.precision import adapter_dtype
 from ..errors import UserError
-from ..memory import size
-from ..numerics import dropout_rates, uncounted_dropout, uses_dropout
+from ..planner.memory import size
 from ..quantised import describe, unwrap_packed
-from .activation import checkpoint_activations
+from ..train.numerics import dropout_rates, uncounted_dropout, uses_dropout
+from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
 from .layout import canonical
-from .world import World
+from .mesh import World
 
 _TOKENS_FIRST = ("xlnet", "fsmt")
 """Model types that compute with (tokens, rows, features)."""
@@ -53,7 +53,7 @@ def build_engine(
 
     Args:
         say: told what was loaded and how it was cut (every rank's own figures).
-        initial, calibration: as in `finetune.adapter.attach_adapter`; for one process.
+        initial, calibration: as in `finetune.adapters.adapter.attach_adapter`; for one process.
 
     Raises:
         UserError: whatever of backbone, adapter and mesh does not go together, before a weight is read.
@@ -93,7 +93,7 @@ def build_engine(
 
 
 def refuse_parameters(model: Any) -> None:
-    """Raise UserError where PEFT adapts whole parameters (`finetune.adapting.experts`), which no mesh cuts; where the
+    """Raise UserError where PEFT adapts whole parameters (`finetune.adapters.experts`), which no mesh cuts; where the
     backbone leaves out whole blocks by chance, of which each rank would leave out others; where
     something is dropped of hidden states whose rows come second; or by a generator, of which each rank has its own."""
     for _, key, rate in dropout_rates(model.get_base_model().config):
@@ -113,7 +113,7 @@ def refuse_parameters(model: Any) -> None:
             f"mesh: {canonical(found[0])} of this backbone is a {type(found[1]).__name__}, which drops by a generator, "
             "on each rank something else; set train.backbone_dropout: 0, or train in one process"
         )
-    from ..adapting.offsets import ADAPTER
+    from ..adapters.offsets import ADAPTER
 
     parameters = model.peft_config[ADAPTER].target_parameters
     if parameters:
@@ -128,7 +128,7 @@ def _quantised_on_mesh(model: Any, *, train: Train, mesh: Mesh, world: World) ->
     shard: blocks of packed values do not follow the rows by which files are read, and double quantisation needs all
     scales of a weight."""
     from .context import ContextParallel, check_context
-    from .shard import shard
+    from .fsdp import shard
 
     if mesh.cp > 1:
         check_context(model)
@@ -154,8 +154,8 @@ def _on_mesh(
     say: Callable[[str], None],
 ) -> Engine:
     from .context import ContextParallel, check_context
+    from .fsdp import shard
     from .pipeline import PipelineRunner, cut_parts
-    from .shard import shard
     from .skeleton import build_skeleton
     from .tensor import check_tensor_plan, tensor_parallel
     from .weights import load_weights, materialize
@@ -208,7 +208,7 @@ def _initialise(
     engine: Engine, shapes: dict[str, torch.Size], unread: Sequence[str], *, seed: int, deviation: float
 ) -> None:
     """Give every parameter that no file has its value by name: adapters, new heads and PEFT's frozen copy of them."""
-    from . import placing
+    from . import gather
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
@@ -218,21 +218,21 @@ def _initialise(
         parameter = parameters[full]
         shape = shapes.get(name, engine.layout.shape(name, parameter.shape))
         value = initial_value(name, shape, seed, deviation).to(parameter.dtype)
-        placing.put(parameter, value, engine.layout.slices.get(name))
+        gather.put(parameter, value, engine.layout.slices.get(name))
     _set_magnitudes(engine, parameters)
 
 
 @torch.no_grad()
 def _set_magnitudes(engine: Engine, parameters: dict[str, torch.nn.Parameter]) -> None:
     """DoRA starts at the row norms of the backbone, gathered one layer at a time."""
-    from . import placing
+    from . import gather
 
     for name, module in engine.model.named_modules():
         vectors = getattr(module, "lora_magnitude_vector", None)
         if not vectors or "default" not in vectors:
             continue
         base = module.get_base_layer()
-        weight = placing.whole(base.weight, world=engine.world)
+        weight = gather.whole(base.weight, world=engine.world)
         norms = torch.linalg.vector_norm(weight, dim=0 if type(base).__name__ == "Conv1D" else 1)
         magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
-        placing.put(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))
+        gather.put(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))

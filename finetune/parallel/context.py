@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..dropout import queries_from
 from ..errors import UserError
-from ..loss import IGNORED, Batch
+from ..train.dropout import queries_from
+from ..train.loss import IGNORED, Batch
+from .mesh import World
 from .tensor import borders
-from .world import World
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "gpt2", "gpt_neox")
 """Model types in which tokens meet in causal self-attention only, through transformers' attention interface."""

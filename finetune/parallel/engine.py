@@ -21,24 +21,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..adapter import copy_tensors, load_adapter, read_adapter, save_adapter, shared_lora, trainable, write_adapter
+from ..adapters.adapter import (
+    copy_tensors,
+    load_adapter,
+    read_adapter,
+    save_adapter,
+    shared_lora,
+    trainable,
+    write_adapter,
+)
 from ..backbone import position_limit
 from ..config import Task
 from ..devices.capabilities import copied
 from ..devices.packed_attention import without_starts
-from ..dropout import KeyedDropout, Pass
 from ..errors import UserError
 from ..evaluate.share import Share
-from ..loss import Head, batch_loss, find_head
-from . import placing
+from ..train.dropout import KeyedDropout, Pass
+from ..train.loss import Head, batch_loss, find_head
+from . import gather
 from .layout import Layout, canonical
-from .world import DATA, TOKENS, World
+from .mesh import DATA, TOKENS, World
 
 if TYPE_CHECKING:
     from ..data import MicroBatch
     from .context import ContextParallel
+    from .fsdp import Sharding
     from .pipeline.runner import PipelineRunner
-    from .shard import Sharding
 
 Context = Callable[[int], contextlib.AbstractContextManager[Any]]
 """What surrounds the forward pass of the i-th micro-batch: randomness and precision."""
@@ -76,7 +84,7 @@ class Engine:
         self.parameters: dict[str, nn.Parameter] = trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
-        """By how much the gradients of `forward_backward` are larger than true (`finetune.devices.loss_scale`)."""
+        """By how much the gradients of `forward_backward` are larger than true (`finetune.train.loss_scale`)."""
         self.draws: Callable[..., Pass] | None = None
         """`KeyedDropout.during` at the update under way; None where nothing is dropped."""
         self.beat: Callable[[], None] = lambda: None
@@ -132,7 +140,7 @@ class Engine:
         """What a regularizer must know of the mesh; None in one process."""
         if self.world.size == 1:
             return None
-        from .placement import MeshPlacement
+        from .regularizer_view import MeshPlacement
 
         return MeshPlacement(self.world, self.layout, self.parameters, gradient_scale=self.gradient_scale)
 
@@ -180,7 +188,8 @@ class Engine:
         return head if self.runner is None else None
 
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
-        """The head whose loss needs no logits (`finetune.loss.find_head`), agreed by all ranks that share a stage."""
+        """The head whose loss needs no logits (`finetune.train.loss.find_head`), agreed by all ranks that share a
+        stage."""
         inputs = without_starts(inputs)
         if self.runner is not None:
             return self.runner.find_head(inputs, task=task)
@@ -259,7 +268,7 @@ class Engine:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
-                grad = placing.local(parameter.grad)
+                grad = gather.local(parameter.grad)
                 by_type.setdefault(grad.dtype, []).append(grad)
         for grads in by_type.values():
             flat = torch.cat([grad.flatten() for grad in grads])
@@ -284,7 +293,7 @@ class Engine:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            grad = placing.local(parameter.grad)
+            grad = gather.local(parameter.grad)
             grads.append(grad)
             kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
             if grad.device not in squares_at:
@@ -313,7 +322,7 @@ class Engine:
         if self.world.size == 1:
             return {name: tensor.detach() for name, tensor in tensors.items()}
         self.settle()
-        found = placing.whole_all(tensors, like=tensors, layout=self.layout, world=self.world)
+        found = gather.whole_all(tensors, like=tensors, layout=self.layout, world=self.world)
         found = {name: tensor.cpu() for name, tensor in found.items()}
         return {name: t for part in self._gather_objects(found, "pp") for name, t in part.items()}
 
@@ -339,7 +348,7 @@ class Engine:
                     f"{where}: {name} has the shape {tuple(wholes[name].shape)} and the model wants {wanted}"
                 )
         for name, tensor in tensors.items():
-            placing.put(tensor, wholes[name], self.layout.slices.get(name))
+            gather.put(tensor, wholes[name], self.layout.slices.get(name))
         return None
 
     def union(self, items: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -362,7 +371,7 @@ class Engine:
         self.world.wait()
 
     def load_adapter(self, directory: Path, *, partial: bool = False) -> None:
-        """Take over a saved adapter exactly (`finetune.adapter.load_adapter`), each rank its part."""
+        """Take over a saved adapter exactly (`finetune.adapters.adapter.load_adapter`), each rank its part."""
         if self.world.size == 1:
             load_adapter(self.model, directory, partial=partial)
             return

@@ -25,7 +25,7 @@ from ..backbone import (
     resolve_backbone,
 )
 from ..config import Precision, Task
-from ..devices.products import DTYPES
+from ..devices.matmul_rate import DTYPES
 from ..errors import UserError
 from .keys import Checkpoint
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from ..backbone import quiet_transformers
 from ..errors import UserError, is_out_of_memory
+from .gather import Runs, held, local, put
 from .keys import Checkpoint
 from .layout import Layout, canonical
-from .placing import Runs, held, local, put
-from .world import World
+from .mesh import World
 
 Progress = Callable[[int, int, float], None]
 """Told (bytes read, bytes to read, bytes/s) about twice a second and at the end."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..adapter import attach_adapter
+from ..adapters.adapter import attach_adapter
 from ..config import Adapter, Task, Train
 from ..parallel.engine import Engine
-from ..parallel.world import World
+from ..parallel.mesh import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ from ..config import Adapter, ByExample, Classify, Mesh, Regress, Train
 from ..data.batches import MicroBatch
 from ..devices.capabilities import capabilities
 from ..devices.precision import autocast
-from ..memory import at_length, saved_bytes
+from ..planner.memory import at_length, saved_bytes
 from .passes import SHARED_TOKENS, split
 
 if TYPE_CHECKING:
@@ -54,9 +54,10 @@ class StackPlan:
 def stack_plan(host: Host, shapes: Sequence[tuple[int, int]], *, train: Train) -> StackPlan:
     """The plan of a stack that is laid out and entered, for micro-batches of `shapes` (rows, tokens), seat by seat.
 
-    train: has the cells' precision. Activations are measured as in `finetune.memory`: short rows go forward while the
-    tensors that autograd saves are summed, at two lengths, for every pass that these micro-batches would make; cells
-    whose adapters leave blocks below them alone are taken to see the same rows, which makes the longest passes.
+    train: has the cells' precision. Activations are measured as in `finetune.planner.memory`: short rows go forward
+    while the tensors that autograd saves are summed, at two lengths, for every pass that these micro-batches would
+    make; cells whose adapters leave blocks below them alone are taken to see the same rows, which makes the longest
+    passes.
     """
     cells = sum(p.nbytes for seat in host.seats for p in seat.engine.parameters.values())
     frozen = {p.data_ptr(): p.nbytes for p in (*host.backbone.parameters(), *host.backbone.buffers())}
@@ -119,7 +120,7 @@ def estimate(directory: Path, cells: Sequence[tuple[Adapter, Train]], *, device:
     Raises:
         UserError: config.json or the header of a weight file is missing or damaged.
     """
-    from ..parallel.footprint import Backbone, footprint
+    from ..planner.footprint import Backbone, footprint
 
     sizes = {adapter.rank: Backbone.read(directory, adapter) for adapter, _ in cells}
     # of the pass that keeps most: as many rows as its tokens allow, at least one cell's micro-batch

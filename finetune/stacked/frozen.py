@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..parallel.shard import blocks
+from ..parallel.fsdp import blocks
 
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from ..config import ByExample, Task
 from ..data.encoding import IGNORE
 from ..devices.capabilities import capabilities
-from ..loss import Head, aligned, example_losses, linear_cross_entropies
-from ..numerics import attention, uses_dropout
 from ..parallel.engine import Engine
 from ..parallel.layout import canonical
+from ..train.loss import Head, aligned, example_losses, linear_cross_entropies
+from ..train.numerics import attention, uses_dropout
 from .frozen import Distinct, blocks_below, once_a_row
 from .group import Group, Run
 from .linear import HeadPart, Noise, Part, StackedLinear, StackedLora
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data import MicroBatch
-    from ..loop import Work
+    from ..train.loop import Work
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -264,7 +264,7 @@ class Host:
     ) -> tuple[Tensor, Pass]:
         """The forward pass of these neighbours' micro-batches: each one's loss, summed, float32 (cells,).
 
-        plain: whether the backbone's own head gives the logits and nothing else (`finetune.loss.find_head`).
+        plain: whether the backbone's own head gives the logits and nothing else (`finetune.train.loss.find_head`).
         """
         device = self.backbone.device
         batch = [micros[seat].to(device) for seat in seats]

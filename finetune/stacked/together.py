@@ -10,7 +10,7 @@ from ..errors import Interrupted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..loop import Stage, StageResult, Work
+    from ..train.loop import Stage, StageResult, Work
     from .host import Host
 
 
@@ -22,7 +22,7 @@ def run_together(
     A stage that has ended takes no part in what follows. Between its end and the next one asked for, the others wait.
 
     Args:
-        stages: of the seats of `host`, in their order (`finetune.loop.stage_work` over their engines).
+        stages: of the seats of `host`, in their order (`finetune.train.loop.stage_work` over their engines).
         stop: asked between updates.
 
     Raises:

@@ -14,7 +14,7 @@ from experiments.beginnings import check_unchanged
 from experiments.judging import lay_out
 from experiments.recipe import from_override, load_recipe
 from experiments.sweep.cell import _adapter_digest, cell_of
-from finetune.adapting.saved import SavedAdapter
+from finetune.adapters.saved import SavedAdapter
 from finetune.backbone import load_backbone
 from finetune.config import LanguageModel
 from finetune.errors import UserError

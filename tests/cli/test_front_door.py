@@ -169,7 +169,7 @@ def test_the_words_of_safetensors_are_those_of_the_system() -> None:
     from safetensors import SafetensorError
 
     from finetune.errors import Interrupted, disk_trouble
-    from finetune.rundir import disk_full_interrupts
+    from finetune.run_directory import disk_full_interrupts
 
     assert disk_trouble(SafetensorError("I/O error: No space left on device (os error 28)")) == "the disk is full"
     assert "Input/output" in str(disk_trouble(SafetensorError("I/O error: something (os error 5)")))

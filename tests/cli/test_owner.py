@@ -111,10 +111,11 @@ def test_a_run_in_which_nothing_was_finished_goes(tmp_path: Path, monkeypatch, c
 
 
 def test_metrics_are_durable_before_a_checkpoint_says_that_their_updates_are_done(tmp_path: Path, monkeypatch) -> None:
-    from finetune import keeping, rundir
+    from finetune import run_directory
+    from finetune.train import checkpointer
 
     calls: list[str] = []
-    save, sync = keeping.save_checkpoint, rundir.sync_files
+    save, sync = checkpointer.save_checkpoint, run_directory.sync_files
 
     def saving(*args, **kwargs):
         calls.append("save")
@@ -125,8 +126,8 @@ def test_metrics_are_durable_before_a_checkpoint_says_that_their_updates_are_don
         calls.append(f"sync {max(steps)}")
         sync(*paths)
 
-    monkeypatch.setattr(keeping, "save_checkpoint", saving)
-    monkeypatch.setattr(rundir, "sync_files", syncing)
+    monkeypatch.setattr(checkpointer, "save_checkpoint", saving)
+    monkeypatch.setattr(run_directory, "sync_files", syncing)
     settings = QUICK | {"train.save_every": 1}
     assert run(["train", "classify", "--out", str(tmp_path / "out"), *flags(settings)]) == 0
     assert calls[:4] == ["sync 1", "save", "sync 2", "save"] and calls[4:] == ["sync 2"]

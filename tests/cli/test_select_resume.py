@@ -172,8 +172,8 @@ def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None
     from experiments.console import Console
     from finetune.backbone import resolve_device
     from finetune.errors import Interrupted
-    from finetune.parallel.world import World
-    from finetune.rundir import RunDirectory
+    from finetune.parallel.mesh import World
+    from finetune.run_directory import RunDirectory
 
     found: list[list[str]] = []
 

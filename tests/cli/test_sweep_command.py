@@ -22,8 +22,8 @@ from experiments.pipeline import execute
 from experiments.preparing import prepare
 from experiments.recipe import from_override, load_recipe
 from finetune.lock import owned
-from finetune.loop import Diverged
-from finetune.rundir import RunDirectory
+from finetune.run_directory import RunDirectory
+from finetune.train.loop import Diverged
 from flatshift.cli import run
 
 Sweep = Callable[..., int]

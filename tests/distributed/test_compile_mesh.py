@@ -12,18 +12,18 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
-from finetune.adapter import attach_adapter
+from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.compiling import Compiled
 from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
 from finetune.devices.capabilities import capabilities
-from finetune.loop import train_stage
-from finetune.parallel import shard as sharding
+from finetune.parallel import fsdp as sharding
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
-from finetune.parallel.shard import blocks, in_order
-from finetune.parallel.world import World
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.parallel.fsdp import blocks, in_order
+from finetune.parallel.mesh import World
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.loop import train_stage
 from regularizers import GGPO, FlatLora, Plain, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
@@ -60,7 +60,7 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
         RunDirectory.create(Path(directory))
     engine.world.wait()
     run = RunDirectory(Path(directory), writes=engine.is_main)
-    with mock.patch("finetune.loop.Compiled", lambda model: Compiled(model, backend=backend)):
+    with mock.patch("finetune.train.loop.Compiled", lambda model: Compiled(model, backend=backend)):
         train_stage(
             engine,
             PadOnly(),

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from finetune.config import LanguageModel, Mesh
 from finetune.errors import UserError
-from finetune.parallel.activation import checkpoint_activations
+from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.context import ContextParallel, check_context
 from finetune.parallel.engine import Engine
+from finetune.parallel.fsdp import shard
+from finetune.parallel.mesh import World
 from finetune.parallel.pipeline import PipelineRunner, cut_parts
-from finetune.parallel.shard import shard
 from finetune.parallel.tensor import tensor_parallel
-from finetune.parallel.world import World
 from regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
 from tests.tensor_models import VOCABULARY, adapted, backbone

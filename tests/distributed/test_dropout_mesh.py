@@ -14,8 +14,8 @@ import torch
 from finetune.config import Adapter, Classify, LanguageModel, Mesh, Optimizer, Seq2Seq, Task, Train
 from finetune.data import Batches, Example
 from finetune.parallel.build import build_engine
-from finetune.parallel.world import World
-from finetune.rundir import read_metrics
+from finetune.parallel.mesh import World
+from finetune.run_directory import read_metrics
 from regularizers import GGPO, Plain, RegularizerConfig, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import save_backbone

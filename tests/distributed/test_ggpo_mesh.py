@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from finetune.config import LanguageModel, Mesh
-from finetune.parallel.activation import checkpoint_activations
+from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
+from finetune.parallel.fsdp import shard
+from finetune.parallel.mesh import World
 from finetune.parallel.pipeline import PipelineRunner, cut_parts
-from finetune.parallel.shard import shard
 from finetune.parallel.tensor import tensor_parallel
-from finetune.parallel.world import World
 from regularizers import GGPO, RegularizerError, build
 from regularizers.ggpo import GGPORegularizer
 from regularizers.sharded import Part

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Spikes, Train
-from finetune.loop import train_stage
 from finetune.parallel.build import build_engine
-from finetune.parallel.world import World
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.parallel.mesh import World
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.loop import train_stage
 from regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone

@@ -153,12 +153,12 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     import torch.distributed as dist
 
     from finetune.config import Classify, LanguageModel, Mesh
-    from finetune.loss import batch_loss
+    from finetune.parallel.fsdp import shard
+    from finetune.parallel.gather import whole_all
+    from finetune.parallel.mesh import World
     from finetune.parallel.pipeline import PipelineRunner, cut_parts
-    from finetune.parallel.placing import whole_all
-    from finetune.parallel.shard import shard
     from finetune.parallel.tensor import tensor_parallel
-    from finetune.parallel.world import World
+    from finetune.train.loss import batch_loss
 
     mesh = Mesh(pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces)
     world = World.of(mesh, torch.device("cpu"))
@@ -240,8 +240,8 @@ def with_dropout() -> tuple[list[str], list[int]]:
     import contextlib
 
     from finetune.config import LanguageModel, Mesh
+    from finetune.parallel.mesh import World
     from finetune.parallel.pipeline import PipelineRunner, cut_parts
-    from finetune.parallel.world import World
 
     mesh = Mesh(pp=2, schedule="interleaved")
     world = World.of(mesh, torch.device("cpu"))

@@ -16,8 +16,8 @@ from finetune.config import Adapter, LanguageModel, Mesh, Quantization, Train
 from finetune.devices.precision import autocast
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
-from finetune.parallel.placing import local
-from finetune.parallel.world import World
+from finetune.parallel.gather import local
+from finetune.parallel.mesh import World
 from finetune.quantised import scales
 from regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
@@ -137,7 +137,7 @@ def far(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    from finetune.adapter import read_adapter
+    from finetune.adapters.adapter import read_adapter
 
     sources = {
         "llama": save_backbone("llama", tmp_path / "llama", hidden_size=64, intermediate_size=128),

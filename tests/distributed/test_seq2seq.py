@@ -34,7 +34,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     from finetune.data import Batches, encode
     from finetune.evaluate import evaluate, evaluating, generate_answers
     from finetune.parallel.build import build_engine
-    from finetune.parallel.world import World
+    from finetune.parallel.mesh import World
 
     task, cpu = Seq2Seq(score="generate", max_new_tokens=4), torch.device("cpu")
     world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from finetune.config import Mesh
 from finetune.errors import UserError
-from finetune.parallel.activation import checkpoint_activations
+from finetune.parallel.activation_checkpoint import checkpoint_activations
+from finetune.parallel.fsdp import shard
+from finetune.parallel.gather import put, whole_all
 from finetune.parallel.keys import Checkpoint
 from finetune.parallel.layout import Layout, Slice, canonical
-from finetune.parallel.placing import put, whole_all
-from finetune.parallel.shard import shard
+from finetune.parallel.mesh import World
 from finetune.parallel.skeleton import empty_model
 from finetune.parallel.weights import load_weights, materialize
-from finetune.parallel.world import World
 from finetune.seeds import torch_generator
 from tests.distributed_ranks import run_ranks
 
@@ -374,7 +374,7 @@ def refused(directory: Path) -> list[str]:
             said.append(str(error))
     world = World.of(Mesh(dp=2), CPU)
     model = adapted(empty_model(auto("llama"), directory, dtype=torch.float32), "llama", rank=2, dtype=torch.float32)
-    from finetune.parallel import shard as module
+    from finetune.parallel import fsdp as module
 
     module.fully_shard = lambda unit, **options: unit  # what a library does that ignores the CPU
     try:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from benchmarks._collectives import SCALARS, Collectives
 from benchmarks.sharding_traffic import added, arguments, cases, count_all
 from finetune.config import Mesh
-from finetune.parallel.world import World
+from finetune.parallel.mesh import World
 from tests.distributed_ranks import run_ranks
 
 FAST = {

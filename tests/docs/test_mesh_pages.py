@@ -18,9 +18,9 @@ import pytest
 
 from experiments.recipe import from_override, load_recipe
 from finetune.config import Adapter, Mesh, Train
-from finetune.parallel.footprint import Backbone, footprint
 from finetune.parallel.pipeline.plan import bubble, virtual_stages
 from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.footprint import Backbone, footprint
 from tests.patience import HANG_S
 from tests.unit.test_parallel_auto import llama
 

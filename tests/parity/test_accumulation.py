@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Completion, Evaluate, LanguageModel, Optimizer, Train
 from finetune.data import Batches, Example
-from finetune.loop import train_stage
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.loop import train_stage
 from regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone
 

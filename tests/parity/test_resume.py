@@ -11,12 +11,12 @@ import textwrap
 
 import pytest
 
-from finetune.adapter import attach_adapter
+from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
-from finetune.checkpoint import steps as saved_steps
 from finetune.config import Adapter, Completion, Optimizer, Train
 from finetune.data import Batches, Example, Mixture
-from finetune.rundir import read_metrics
+from finetune.run_directory import read_metrics
+from finetune.train.checkpoint import steps as saved_steps
 from regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, save_backbone
 from tests.stage_runs import run_or_stop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
 from finetune.config import Adapter, Seq2Seq
 from finetune.data import Batches, encode

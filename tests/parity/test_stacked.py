@@ -12,16 +12,17 @@ import torch
 from experiments.recipe import from_override, load_recipe
 from experiments.sweep.cell import cell_of, run_cell
 from experiments.sweep.stacking import run_stack
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Completion, Evaluate, LanguageModel, Optimizer, Record, Train
 from finetune.data import Batches, Example
 from finetune.fingerprint import checksum
-from finetune.loop import stage_work, train_stage
-from finetune.rates import RATES
-from finetune.recording import Recording, read_trace
-from finetune.rundir import METRICS, RunDirectory, read_metrics
+from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked import Host, cell_engine, run_together
+from finetune.train.loop import stage_work, train_stage
+from finetune.train.rates import RATES
+from finetune.train.trace.files import read_trace
+from finetune.train.trace.recorder import Recording
 from regularizers import BAR, GGPO, MGPO, FlatLora, LoraSAM, Plain, RegularizerConfig, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.adapter import WEIGHTS, attach_adapter, load_adapter, read_adapter, save_adapter, trainable, write_adapter
+from finetune.adapters.adapter import (
+    WEIGHTS,
+    attach_adapter,
+    load_adapter,
+    read_adapter,
+    save_adapter,
+    trainable,
+    write_adapter,
+)
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel
 from finetune.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter, attach_on_meta, load_adapter, save_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, attach_on_meta, load_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, LanguageModel
 from finetune.errors import UserError

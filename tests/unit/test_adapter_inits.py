@@ -8,9 +8,9 @@ import importlib.util
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter, load_adapter, save_adapter, trainable
-from finetune.adapting.initial import TAKES_OUT, Calibration
-from finetune.adapting.offsets import lora_layers, offsets_of
+from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
+from finetune.adapters.initial_values import TAKES_OUT, Calibration
+from finetune.adapters.offsets import lora_layers, offsets_of
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, LanguageModel, Mesh, Train
 from finetune.data import Example

@@ -18,7 +18,7 @@ from torch import nn
 
 from experiments.config import Recipe
 from experiments.tokens import is_large
-from finetune.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone, position_limit
 from finetune.compiling import refuse_compile
 from finetune.config import (
@@ -38,12 +38,12 @@ from finetune.errors import UserError
 from finetune.evaluate import document_nats, ranking
 from finetune.evaluate.writing import lacking_room
 from finetune.fingerprint import checksum
-from finetune.loss import batch_loss, find_head
-from finetune.memory import memory_plan
 from finetune.parallel.engine import Engine
-from finetune.rundir import read_metrics
+from finetune.planner.memory import memory_plan
+from finetune.run_directory import read_metrics
 from finetune.stacked.refusing import refusal
-from finetune.stage import check_length
+from finetune.train.loss import batch_loss, find_head
+from finetune.train.stage import check_length
 from regularizers import GGPO, Plain, RegularizerError, build
 from tests.finetune_models import IGNORED, Micro, RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
@@ -311,7 +311,7 @@ def test_nothing_else_trains_and_a_resumed_run_ends_with_the_same_bits(sources, 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputed_blocks_see_the_same(mode, sources):
-    from finetune.parallel.activation import checkpoint_activations
+    from finetune.parallel.activation_checkpoint import checkpoint_activations
 
     gradients = []
     for checkpointing in ("none", mode):

@@ -7,17 +7,24 @@ import json
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter, attach_on_meta, load_adapter, read_adapter, save_adapter, trainable
-from finetune.adapting.combine import combine
-from finetune.adapting.offsets import lora_layers
-from finetune.adapting.saved import SavedAdapter, check_start
+from finetune.adapters.adapter import (
+    attach_adapter,
+    attach_on_meta,
+    load_adapter,
+    read_adapter,
+    save_adapter,
+    trainable,
+)
+from finetune.adapters.combine import combine
+from finetune.adapters.merge import merge_files
+from finetune.adapters.offsets import lora_layers
+from finetune.adapters.saved import SavedAdapter, check_start
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel, Optimizer
 from finetune.errors import UserError
 from finetune.fingerprint import fingerprint
-from finetune.merging import merge_files
-from finetune.optimizer import AdapterOptimizer
 from finetune.parallel.skeleton import build_skeleton
+from finetune.train.optimizer import AdapterOptimizer
 from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone
 

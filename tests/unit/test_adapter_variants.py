@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter, load_adapter, save_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone, resolve_backbone
 from finetune.config import Adapter, Classify, Mesh, Optimizer, Train
 from finetune.errors import UserError
-from finetune.optimizer import AdapterOptimizer
 from finetune.parallel.rules import Settings, check_settings
+from finetune.train.optimizer import AdapterOptimizer
 from tests.finetune_models import save_backbone
 
 CLS = Classify()

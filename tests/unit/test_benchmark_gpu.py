@@ -89,8 +89,8 @@ def test_every_measurement_of_the_plan_is_tried_and_named_once():
 def test_operations_in_closed_form_are_those_that_hooks_count(tied):
     from benchmarks.gpu.llama import Shape, adapted, batches, operations
     from finetune.config import LanguageModel
-    from finetune.flops import Tally, attention_width
     from finetune.parallel.engine import Engine
+    from finetune.train.flops import Tally, attention_width
 
     shape, rows, sequence, rank = Shape(64, 160, 3, 4, 2, 512, tied), 2, 24, 4
     model = adapted(shape, "cpu", rank=rank).train()
@@ -101,7 +101,7 @@ def test_operations_in_closed_form_are_those_that_hooks_count(tied):
         head = engine.find_head(micro.inputs, task=task)
         tally = Tally()
         with tally.watching(model, width=attention_width(model.config), head=head):
-            from finetune.loss import batch_loss
+            from finetune.train.loss import batch_loss
 
             batch_loss(model, micro, task=task, head=head)
     assert head is not None and micro.supervised == rows * (sequence - 1)

@@ -234,7 +234,7 @@ def test_running_again_runs_nothing_and_says_the_same(made) -> None:
 def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made) -> None:
     from experiments.comparison.cell import _fresh
     from experiments.comparison.data import material
-    from finetune.adapter import trainable
+    from finetune.adapters.adapter import trainable
 
     recipe, _, _ = made
     plan = Plan(str(recipe), [], data=recipe.parent)

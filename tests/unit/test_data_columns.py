@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from finetune import cachedir
+from finetune import cache_directory
 from finetune.config import Classify, Completion, LanguageModel, Seq2Seq
 from finetune.data import Batches, Example, Examples, ExampleWriter, TokenCache, encode, iterate_eval, open_examples
 from finetune.data.columns import _KNOWN
@@ -180,25 +180,25 @@ def test_the_oldest_entries_make_room(tmp_path, monkeypatch):
     cache = TokenCache(tmp_path)
     for key in ("old", "mid", "new"):
         cache.get(key, make)
-    size = cachedir.kept(tmp_path)[0].bytes
+    size = cache_directory.kept(tmp_path)[0].bytes
     for age, key in ((300, "mid"), (200, "old"), (100, "new")):
         then = time.time() - age
         os.utime(tmp_path / f"tokens-{key}" / "about.json", (then, then))
     cache.get("mid", make)  # used now
-    monkeypatch.setenv(cachedir.LIMIT, str(3.5 * size / 2**30))
+    monkeypatch.setenv(cache_directory.LIMIT, str(3.5 * size / 2**30))
     open_now = open_examples(tmp_path / "tokens-old", 60, ["rows.jsonl"])
     notes = cache.get("last", make).notes
     assert any("1 older entries made room" in note for note in notes)
-    assert {entry.path.name for entry in cachedir.kept(tmp_path)} == {"tokens-mid", "tokens-new", "tokens-last"}
+    assert {entry.path.name for entry in cache_directory.kept(tmp_path)} == {"tokens-mid", "tokens-new", "tokens-last"}
     assert list(open_now) == encoded("classify")  # who reads it goes on reading
-    monkeypatch.setenv(cachedir.LIMIT, "much")
+    monkeypatch.setenv(cache_directory.LIMIT, "much")
     with pytest.raises(UserError, match="not a size in GiB"):
-        cachedir.cache_limit()
+        cache_directory.cache_limit()
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
-    monkeypatch.delenv(cachedir.PLACE, raising=False)
+    monkeypatch.delenv(cache_directory.PLACE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cachedir.cache_root() == tmp_path / "flatshift"
-    monkeypatch.setenv(cachedir.PLACE, str(tmp_path / "own"))
-    assert cachedir.cache_root() == tmp_path / "own"
+    assert cache_directory.cache_root() == tmp_path / "flatshift"
+    monkeypatch.setenv(cache_directory.PLACE, str(tmp_path / "own"))
+    assert cache_directory.cache_root() == tmp_path / "own"

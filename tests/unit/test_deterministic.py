@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.backends import cuda
 
-from finetune.adapter import attach_adapter
+from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, LanguageModel, Optimizer, Train
 from finetune.devices.capabilities import CUDA, rehearsed
-from finetune.devices.fused_loss import with_kernel
-from finetune.loss import Head
-from finetune.numerics import deterministic
 from finetune.parallel.engine import Engine
-from finetune.parallel.world import World
+from finetune.parallel.mesh import World
+from finetune.train.fused_loss import with_kernel
+from finetune.train.loss import Head
+from finetune.train.numerics import deterministic
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
 

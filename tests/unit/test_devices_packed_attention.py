@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Completion, LanguageModel, Optimizer, Train
 from finetune.data import Batches, encode, prefetch, refuse_leaks
 from finetune.data.prefetch import Prefetch
 from finetune.devices import packed_attention
 from finetune.devices.packed_attention import NAME, as_mask, rows_apart, starts, without_starts
 from finetune.errors import UserError
-from finetune.loss import batch_loss
-from finetune.parallel.activation import checkpoint_activations
+from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
+from finetune.train.loss import batch_loss
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 from tests.stage_runs import run_or_stop
 from tests.unit.test_data_prefetch import FakeLane

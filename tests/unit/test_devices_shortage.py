@@ -8,16 +8,16 @@ import weakref
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter
+from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
-from finetune.devices import shortage
-from finetune.devices.shortage import Measured, asked_for, changes
 from finetune.errors import OutOfMemory, is_out_of_memory
-from finetune.loop import train_stage
-from finetune.memory import MemoryPlan, memory_plan, size
 from finetune.parallel.engine import Engine
-from finetune.rundir import RunDirectory
+from finetune.planner import out_of_memory
+from finetune.planner.memory import MemoryPlan, memory_plan, size
+from finetune.planner.out_of_memory import Measured, asked_for, changes
+from finetune.run_directory import RunDirectory
+from finetune.train.loop import train_stage
 from flatshift import cli
 from regularizers import BAR, GGPO, LoraSAM, Plain, build
 from tests.cli.test_train_contract import SMALL, flags
@@ -84,7 +84,7 @@ def fit(engine, directory, *, regularizer=None, optimizer=None, dev=(), **train)
 def test_the_message_has_plan_measure_and_two_changes(tmp_path, source, monkeypatch, error):
     seen = []
     monkeypatch.setattr(
-        shortage,
+        out_of_memory,
         "measure",
         lambda device: seen.append(device) or Measured("cuda:0", 77 * GIB, 78 * GIB, 80 * GIB, others=GIB),
     )
@@ -128,7 +128,7 @@ def test_a_regularizer_is_detached_before_the_plan_is_measured(tmp_path, source,
 
 
 def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):
-    from finetune import loop
+    from finetune.train import loop
 
     def broken(*args, **how):
         raise type(CUDA)(*CUDA.args)
@@ -188,14 +188,14 @@ def test_savings_are_those_of_the_plan(source):
     inputs = 4 * 12 * 32 * 4 * 2  # rows × tokens × width × float32 × blocks
     assert found["train.checkpointing: full"] == (8 << 20) - (8 << 20) // 2 - inputs
     linear = [p for name, p in engine.model.named_parameters() if "base_layer" in name]
-    assert shortage._four_bits(engine.model) == sum(int(p.numel() * (4 - 0.5625)) for p in linear) > 0
+    assert out_of_memory._four_bits(engine.model) == sum(int(p.numel() * (4 - 0.5625)) for p in linear) > 0
 
 
 def test_sizes_are_read_from_torchs_words():
     assert asked_for(CUDA) == round(2.5 * GIB) and asked_for(HOST) == 4398046511104
     assert asked_for(RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)")) == 20 << 20
     assert asked_for(MemoryError()) is None
-    host = shortage.measure(torch.device("cpu"))
+    host = out_of_memory.measure(torch.device("cpu"))
     assert host.total is not None and 10 << 20 < host.held < host.total and "held by the process" in str(host)
 
 

@@ -14,7 +14,7 @@ from experiments.preparing import learnt_record, prepare, prepare_apart
 from experiments.recipe import from_override, load_recipe
 from finetune.data import describe
 from finetune.errors import UserError
-from finetune.parallel.world import World
+from finetune.parallel.mesh import World
 from tests.data_models import write_jsonl
 from tests.objective_models import numbered_rows, save_encoder
 

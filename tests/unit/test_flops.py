@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune import throughput
-from finetune.adapter import attach_adapter
+from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel
-from finetune.parallel.activation import checkpoint_activations
+from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
-from finetune.rates import rate_text
-from finetune.throughput import EVERY, Meter
+from finetune.train import throughput
+from finetune.train.rates import rate_text
+from finetune.train.throughput import EVERY, Meter
 from tests.finetune_models import Micro, RandomBatches, save_backbone
 
 LM = LanguageModel()
@@ -170,7 +170,7 @@ def test_a_layer_that_gives_a_tuple_is_counted(tmp_path):
 
 def test_a_meter_ends_no_run(tmp_path, monkeypatch):
     engine, micro = engine_of("llama", tmp_path), micro_of(2, 8)
-    monkeypatch.setattr("finetune.flops._made", lambda output: SimpleNamespace(shape=()))
+    monkeypatch.setattr("finetune.train.flops._made", lambda output: SimpleNamespace(shape=()))
     meter = Meter(engine, peak_tflops=1.0)
     for _ in range(EVERY + 1):
         one_step(engine, micro, meter)

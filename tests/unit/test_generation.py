@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2
 from transformers import GenerationConfig
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Completion, LanguageModel, Seq2Seq
 from finetune.data import Example, encode
@@ -17,9 +17,9 @@ from finetune.data.prompts import end_token, writer_of
 from finetune.errors import UserError
 from finetune.evaluate import generate_answers
 from finetune.evaluate.generate import prompt_of
+from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
 from finetune.evaluate.share import Share
 from finetune.evaluate.writing import written as run_prompts
-from finetune.generation import Decoding, _drawing, continue_prompts
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 from tests.seq2seq_models import save_encoder_decoder
 

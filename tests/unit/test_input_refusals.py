@@ -14,14 +14,14 @@ import pytest
 from experiments.recipe import load_recipe
 from experiments.recipe.tree import parse
 from experiments.sweep.axes import parse_grid, points_of
-from finetune.adapting.saved import SavedAdapter
+from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import read_object
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone
 from finetune.config import Adapter, LanguageModel, Mesh, Optimizer
 from finetune.data import describe, expand, formats, read_rows
 from finetune.errors import UserError
 from finetune.parallel.index import SINGLE, read_index
-from finetune.rundir import read_metrics
+from finetune.run_directory import read_metrics
 from selection.errors import SelectionError
 from selection.features.own import load_features
 from tests.finetune_models import save_backbone
@@ -344,11 +344,11 @@ def test_a_range_that_is_used_up_is_refused() -> None:
 
 
 def test_ranks_beyond_memory_are_refused_before_any_begins(monkeypatch) -> None:
-    from finetune.parallel import launch
+    from finetune.launch import spawn
 
-    monkeypatch.setattr(launch, "_start", lambda *arguments: pytest.fail("ranks were started"))
+    monkeypatch.setattr(spawn, "_start", lambda *arguments: pytest.fail("ranks were started"))
     with pytest.raises(UserError, match=r"mesh: 1,000,000 ranks"):
-        launch.spawn(["-c", "pass"], ranks=Mesh(tp=1_000_000).size)
+        spawn.spawn(["-c", "pass"], ranks=Mesh(tp=1_000_000).size)
 
 
 def test_a_solve_says_how_far_it_is(monkeypatch) -> None:

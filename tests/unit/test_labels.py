@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Regress
 from finetune.data import (
@@ -22,9 +22,9 @@ from finetune.data import (
     sort_labels,
 )
 from finetune.data.labels import read_classes, read_number
+from finetune.data.units import OutputLayer, Units, fold_units, output_layer, units_of
 from finetune.errors import UserError
-from finetune.loss import answered_right
-from finetune.units import OutputLayer, Units, fold_units, output_layer, units_of
+from finetune.train.loss import answered_right
 from tests.data_models import byte_tokenizer, row, write_jsonl
 from tests.finetune_models import save_backbone
 from tests.objective_models import CLASSES, numbered_rows, save_encoder, scatter, several_rows

@@ -16,9 +16,9 @@ import pytest
 from finetune import lock
 from finetune.atomic import new_directory, replacing_directory, sweep_leftovers
 from finetune.errors import UserError
+from finetune.launch.consistency import dated_directory
 from finetune.lock import owned, scratch
-from finetune.parallel.agree import dated_directory
-from finetune.rundir import RunDirectory, new_output, refuse_nonempty
+from finetune.run_directory import RunDirectory, new_output, refuse_nonempty
 from tests.kill_points import kill_points
 from tests.patience import HANG_S
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from finetune.adapter import attach_adapter
+from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
-from finetune.checkpoint import steps as saved_steps
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
 from finetune.data import Example
 from finetune.errors import Interrupted, UserError
-from finetune.loop import train_stage
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.loop import train_stage
 from regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone
 

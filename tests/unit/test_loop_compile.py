@@ -7,14 +7,14 @@ import torch
 from torch._dynamo.utils import counters
 
 from finetune import compiling
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.compiling import REGULARIZERS, Compiled, refuse_compile
 from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Seq2Seq, Train
 from finetune.errors import UserError
-from finetune.loop import train_stage
-from finetune.parallel.shard import blocks
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.parallel.fsdp import blocks
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.loop import train_stage
 from regularizers import GGPO, FlatLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -31,7 +31,7 @@ def fit(source, directory, config, *, compiled, backend, monkeypatch, steps=3):
             super().__init__(model, backend=backend)
             made.append(self)
 
-    monkeypatch.setattr("finetune.loop.Compiled", Chosen)
+    monkeypatch.setattr("finetune.train.loop.Compiled", Chosen)
     model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=4), task=LM, seed=0)
     run = RunDirectory.create(directory)
     train_stage(

@@ -10,16 +10,16 @@ import statistics
 import pytest
 import torch
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.checkpoint import steps as saved_steps
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Spikes, Train
-from finetune.course import batch_index, leave_out, spike_limit, way_back
 from finetune.errors import Interrupted
-from finetune.loop import Diverged, train_stage
 from finetune.parallel.engine import Engine
-from finetune.rundir import RunDirectory, read_metrics
-from finetune.schedule import learning_rate
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.data_order import batch_index, leave_out, spike_limit, way_back
+from finetune.train.loop import Diverged, train_stage
+from finetune.train.schedule import learning_rate
 from regularizers import ASAM, BAR, GGPO, LoraSAM, Plain, build
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 
@@ -265,7 +265,7 @@ def test_resumed_around_a_spike(stop_at, regularizer, source, tmp_path):
 
 def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source, tmp_path, monkeypatch):
     whole, _ = fit(engine_of(source, jump={9}), tmp_path / "whole", spikes=SPIKES)
-    from finetune.keeping import Keeper
+    from finetune.train.checkpointer import Keeper
 
     take = Keeper._take
 

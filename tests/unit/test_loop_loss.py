@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from finetune import loss as loss_module
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel
-from finetune.loss import (
+from finetune.train import loss as loss_module
+from finetune.train.loss import (
     batch_loss,
     find_head,
     linear_cross_entropies,

@@ -7,16 +7,16 @@ import importlib.util
 import pytest
 import torch
 
-from finetune import lowbit
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
 from finetune.errors import Interrupted, UserError
-from finetune.loop import train_stage
-from finetune.lowbit import check_optimizer, state_bytes
-from finetune.memory import plan_lines
-from finetune.optimizer import AdapterOptimizer
-from finetune.rundir import RunDirectory
+from finetune.planner.memory import plan_lines
+from finetune.run_directory import RunDirectory
+from finetune.train import adam8bit
+from finetune.train.adam8bit import check_optimizer, state_bytes
+from finetune.train.loop import train_stage
+from finetune.train.optimizer import AdapterOptimizer
 from regularizers import Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -67,7 +67,7 @@ def test_updates_and_preconditioner_are_adams(kind):
     wanted, scale = adamw(parameters(), 6, plus=2.0)
     for name, parameter in ours.parameters.items():
         moved, expected = parameter.double() - start[name], wanted[name] - start[name]
-        quantised = kind == "adamw-8bit" and parameter.numel() >= lowbit.SMALLEST
+        quantised = kind == "adamw-8bit" and parameter.numel() >= adam8bit.SMALLEST
         assert (moved - expected).norm() < (0.05 if quantised else 1e-5) * expected.norm(), name
         if quantised:  # not the float32 ones under another name
             assert (moved - expected).norm() > 1e-4 * expected.norm()
@@ -117,7 +117,7 @@ def test_dropped_gradients_leave_no_trace():
 
 @needs_library
 def test_a_stage_in_eight_bits_resumes_with_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(lowbit, "SMALLEST", 64)  # the tiny model's factors are smaller than the library quantises
+    monkeypatch.setattr(adam8bit, "SMALLEST", 64)  # the tiny model's factors are smaller than the library quantises
     source = save_backbone("llama", tmp_path / "model")
 
     def train(directory, stop_at=None):

@@ -26,7 +26,7 @@ from finetune.config import (
     Train,
 )
 from finetune.errors import UserError
-from finetune.rundir import SPIKE, RunDirectory
+from finetune.run_directory import SPIKE, RunDirectory
 from finetune.stacked.refusing import refusal
 
 TEXT = """
@@ -113,7 +113,7 @@ def test_both_readers_forget_what_a_spike_undid(tmp_path: Path) -> None:
     run.log_metrics("s", attempt=1, step=6, split="dev", loss=1.0)
     run.log_metrics("s", attempt=1, step=9, split=SPIKE, loss=9.0, rewound_to=4)
     run.log_metrics("s", attempt=2, step=5, split="train", loss=2.0)  # and stopped early: 6 to 8 never come again
-    from finetune.rundir import read_metrics as read
+    from finetune.run_directory import read_metrics as read
 
     wanted = [("s", "train", n) for n in (1, 2, 3, 4)] + [("other", "train", 9), ("s", "spike", 9), ("s", "train", 5)]
     assert [(r["stage"], r["split"], r["step"]) for r in read(run.path / "metrics.jsonl")] == wanted

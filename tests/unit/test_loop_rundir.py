@@ -10,7 +10,7 @@ import pytest
 
 from finetune.errors import Interrupted, UserError
 from finetune.lock import owned
-from finetune.rundir import RunDirectory, disk_full_interrupts, read_metrics, refuse_nonempty, write_provenance
+from finetune.run_directory import RunDirectory, disk_full_interrupts, read_metrics, refuse_nonempty, write_provenance
 from tests.kill_points import kill_points
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from finetune.config import Tracker
 from finetune.errors import UserError
-from finetune.rundir import RunDirectory
-from finetune.tracking import Trackers, check_trackers, open_trackers, run_id
+from finetune.run_directory import RunDirectory
+from finetune.train.trackers import Trackers, check_trackers, open_trackers, run_id
 
 LINES = [
     {"stage": "warm-up", "attempt": 1, "split": "train", "step": 1, "loss": 3.0, "lr": 0.1, "note": "text"},

@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, LanguageModel, Optimizer, Train
-from finetune.devices.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
 from finetune.devices.precision import settled
 from finetune.devices.widened import WidenedEmbedding, WidenedLinear, widen_on_use
 from finetune.errors import UserError
 from finetune.fingerprint import checksum
-from finetune.loop import Diverged
-from finetune.loss import batch_loss, find_head
 from finetune.parallel.engine import Engine
-from finetune.rundir import read_metrics
+from finetune.run_directory import read_metrics
+from finetune.train.loop import Diverged
+from finetune.train.loss import batch_loss, find_head
+from finetune.train.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
 from regularizers import GGPO, MGPO, LoraSAM, Plain, build
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
@@ -88,8 +88,8 @@ def test_scaling_changes_no_bit_of_a_float32_gradient(source, tmp_path, regulari
     for name, scale in (("scaled", 2.0**10), ("plain", 1.0)):
         engine = engine_of(source)  # float32 products, so that nothing but the scale differs
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("finetune.devices.loss_scale.FIRST", scale)
-            patch.setattr("finetune.loop.autocast", lambda train, device: torch.autocast("cpu", enabled=False))
+            patch.setattr("finetune.train.loss_scale.FIRST", scale)
+            patch.setattr("finetune.train.loop.autocast", lambda train, device: torch.autocast("cpu", enabled=False))
             lines = run(engine, tmp_path / name, regularizer=regularizer)
         assert set(engine.seen) == {scale}
         found[name] = lines, bits(engine)
@@ -101,7 +101,7 @@ def test_scaling_changes_no_bit_of_a_float32_gradient(source, tmp_path, regulari
 def test_an_overflow_repeats_the_update_with_half_the_scale_and_loses_no_row(source, tmp_path):
     calm, narrow = engine_of(source, precision="fp16"), engine_of(source, precision="fp16", limit=FIRST / 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("finetune.devices.loss_scale.FIRST", FIRST / 8)
+        patch.setattr("finetune.train.loss_scale.FIRST", FIRST / 8)
         expected = run(calm, tmp_path / "calm")
     assert run(narrow, tmp_path / "narrow") == expected
     assert narrow.seen[:4] == [FIRST, FIRST / 2, FIRST / 4, FIRST / 8] and set(narrow.seen[4:]) == {FIRST / 8}

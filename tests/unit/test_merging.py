@@ -20,11 +20,11 @@ from experiments.config import Recipe
 from experiments.exporting import export
 from experiments.merging import _drawn_inputs, _merge_in_memory, _some_rows, merge
 from experiments.recipe import from_override, load_recipe
-from finetune.adapter import attach_adapter, save_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
+from finetune.adapters.merge import merge_files, read_changes, spot_check
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel, Task
 from finetune.errors import UserError
-from finetune.merging import merge_files, read_changes, spot_check
 from finetune.parallel.skeleton import build_skeleton
 from flatshift.cli import run
 from tests.data_models import byte_tokenizer, write_jsonl
@@ -289,7 +289,7 @@ from pathlib import Path
 import torch
 from benchmarks._harness import PeakMemory
 from finetune.config import LanguageModel
-from finetune.merging import merge_files
+from finetune.adapters.merge import merge_files
 from finetune.parallel.skeleton import build_skeleton
 source, saved, out = map(Path, sys.argv[1:])
 model = build_skeleton(source, task=LanguageModel())

@@ -11,9 +11,10 @@ import pytest
 
 from experiments.meshing import mesh_flags, named_axes
 from experiments.recipe import from_override, load_recipe
-from finetune.parallel import agree, auto, launch
-from finetune.parallel.board import FolderBoard
-from finetune.parallel.devices import Devices
+from finetune.launch import consistency, spawn
+from finetune.launch.rendezvous import FolderBoard
+from finetune.planner import auto_mesh
+from finetune.planner.devices import Devices
 from flatshift.cli import run
 
 TWO = Devices("cuda", 2, 78 << 30)
@@ -32,7 +33,7 @@ def recipe(*flags: tuple[str, str]) -> Any:
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "at_hand", lambda device: TWO)
+    monkeypatch.setattr(auto_mesh, "at_hand", lambda device: TWO)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -56,7 +57,7 @@ def test_a_continued_run_keeps_only_what_is_named() -> None:
 
 def test_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     board = FolderBoard(tmp_path)
-    monkeypatch.setattr(agree, "reach_board", lambda: board)
+    monkeypatch.setattr(consistency, "reach_board", lambda: board)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     asked = recipe(("mesh.auto", "true"))
@@ -69,7 +70,7 @@ def test_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_the_ranks_get_axes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(launch, "spawn", lambda command, **more: started.append((command, more)) or 0)
+    monkeypatch.setattr(spawn, "spawn", lambda command, **more: started.append((command, more)) or 0)
     command = ["train", "language-model", "--out", str(tmp_path / "run"), "--mesh.auto", "true", "--mesh.tp", "2"]
     assert run(command) == 0
     ((words, more),) = started

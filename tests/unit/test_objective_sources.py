@@ -15,9 +15,9 @@ from finetune.config import Classify, MaskedLM, Regress, Seq2Seq
 from finetune.data import Batches, Examples, Masking, encode
 from finetune.data.masking import unmasked
 from finetune.data.prompts import writer_of
+from finetune.data.units import Units, units_of
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
-from finetune.units import Units, units_of
 from tests.data_models import row, text_rows, write_jsonl
 from tests.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
 

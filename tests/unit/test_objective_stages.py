@@ -11,18 +11,18 @@ from experiments.pipeline import check_recipe
 from experiments.preparing import warm_up_task
 from experiments.recipe import from_override, load_recipe
 from experiments.sweep.stacking import stackable
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Evaluate, MaskedLM, Optimizer, Regress, Train
 from finetune.data import Batches, Masking, encode
+from finetune.data.units import Units
 from finetune.errors import Interrupted, UserError
 from finetune.evaluate import head_scores
-from finetune.loop import Work, train_stage
-from finetune.recording.judging import per_example
-from finetune.rundir import METRICS, RunDirectory, read_metrics
+from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked import Host, cell_engine
-from finetune.throughput import Meter
-from finetune.units import Units
+from finetune.train.loop import Work, train_stage
+from finetune.train.throughput import Meter
+from finetune.train.trace.examples import per_example
 from regularizers import Plain, build
 from tests.data_models import text_rows
 from tests.finetune_models import PadOnly

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.cuda_rehearsal import Rehearsal
 from finetune.devices.capabilities import CUDA
-from finetune.devices.rehearsal import Rehearsal
 from finetune.parallel.engine import Engine
-from finetune.parallel.world import World
+from finetune.parallel.mesh import World
 
 
 class Two(nn.Module):

@@ -10,11 +10,11 @@ import pytest
 from finetune import assets
 from finetune.config import Adapter, LanguageModel, Mesh, Train
 from finetune.errors import UserError
-from finetune.parallel import auto
-from finetune.parallel.auto import AXES, resolve
-from finetune.parallel.devices import Devices, visible
-from finetune.parallel.footprint import Backbone, footprint
 from finetune.parallel.rules import Settings, check_settings
+from finetune.planner import auto_mesh
+from finetune.planner.auto_mesh import AXES, resolve
+from finetune.planner.devices import Devices, visible
+from finetune.planner.footprint import Backbone, footprint
 from regularizers.config import SAM, Plain
 
 GIB = 2**30
@@ -85,9 +85,9 @@ def test_elements_of_published_models(model: str, elements: int, adapter: int, r
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
 def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
-    from finetune.adapter import attach_adapter
+    from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone
-    from finetune.memory import memory_plan
+    from finetune.planner.memory import memory_plan
 
     directory, train, adapter = assets.backbone("flatshift-5m"), Train(batch_size=4, precision=precision), Adapter()
     assert directory is not None
@@ -228,7 +228,7 @@ def test_its_model_types_are_those_of_the_tables() -> None:
     from finetune.parallel.pipeline.families import pipeline_families
     from finetune.parallel.tensor import tensor_plans
 
-    assert set(tensor_plans()) == auto.TENSOR_PLANS and set(pipeline_families()) == auto.PIPELINES
+    assert set(tensor_plans()) == auto_mesh.TENSOR_PLANS and set(pipeline_families()) == auto_mesh.PIPELINES
 
 
 def test_cuda_devices_as_a_process_sees_them() -> None:

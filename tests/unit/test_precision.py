@@ -13,9 +13,9 @@ import torch
 from experiments.recipe import from_override, load_recipe, recipe_key
 from experiments.recipe.precision import settled
 from finetune.config import Train
-from finetune.devices import precision, products
+from finetune.devices import matmul_rate, precision
+from finetune.devices.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
 from finetune.devices.precision import Choice, choose, cuda_choice, faster
-from finetune.devices.products import Rates, Shape, cpu_rates, measure_rates, peak_rate
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
 
@@ -62,7 +62,7 @@ def test_auto_takes_the_faster_dtype_of_this_machine(cache):
     x, w = torch.ones(64, 512), torch.ones(512, 512)
     torch.set_num_threads(1)
     try:
-        wide, narrow = products.interleaved(
+        wide, narrow = matmul_rate.interleaved(
             [lambda: x @ w, lambda: x.bfloat16() @ w.bfloat16()], turns=3, clock=time.thread_time
         )
     finally:
@@ -77,13 +77,13 @@ def test_a_measurement_is_kept_and_costs_a_third_of_a_second(cache, monkeypatch)
     measure_rates(SHAPE)
     assert time.process_time() - started < 2.0  # 0.03 to 0.3 s; room for a slow machine, none for a slow product
     rates, _ = cpu_rates(SHAPE)
-    monkeypatch.setattr(products, "measure_rates", lambda shape: pytest.fail("measured again"))
+    monkeypatch.setattr(matmul_rate, "measure_rates", lambda shape: pytest.fail("measured again"))
     assert cpu_rates(SHAPE) == (rates, None)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"machine": {}}', "{}", "null"])
 def test_a_torn_or_foreign_measurement_is_made_anew_and_told(cache, monkeypatch, text):
-    monkeypatch.setattr(products, "measure_rates", lambda shape: NARROW)
+    monkeypatch.setattr(matmul_rate, "measure_rates", lambda shape: NARROW)
     cpu_rates(SHAPE)
     (file,) = cache.glob("products-*.json")
     whole = file.read_text()
@@ -106,7 +106,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("FLATSHIFT_CACHE", str(file))
-    monkeypatch.setattr(products, "measure_rates", lambda shape: NARROW)
+    monkeypatch.setattr(matmul_rate, "measure_rates", lambda shape: NARROW)
     assert cpu_rates(SHAPE)[0] == NARROW
 
 
@@ -229,18 +229,18 @@ def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
 
 def test_rank_0_decides_for_all(monkeypatch):
     """The others are told, whatever they would have taken themselves."""
-    from finetune.parallel import agree
+    from finetune.launch import consistency
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     word = {"precision": "bf16", "why": "rank 0 says so", "note": None}
-    monkeypatch.setattr(agree, "word_of_main", lambda name, text: json.dumps(word))
+    monkeypatch.setattr(consistency, "word_of_main", lambda name, text: json.dumps(word))
     found, _ = _settled(monkeypatch, WIDE)
     assert found.recipe.train.precision == "bf16" and found.origins["train.precision"] == "auto: rank 0 says so"
 
 
 def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
-    from finetune.parallel import devices, footprint
+    from finetune.planner import devices, footprint
 
     resolved = load_recipe("classify", [from_override("train.precision", "fp32")])
     recipe = resolved.recipe

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from finetune.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel, Quantization, Train
 from finetune.devices.precision import autocast

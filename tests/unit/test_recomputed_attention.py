@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune import numerics
-from finetune.adapter import attach_adapter
+from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, LanguageModel
-from finetune.loss import batch_loss
-from finetune.numerics import SHORT
-from finetune.parallel.activation import checkpoint_activations
+from finetune.parallel.activation_checkpoint import checkpoint_activations
+from finetune.train import numerics
+from finetune.train.loss import batch_loss
+from finetune.train.numerics import SHORT
 from tests.finetune_models import RandomBatches, save_backbone
 
 LM = LanguageModel()

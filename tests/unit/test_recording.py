@@ -10,27 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from experiments.recipe import from_override, load_recipe
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Completion, LanguageModel, Optimizer, Record, Seq2Seq
 from finetune.data import Example, answer_columns, foreign_answers, shuffled_examples
 from finetune.errors import UserError
-from finetune.loss import find_head
-from finetune.optimizer import AdapterOptimizer
-from finetune.recording import (
-    AdaptedLayers,
-    Flipped,
-    Judged,
-    LayerFactors,
-    Recording,
-    adapter_figures,
-    curvature_figures,
-    gradient_figures,
-    per_example,
-    recorded_steps,
-    split_figures,
-    stability_threshold,
-)
+from finetune.train.loss import find_head
+from finetune.train.optimizer import AdapterOptimizer
+from finetune.train.trace.curvature import curvature_figures
+from finetune.train.trace.examples import per_example
+from finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_figures, gradient_figures
+from finetune.train.trace.figures import Flipped, Judged, split_figures
+from finetune.train.trace.recorder import Recording
+from finetune.train.trace.steps import recorded_steps, stability_threshold
 from tests.data_models import row
 from tests.finetune_models import IGNORED, save_backbone
 from tests.seq2seq_models import save_encoder_decoder

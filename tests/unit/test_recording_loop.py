@@ -11,16 +11,17 @@ import torch
 from experiments.pipeline import LABEL_NOISE, check_recipe, train
 from experiments.preparing import prepare
 from experiments.recipe import from_override, load_recipe
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.checkpoint import latest_checkpoint, unpack
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Record, Train
 from finetune.data import Example
 from finetune.errors import Interrupted, UserError
 from finetune.fingerprint import checksum
-from finetune.loop import train_stage
-from finetune.recording import Recording, read_trace
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.checkpoint import latest_checkpoint, unpack
+from finetune.train.loop import train_stage
+from finetune.train.trace.files import read_trace
+from finetune.train.trace.recorder import Recording
 from regularizers import GGPO, SAM, BiLora, NEFTune, Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone
 

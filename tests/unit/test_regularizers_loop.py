@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapter import trainable
+from finetune.adapters.adapter import trainable
 from finetune.errors import Interrupted
 from finetune.fingerprint import checksum
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.run_directory import RunDirectory, read_metrics
 from regularizers import ASAM, SAM, BiLora, LoraSAM, Plain
 from tests.unit.test_loop_train import fit, model_of, sources
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.adapter import trainable
+from finetune.adapters.adapter import trainable
 from finetune.config import Quantization
 from finetune.fingerprint import checksum
 from finetune.quantised import KINDS

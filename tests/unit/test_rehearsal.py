@@ -18,20 +18,20 @@ from transformers import TrainerCallback
 
 import finetune
 from benchmarks import _rehearsal as cases
-from finetune.adapter import attach_adapter, trainable
+from benchmarks.cuda_rehearsal import Rehearsal
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.checkpoint import steps as saved_steps
 from finetune.config import Adapter, Classify, Evaluate, LanguageModel, MaskedLM, Optimizer, Seq2Seq, Spikes, Train
 from finetune.data import Batches
 from finetune.devices import masks
 from finetune.devices.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
-from finetune.devices.rehearsal import Rehearsal
-from finetune.devices.unread import Line, Unread
-from finetune.generation import Decoding, continue_prompts
-from finetune.loop import Diverged, train_stage
-from finetune.loss import batch_loss
-from finetune.parallel.world import World
-from finetune.rundir import RunDirectory, read_metrics
+from finetune.evaluate.generation import Decoding, continue_prompts
+from finetune.parallel.mesh import World
+from finetune.run_directory import RunDirectory, read_metrics
+from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.deferred_metrics import Line, Unread
+from finetune.train.loop import Diverged, train_stage
+from finetune.train.loss import batch_loss
 from regularizers import GGPO, BiLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 from tests.seq2seq_models import save_encoder_decoder
@@ -69,7 +69,7 @@ def test_an_update_that_is_read_waits_once_and_no_line_is_lost():
     found = cases.rehearse(case, steps=14)
     assert found.most == 1 and found.lines == list(range(1, 15))
     assert {str(w).partition(":")[0] for u in found.updates for w in u} == {
-        "read by copy to the host at finetune/devices/unread.py"
+        "read by copy to the host at finetune/train/deferred_metrics.py"
     }
 
 
@@ -101,7 +101,7 @@ def test_a_scaled_loss_is_looked_at_once_an_update():
 @pytest.mark.parametrize("on", ["meta", pytest.param("cuda", marks=FAKE)])
 def test_generation_and_judging_stay_on_the_device(on):
     from finetune.evaluate import document_nats, head_scores
-    from finetune.recording.judging import per_example
+    from finetune.train.trace.examples import per_example
 
     how = {"batch_size": 2, "pad_id": 0, "device": on, "autocast_dtype": torch.bfloat16}
     rows = cases.rows("completion", 3)
@@ -163,9 +163,9 @@ def test_what_does_not_wait_is_not():
 def test_a_wait_has_its_place_in_our_code():
     labels = torch.full((1, 4), 1, device="meta")
     with Rehearsal() as seen:
-        finetune.loss.supervised(torch.empty(1, 4, 8, device="meta"), labels, LM)
+        finetune.train.loss.supervised(torch.empty(1, 4, 8, device="meta"), labels, LM)
     assert {str(wait).rpartition(":")[0] for wait in seen.waits} == {
-        "shape by index by a mask at finetune/loss.py",
+        "shape by index by a mask at finetune/train/loss.py",
     }
 
 
@@ -309,7 +309,7 @@ def test_a_nan_stops_before_anything_of_its_update_is_kept_though_it_is_read_lat
 
 def test_lines_come_when_they_are_many_or_old(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("finetune.devices.unread.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("finetune.train.deferred_metrics.time.monotonic", lambda: clock[0])
     with rehearsed(replace(CPU, unread=10), on="cpu"):
         waiting = Unread(World.alone())
 

@@ -20,12 +20,12 @@ from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel, Optimizer, Seq2Seq, Train
 from finetune.data import MicroBatch
 from finetune.data.encoding import IGNORE
-from finetune.loss import linear_cross_entropies, linear_cross_entropy
-from finetune.optimizer import AdapterOptimizer
 from finetune.stacked import Host, NotStackable, cell_engine, passes, refusal, shared_copy
 from finetune.stacked.footprint import estimate
 from finetune.stacked.group import Group, Run
 from finetune.stacked.linear import HeadPart, Noise, Part, StackedLinear, StackedLora
+from finetune.train.loss import linear_cross_entropies, linear_cross_entropy
+from finetune.train.optimizer import AdapterOptimizer
 from regularizers import BAR, GGPO, SAM, BiLora, NEFTune, Plain
 from tests.finetune_models import save_backbone
 
@@ -256,7 +256,7 @@ def test_a_copy_shares_every_tensor_but_a_new_head(llama):
 
 
 def test_cells_begin_with_the_adapter_that_they_would_have_alone(llama):
-    from finetune.adapter import attach_adapter, trainable
+    from finetune.adapters.adapter import attach_adapter, trainable
 
     task = Classify()
     backbone = load_backbone(llama, task=task, num_labels=3)

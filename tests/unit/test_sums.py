@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.faults.tamper import READERS, Matrix
 from finetune import fingerprint as fingerprints
-from finetune.adapter import WEIGHTS, read_adapter
+from finetune.adapters.adapter import WEIGHTS, read_adapter
 from finetune.atomic import write_text
+from finetune.digests import DONE, check_files, sums
 from finetune.errors import UserError
 from finetune.fingerprint import fingerprint
-from finetune.sums import DONE, check_files, sums
 from flatshift.cli import run
 from tests.finetune_models import save_backbone
 

@@ -25,7 +25,7 @@ from experiments.sweep.cell import _backbone_digests, outcome_of
 from experiments.sweep.plan import Base
 from experiments.sweep.table import Columns
 from finetune.errors import UserError
-from finetune.loop import Diverged
+from finetune.train.loop import Diverged
 from regularizers.config import GGPO, Plain
 
 # ------------------------------------------------------------------------------------------- points

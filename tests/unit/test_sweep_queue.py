@@ -99,7 +99,7 @@ def test_unit_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
 
 
 def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.parallel import devices
+    from finetune.planner import devices
 
     cells = cells_that(["ok"])
     monkeypatch.setattr(devices, "_cuda_devices", lambda: [1 << 30])
@@ -181,7 +181,7 @@ def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, mo
 
 
 def test_workers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.parallel import devices
+    from finetune.planner import devices
 
     monkeypatch.setattr(devices, "_machine_memory", lambda: 1200)
     monkeypatch.setattr(devices, "_process_limit", lambda: None)

@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 
 import finetune.backbone
+import finetune.data.units
 import finetune.seeds
-import finetune.units
 from experiments import tokens
 
 ROOT = Path(tokens.__file__).resolve().parent.parent
 APART = {
     "experiments.config": "settings: their values are in the key",
     "finetune.config": "settings: their values are in the key",
-    "finetune.adapting.settings": "which layer answers a regression: the layer is in the key",
+    "finetune.adapters.settings": "which layer answers a regression: the layer is in the key",
     "finetune.parallel.skeleton": "which layer answers a regression: the layer is in the key",
     "finetune.assets": "where files lie: their content is in the key",
     "finetune.atomic": "how an entry is written",
-    "finetune.cachedir": "where entries lie",
+    "finetune.cache_directory": "where entries lie",
     "finetune.errors": "sentences",
     "finetune.headtokens": "a refusal, of rows as they come from the cache too",
     "finetune.evaluate.mode": "a model's forward pass, which finds leaks of packing",
     "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
     "experiments.room": "a refusal and a note, of rows as they come from the cache too",
-    "finetune.recording": "which rows a run looks at",
+    "finetune.train.trace": "which rows a run looks at",
     "finetune.devices.capabilities": "how rows that are made already come to a device",
     "finetune.devices.cuda": "how rows that are made already come to a device",
     "finetune.devices.packed_attention": "a model's forward pass over rows that are made already",
@@ -68,7 +68,7 @@ def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing
     assert all(importlib.util.find_spec(name) for name in APART)
 
 
-@pytest.mark.parametrize("module", [finetune.seeds, finetune.backbone, finetune.units], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [finetune.seeds, finetune.backbone, finetune.data.units], ids=lambda m: m.__name__)
 def test_another_version_of_it_is_another_entry(module, tmp_path, monkeypatch):
     before = tokens._code_digest()
     other = tmp_path / "changed.py"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import Trainer
 
-from finetune.adapter import attach_adapter, trainable
+from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, LanguageModel, Optimizer
-from finetune.optimizer import AdapterOptimizer, decays
 from finetune.parallel.layout import canonical
+from finetune.train.optimizer import AdapterOptimizer, decays
 from tests.finetune_models import save_backbone
 
 needs_library = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not here")

@@ -16,7 +16,7 @@ from torch import nn
 from ...config import Mesh
 from ...errors import UserError
 from ..layout import canonical
-from ..world import World
+from ..mesh import World
 from .absent import Absent, BiasOnly, Inlet, Outlet
 from .families import Anatomy, Stack
 from .plan import stages_of, virtual_stages

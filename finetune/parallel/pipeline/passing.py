@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...config import Mesh
-from ...loss import Batch
-from ..world import World
+from ...train.loss import Batch
+from ..mesh import World
 from .pieces import Piece
 from .plan import rank_of
 from .stage import Around, Stage

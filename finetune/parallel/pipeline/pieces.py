@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ...data.encoding import IGNORE
-from ...loss import Batch
+from ...train.loss import Batch
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one pass through the pipeline takes (a `finetune.loss.Batch`)."""
+    """What one pass through the pipeline takes (a `finetune.train.loss.Batch`)."""
 
     inputs: dict[str, Tensor]
     """Model keyword arguments, rows first."""

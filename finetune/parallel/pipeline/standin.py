@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..world import TOKENS
+from ..mesh import TOKENS
 from .stage import Parts
 
 if TYPE_CHECKING:
-    from ..world import World
+    from ..mesh import World
     from .passing import Passing
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layout import Layout
-from ..world import World
+from ..mesh import World
 from . import borders
 from .check import check_tensor_plan
 from .plans import Found, FoundRegion, backbone_of, find

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...devices.capabilities import capabilities
-from ...loss import slice_rows
+from ...train.loss import slice_rows
 from . import borders
 
 

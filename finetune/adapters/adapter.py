@@ -1,0 +1,378 @@
+"""LoRA adapters through PEFT: attached with name-seeded weights, saved in PEFT's own format, read back and compared.
+
+PEFT wraps the frozen model, then every trainable tensor gets its values from its own name, so no draw depends on the
+order of construction, on the layout over a mesh or on global state.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..atomic import replacing_directory
+from ..backbone import resolve_backbone
+from ..config import Adapter, Task
+from ..devices.capabilities import kept_draws
+from ..digests import check_adapter
+from ..errors import UserError
+from ..parallel.layout import canonical
+from ..seeds import torch_generator
+from . import soft_tokens
+from .initial_values import TAKES_OUT, Calibration, initialise, look_at_data, require_calibration
+from .offsets import Offset, file_config, fold, join, lora_layers, offsets_of, parted
+from .projector import check_projector, read_projector, write_projector
+from .settings import check_patterns, lora_config, with_ranks_of
+from .soft_tokens import attach_soft_tokens
+from .under import read_under
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
+
+WEIGHTS = "adapter_model.safetensors"
+_SMALLER = "the adapter is not saved; take a smaller optimizer.lr"
+_ADAPTER = "default"
+
+
+# --------------------------------------------------------------------------------------------- attaching
+
+
+def attach_adapter(
+    backbone: PreTrainedModel,
+    adapter: Adapter,
+    *,
+    task: Task,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    initial: str | Path | None = None,
+    calibration: Calibration | None = None,
+) -> PeftModel:
+    """Wrap `backbone` (in place) by PEFT: LoRA on `adapter.targets`, and for Classify and Regress the head, all kept in
+    `dtype`.
+
+    A ~ Kaiming uniform with a = √5 as in PEFT, B = 0, both and a new head drawn by (`seed`, name); the global random
+    state is left as it was. Other values by `adapter.init` (`finetune.adapters.initial_values`).
+
+    Args:
+        initial: an adapter saved by `save_adapter` from a model of these settings, whose `adapter.init` or
+            `adapter.under` is taken over instead of worked out: what is folded into the frozen weights, and A and B.
+        calibration: training rows, for an `adapter.init` that looks at them and has no `initial`.
+
+    Raises:
+        UserError: a target suffix that no module has, a setting PEFT refuses, an `initial` of other settings.
+    """
+    if adapter.soft_tokens is not None:
+        return attach_soft_tokens(backbone, adapter, task=task, seed=seed, dtype=dtype)
+    new = tuple(getattr(backbone, "new_parameters", ()))
+    config = lora_config(backbone, adapter, task=task, new=new)
+    if initial is not None and adapter.init == "eva":
+        config = with_ranks_of(config, initial)
+    deviation = _deviation(backbone)
+    for name in new:
+        _copy(backbone.get_parameter(name), initial_value(name, backbone.get_parameter(name).shape, seed, deviation))
+    if initial is None and adapter.init in ("corda", "lora-ga"):
+        look_at_data(backbone, config, adapter, require_calibration(adapter, calibration))
+    model = _wrap(backbone, config)
+    check_patterns(model, adapter)
+    for parameter in trainable(model).values():
+        parameter.data = parameter.data.to(dtype)
+    for name, parameter in trainable(model).items():
+        if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude is the backbone's row norm: BA = 0
+            _copy(parameter, initial_value(name, parameter.shape, seed, deviation))
+    if adapter.init != "default" or adapter.under is not None:
+        _begin(model, adapter, seed=seed, initial=initial, calibration=calibration)
+    return model
+
+
+def _begin(
+    model: PeftModel, adapter: Adapter, *, seed: int, initial: str | Path | None, calibration: Calibration | None
+) -> None:
+    """The values and folded parts that `adapter.init` or `adapter.under` asks for, or those of `initial`."""
+    dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
+    if initial is not None:
+        kept, beyond = parted(read_adapter(initial), model)
+        if not beyond and (adapter.init in TAKES_OUT or adapter.under is not None):
+            what = "adapter.under" if adapter.under is not None else f"adapter.init: {adapter.init}"
+            raise UserError(f"{initial}: this adapter does not hold what {what} folded into the frozen weights")
+        copy_tensors(lora_only(kept), lora_only(trainable(model)), where=str(initial))
+        fold(model, beyond, why=str(initial))
+    elif adapter.under is not None:
+        fold(model, read_under(adapter.under, model), why="adapter.under")
+    else:
+        weights = None
+        if adapter.init == "loftq":
+            weights = resolve_backbone(str(model.get_base_model().name_or_path))
+        initialise(model, adapter, seed=seed, calibration=calibration, weights=weights)
+    for name, parameter in trainable(model).items():  # EVA makes factors of other ranks anew
+        parameter.data = parameter.data.to(dtypes.get(name, next(iter(dtypes.values()))))
+
+
+def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, dtype: torch.dtype) -> PeftModel:
+    """The same wrapping of a backbone without weights (`finetune.parallel.skeleton`); nothing has a value yet.
+
+    dtype: of everything that trains.
+    """
+    new = tuple(getattr(backbone, "new_parameters", ()))
+    config = lora_config(backbone, adapter, task=task, new=new)
+    model = _wrap(backbone, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    check_patterns(model, adapter)
+    for parameter in trainable(model).values():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _wrap(backbone: PreTrainedModel, config: LoraConfig, **options: Any) -> PeftModel:
+    from peft import get_peft_model
+
+    try:
+        # PEFT initialises from the global generator and warns about Conv1D; both stay inside.
+        with kept_draws({p.device for p in backbone.parameters()}), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return get_peft_model(backbone, config, **options)
+    except ValueError as error:
+        raise UserError(f"adapter: PEFT refuses these settings: {str(error).splitlines()[0]}") from error
+
+
+def _deviation(backbone: PreTrainedModel) -> float:
+    return float(getattr(backbone.config, "initializer_range", 0.02))
+
+
+def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, deviation: float) -> torch.Tensor:
+    """The first value of a trained tensor, whole, float32, drawn by (`seed`, plain `name`) on the CPU.
+
+    A ~ Kaiming uniform (a = √5) and B = 0 as in PEFT; for embeddings A = 0, B ~ N(0, 1). What a checkpoint lacked:
+    N(0, deviation²), norms 1, biases 0.
+    """
+    generator = torch_generator(seed, "init", name)
+    value = torch.zeros(tuple(shape))
+    if ".lora_A." in name:
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    elif name.endswith(".lora_embedding_B"):
+        value = torch.randn(value.shape, generator=generator)
+    elif ".lora_" not in name:
+        if value.ndim >= 2:
+            value = torch.randn(value.shape, generator=generator) * deviation
+        elif name.lower().endswith("norm.weight"):
+            value.fill_(1.0)
+    return value
+
+
+@torch.no_grad()
+def _copy(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    parameter.copy_(value)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by plain name: as in the backbone, without PEFT's wrappers and adapter name."""
+    return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+# --------------------------------------------------------------------------------------------- saving and loading
+
+
+def save_adapter(model: PeftModel, directory: str | Path) -> Path:
+    """Write `model`'s adapter as a PEFT directory, atomically, and compare the file bit for bit with the live tensors.
+
+    What is folded into the frozen weights (`finetune.adapters.offsets`) is written too, as more rows of A and columns
+    of B: the file fits the backbone as it is on disk.
+
+    Raises:
+        UserError: a value is NaN or infinite: nothing is put in place.
+        RuntimeError: the file misses a tensor, differs from a live one, or would be empty: likewise.
+    """
+    directory = Path(directory)
+    if offsets_of(model):
+        return write_adapter(model, join(trainable(model), model), directory)
+    with replacing_directory(directory) as temporary:
+        model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)
+        (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
+        write_projector(model, temporary)
+        require_saved(_tensors(temporary), trainable(model))
+        _require_finite(trainable(model), str(directory), _SMALLER)
+    return directory
+
+
+def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directory: str | Path) -> Path:
+    """Write whole `tensors` (by plain name) as a PEFT directory with the configuration of `model`, atomically.
+
+    What `save_adapter` writes of a model that one process holds; here none need hold it. Re-opened and compared.
+
+    Raises:
+        UserError: a value is NaN or infinite: nothing is put in place.
+        RuntimeError: the file differs from the tensors, or would be empty: likewise.
+    """
+    import copy
+
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    config = file_config(model) if offsets_of(model) else copy.copy(model.peft_config[_ADAPTER])
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = str(model.get_base_model().name_or_path)
+    layers = lora_layers(model)
+    host = {file_name(name, layers): tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing_directory(directory) as temporary:
+        config.save_pretrained(str(temporary))
+        save_file(host, temporary / WEIGHTS, metadata={"format": "pt"})
+        require_saved(_tensors(temporary), tensors)
+        _require_finite(tensors, str(directory), _SMALLER)
+    return directory
+
+
+def file_name(name: str, layers: Mapping[str, Any]) -> str:
+    """The name in PEFT's file of a trained parameter's plain name.
+
+    layers: the adapted ones by plain name, whose own bias lies in what PEFT wraps.
+    """
+    owner, _, leaf = name.rpartition(".")
+    if owner in layers and leaf == "bias":
+        name = f"{owner}.base_layer.bias"
+    if name.endswith(".lora_magnitude_vector.weight"):
+        name = name.removesuffix(".weight")
+    return f"base_model.model.{name}"
+
+
+def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved adapter by plain name (as `trainable`).
+
+    Raises:
+        UserError: no such file, not safetensors, not what its run saved (`finetune.digests`), or a value that is NaN or
+            infinite.
+    """
+    check_adapter(Path(directory))
+    tensors = _tensors(directory)
+    _require_finite(tensors, str(Path(directory) / WEIGHTS), "take another adapter")
+    return tensors
+
+
+def _tensors(directory: str | Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(directory) / WEIGHTS
+    if not file.is_file():
+        if pickles := sorted(Path(directory).glob("adapter_model.[bp]*")):
+            raise UserError(f"{pickles[0]} may be a pickle, which is never read nor shipped; save it as {WEIGHTS}")
+        raise UserError(f"{directory}: no adapter here ({WEIGHTS} is missing)")
+    try:
+        tensors = {canonical(name): tensor for name, tensor in load_file(file).items()}
+        tensors = {soft_tokens.WEIGHT if n == soft_tokens.IN_FILE else n: tensor for n, tensor in tensors.items()}
+        return tensors | read_projector(directory)
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged or cut short: {error}") from error
+
+
+def require_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
+    """Raise RuntimeError unless the tensors `saved`, read back from a file, are `live`, by name and bit for bit."""
+    if not live or not any(t.numel() for t in saved.values()):
+        raise RuntimeError("the adapter to be saved is empty")
+    if saved.keys() != live.keys():
+        raise RuntimeError(
+            f"the saved adapter has other tensors than the live one: {sorted(saved.keys() ^ live.keys())[:4]}"
+        )
+    for name, tensor in live.items():
+        if not _same_bits(saved[name], tensor):
+            raise RuntimeError(f"the saved adapter differs from the live one in {name}")
+
+
+def _require_finite(tensors: Mapping[str, torch.Tensor], where: str, fix: str) -> None:
+    """Raise UserError, beginning with `where` and ending with `fix`, for a value that is NaN or infinite."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: {name} has values that are NaN or infinite; {fix}")
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    b = b.detach().cpu()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def load_adapter(model: PeftModel, directory: str | Path, *, partial: bool = False) -> None:
+    """Copy a saved adapter into `model`'s own (built by `attach_adapter` with the same settings), exactly.
+
+    partial: LoRA tensors only; a head that only one side has is left alone (a warm-up continued by another task).
+
+    Raises:
+        UserError: no adapter in `directory`, or one of another shape or whose features enter elsewhere.
+    """
+    source, target = read_adapter(directory), dict[str, torch.Tensor](trainable(model))
+    check_projector(model, directory)
+    if offsets_of(model):
+        source, beyond = parted(source, model)
+        _require_same_offsets(beyond, model, str(directory))
+    if partial:
+        source, target = shared_lora(source, target, present=target)
+    copy_tensors(source, target, where=str(directory))
+
+
+def _require_same_offsets(beyond: Mapping[str, Offset], model: PeftModel, where: str) -> None:
+    live = offsets_of(model)
+    same = beyond.keys() == live.keys() and all(
+        _same_bits(found.a, live[name].a) and _same_bits(found.b, live[name].b) for name, found in beyond.items()
+    )
+    if not same:
+        raise UserError(
+            f"{where}: this adapter was begun with other parts folded into the frozen weights than the model"
+        )
+
+
+def lora_only(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Without heads and other modules that train whole."""
+    return {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+
+
+def shared_lora(
+    source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, present: Iterable[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Of a saved and a live adapter what a stage hands to one with another head: the LoRA tensors of the body.
+
+    Left out is what trains whole, and LoRA tensors outside the numbered blocks that only one side has (a masked-LM
+    head's transform, BERT's pooler). A block that only one side has stays, for `copy_tensors` to refuse.
+
+    present: names of the live adapter over all ranks.
+    """
+    present = set(present)
+
+    def kept(tensors: Mapping[str, torch.Tensor], other: Iterable[str]) -> dict[str, torch.Tensor]:
+        known = set(other)
+        return {n: t for n, t in lora_only(tensors).items() if n in known or _in_block(n)}
+
+    return kept(source, present), kept(target, source)
+
+
+def _in_block(name: str) -> bool:
+    return any(part.isdecimal() for part in name.split("."))
+
+
+@torch.no_grad()
+def copy_tensors(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, where: str) -> None:
+    """Copy by name; names and shapes must agree, else UserError that begins with `where`."""
+    odd = sorted(source.keys() ^ target.keys())
+    if odd:
+        raise UserError(
+            f"{where}: this adapter belongs to other settings or another backbone ({odd[0]} has no partner)"
+        )
+    for name, tensor in target.items():
+        if source[name].shape != tensor.shape:
+            raise UserError(
+                f"{where}: {name} has the shape {tuple(source[name].shape)} and the model wants {tuple(tensor.shape)}"
+            )
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
+
+
+def describe_adapter(model: PeftModel) -> dict[str, Any]:
+    """Counts for logs and reports: trained and frozen parameters, adapted layers."""
+    live = trainable(model)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    layers = sum(".lora_A." in name or ".lora_embedding_A" in name for name in live)
+    return {"trained": sum(p.numel() for p in live.values()), "frozen": frozen, "layers": layers}

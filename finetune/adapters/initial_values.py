@@ -1,0 +1,336 @@
+"""What an adapter starts from (`adapter.init`), by PEFT's own code, drawn by seed and layer name.
+
+PEFT's initialisations act on a layer whose weight they change; here the weight is put back as it was, and what the
+factors start from is folded out of it by `finetune.adapters.offsets`, in the same way when a run is resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import DATA_INITS, Adapter, Task
+from ..errors import UserError
+from ..parallel.index import read_index
+from ..seeds import derive
+from ..train.numerics import seeded
+from .offsets import ADAPTER, Offset, fold, lora_layers
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
+
+    from ..data import Example, MicroBatch
+
+ROWS = 64
+"""`adapter.init_rows` by default."""
+TAKES_OUT = ("pissa", "olora", "corda", "lora-ga")
+"""Initialisations whose BA is not zero, so that it is taken out of the frozen weight."""
+_PASSES = 30
+"""How often EVA may go through the rows before its directions hold still."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Training rows for the initialisations that look at data."""
+
+    rows: Sequence[Example]
+    task: Task
+    pad_id: int
+    batch_size: int = 8
+    precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """Around every forward pass: the autocast of training."""
+
+    def batches(self, device: torch.device, rows: int | None = None) -> list[MicroBatch]:
+        """All rows once, padded together; `rows` at a time."""
+        from ..data import iterate_eval
+
+        size = rows or self.batch_size
+        batches = iterate_eval(self.rows, task=self.task, batch_size=size, pad_id=self.pad_id)
+        return [batch.to(device) for batch in batches]
+
+
+def require_calibration(adapter: Adapter, calibration: Calibration | None) -> Calibration:
+    """`calibration`; raises UserError where there is none but `adapter.init` looks at data."""
+    if calibration is None or not calibration.rows:
+        raise UserError(f"adapter.init: {adapter.init} looks at training rows, and there are none here")
+    return calibration
+
+
+# --------------------------------------------------------------------------------------------- before PEFT wraps
+
+
+def look_at_data(backbone: PreTrainedModel, config: LoraConfig, adapter: Adapter, calibration: Calibration) -> None:
+    """Leave on each layer of the bare `backbone` what PEFT's corda_init or lora_ga_init will read there."""
+    if adapter.init == "corda":
+        _corda(backbone, config, calibration)
+    elif adapter.init == "lora-ga":
+        _lora_ga(backbone, config, calibration)
+
+
+def _corda(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibration) -> None:
+    from peft.tuners.lora.config import CordaConfig
+
+    try:
+        from peft.tuners.lora.corda import preprocess_corda
+    except ModuleNotFoundError as error:  # a dependency that PEFT 0.21 does not declare
+        raise UserError(
+            f"adapter.init: corda needs the Python package attrs ({error}); pip install attrs, or take another init"
+        ) from error
+
+    def run() -> None:
+        for micro in calibration.batches(backbone.device, rows=1):  # PEFT's covariance is of one row's tokens
+            with calibration.precision():
+                backbone(**micro.inputs)
+
+    settings = dataclasses.replace(_resolved(backbone, config), init_lora_weights="corda", corda_config=CordaConfig())
+    with _put_back(backbone), _refusals("corda"):
+        preprocess_corda(backbone, settings, run_model=run)
+
+
+def _lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibration) -> None:
+    from peft.tuners.lora.config import LoraGAConfig
+    from peft.tuners.lora.loraga import preprocess_loraga
+
+    from ..train.loss import batch_loss
+
+    batches = calibration.batches(backbone.device)
+    count = sum(micro.supervised for micro in batches)
+
+    def step() -> None:
+        # Without dropout: the gradient that is wanted is that of the rows, not of one draw of masks.
+        backbone.eval()
+        for micro in batches:
+            with calibration.precision():
+                loss = batch_loss(backbone, micro, task=calibration.task, head=None) / count
+            loss.backward()
+
+    settings: Any = dataclasses.replace(_resolved(backbone, config), lora_ga_config=LoraGAConfig())
+    settings.init_lora_weights = "lora_ga"
+    with _put_back(backbone), _refusals("lora-ga"):
+        preprocess_loraga(backbone, settings, step)
+
+
+def _resolved(backbone: PreTrainedModel, config: LoraConfig) -> LoraConfig:
+    """`config` with the layers of all-linear by name, as PEFT's functions for bare models need them."""
+    import copy
+
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    return _maybe_include_all_linear_layers(copy.deepcopy(config), backbone)  # type: ignore[return-value]
+
+
+# --------------------------------------------------------------------------------------------- after PEFT wrapped
+
+
+def initialise(
+    model: PeftModel, adapter: Adapter, *, seed: int, calibration: Calibration | None, weights: Path | None = None
+) -> None:
+    """Give the factors of the wrapped `model`, which hold PEFT's default values, those of `adapter.init`.
+
+    weights: the directory of the backbone's unquantised weight files (loftq).
+
+    Raises:
+        UserError: what PEFT refuses, in a sentence.
+    """
+    if adapter.init == "eva":
+        _eva(model, require_calibration(adapter, calibration))
+    elif adapter.init == "loftq":
+        _loftq(model, weights)
+    else:
+        offsets: dict[str, Offset] = {}
+        for name, layer in lora_layers(model).items():
+            if ADAPTER not in layer.lora_A:  # embeddings keep the default
+                continue
+            _check_rank(adapter, name, layer)
+            with _own_draws(seed, name, layer), _refusals(adapter.init):
+                start = _factors(layer, adapter)
+            if adapter.init in TAKES_OUT:
+                offsets[name] = Offset(start[0].clone(), -start[1])
+        if offsets:
+            fold(model, offsets, why=f"adapter.init: {adapter.init}")
+
+
+def _check_rank(adapter: Adapter, name: str, layer: Any) -> None:
+    rank, most = layer.r[ADAPTER], min(layer.in_features, layer.out_features)
+    if adapter.init == "lora-ga":
+        most //= 2
+    if adapter.init == "olora" and layer.fan_in_fan_out:
+        raise UserError(
+            f"adapter.init: olora does not work on {name}, a Conv1D whose weight PEFT would decompose the wrong way "
+            "round; take pissa"
+        )
+    if adapter.init == "orthogonal" and rank % 2:
+        raise UserError(f"adapter.init: orthogonal needs even ranks, and {name} has {rank}")
+    if adapter.init in TAKES_OUT and rank > most:
+        raise UserError(
+            f"adapter.init: {adapter.init} takes at most {most} directions out of {name}, and its rank is {rank}; "
+            f"lower adapter.rank, or set adapter.ranks.{name.rsplit('.', 1)[-1]}: {most}"
+        )
+
+
+@torch.no_grad()
+def _factors(layer: Any, adapter: Adapter) -> tuple[Tensor, Tensor]:
+    """A and B as PEFT's method leaves them, in their dtype; the frozen weight is as before."""
+    from peft.tuners.lora.config import LoraGAConfig
+
+    a, b, base = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], layer.get_base_layer()
+    dtype, weight = a.weight.dtype, base.weight.data
+    base.weight.data = weight.clone()  # some methods subtract in place
+    try:
+        if adapter.init == "pissa":
+            layer.pissa_init(ADAPTER, "pissa")
+        elif adapter.init == "olora":
+            layer.olora_init(ADAPTER)
+        elif adapter.init == "orthogonal":
+            layer.orthogonal_init(ADAPTER)
+        elif adapter.init == "corda":
+            layer.corda_init(ADAPTER, "corda")
+        else:
+            assert adapter.init == "lora-ga", adapter.init
+            layer.lora_ga_init(ADAPTER, LoraGAConfig())
+    finally:
+        base.weight.data = weight
+    for factor in (a, b):
+        factor.weight.data = factor.weight.data.to(weight.device, dtype).contiguous()
+        factor.weight.requires_grad_(True)
+    return a.weight.detach(), b.weight.detach()
+
+
+def _eva(model: PeftModel, calibration: Calibration) -> None:
+    from peft import EvaConfig, get_eva_state_dict, initialize_lora_eva_weights
+
+    config: Any = model.peft_config[ADAPTER]
+    config.init_lora_weights, config.eva_config = "eva", EvaConfig()
+    device = next(model.parameters()).device
+    batches = [_with_mask(micro) for micro in calibration.batches(device)]
+    widest = max(round(layer.r[ADAPTER] * config.eva_config.rho) for layer in lora_layers(model).values())
+    fewest = min(int(batch["mask"].sum()) for batch in batches)
+    if fewest < widest:  # PEFT passes such batches over, and would wait for others for ever
+        raise UserError(
+            f"adapter.init: eva needs {widest} tokens in a batch of {calibration.batch_size} rows (twice the rank), "
+            f"and one has {fewest}; take longer rows, other rows, or a smaller adapter.rank"
+        )
+    passes = [0]
+
+    def forward(peft_model: nn.Module, batch: dict[str, Tensor]) -> None:
+        passes[0] += 1
+        if passes[0] > _PASSES * len(batches):
+            raise UserError(
+                f"adapter.init: the directions of eva still move after {_PASSES} passes over {len(calibration.rows)} "
+                "rows; raise adapter.init_rows"
+            )
+        with calibration.precision():
+            peft_model(**{name: tensor for name, tensor in batch.items() if name != "mask"})
+
+    with _put_back(model), _refusals("eva"):
+        state = get_eva_state_dict(
+            model,
+            batches,
+            peft_config=config,
+            forward_fn=forward,
+            prepare_model_inputs_fn=lambda batch, _: batch["mask"],
+            prepare_layer_inputs_fn=_real_tokens,
+            adapter_name=ADAPTER,
+            show_progress_bar=False,
+        )
+        initialize_lora_eva_weights(model, eva_state_dict=state)
+    config.init_lora_weights, config.eva_config = True, None
+
+
+def _with_mask(micro: MicroBatch) -> dict[str, Tensor]:
+    ids = micro.inputs["input_ids"]
+    return {**micro.inputs, "mask": micro.inputs.get("attention_mask", torch.ones_like(ids)).bool()}
+
+
+def _real_tokens(states: Any, mask: Tensor, name: str) -> Tensor:
+    """A layer's inputs at the tokens that are no padding (n, D); all of them for a layer that sees one state a row."""
+    first: Tensor = states[0] if isinstance(states, tuple | list) else states
+    return first[mask] if first.shape[:2] == mask.shape else first.reshape(-1, first.shape[-1])
+
+
+@torch.no_grad()
+def _loftq(model: PeftModel, directory: Path | None) -> None:
+    """A and B from the best approximation of rank r of what 4-bit quantisation left out of each weight (one iteration).
+
+    What PEFT's `replace_lora_weights_loftq` computes, but on any device, and with the layer's scale, which that leaves
+    out.
+    """
+    from peft.utils.integrations import dequantize_module_weight
+
+    packed = {name: layer for name, layer in lora_layers(model).items() if type(layer).__name__ == "Linear4bit"}
+    if directory is None or not packed:
+        raise UserError("adapter.init: loftq found no 4-bit layer among the adapted ones; set train.quantization: nf4")
+    prefix = getattr(model.get_base_model(), "base_model_prefix", "")
+    for name, layer in packed.items():
+        kept = dequantize_module_weight(layer.get_base_layer()).float()
+        weight = _weight_in_files(directory, f"{name}.weight", prefix).to(kept)
+        # of a Conv1D, bitsandbytes may keep the transpose
+        fitting = [w for w in (weight, weight.T) if w.shape == kept.shape]
+        weight = min(fitting, key=lambda w: float((w - kept).norm()))
+        rank, scale = layer.r[ADAPTER], layer.scaling[ADAPTER]
+        u, s, v = torch.linalg.svd((weight - kept) / scale, full_matrices=False)
+        root = s[:rank].sqrt()
+        for factor, value in ((layer.lora_A, root[:, None] * v[:rank]), (layer.lora_B, u[:, :rank] * root)):
+            factor[ADAPTER].weight.copy_(value)
+
+
+def _weight_in_files(directory: Path, name: str, prefix: str) -> Tensor:
+    from safetensors import safe_open
+
+    entries = read_index(directory)
+    key = name if name in entries else name.removeprefix(f"{prefix}.")
+    if key not in entries:
+        raise UserError(f"adapter.init: loftq does not find {name} in the weight files of {directory}")
+    with safe_open(entries[key].file, framework="pt") as tensors:
+        return tensors.get_tensor(key)
+
+
+# --------------------------------------------------------------------------------------------- around PEFT's code
+
+
+@contextlib.contextmanager
+def _own_draws(seed: int, name: str, layer: Any) -> Iterator[None]:
+    """PEFT draws from the global generator: here by seed and layer, and afterwards it is as it was."""
+    with seeded(derive(seed, "init", name), layer.get_base_layer().weight.device):
+        yield
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Mode, gradients and the global random state as before."""
+    training, trains = model.training, {p: p.requires_grad for p in model.parameters()}
+    with seeded(0, next(model.parameters()).device):
+        try:
+            yield
+        finally:
+            model.train(training)
+            for parameter, needs in trains.items():
+                parameter.requires_grad_(needs)
+
+
+@contextlib.contextmanager
+def _refusals(kind: str) -> Iterator[None]:
+    """What PEFT cannot do with a layer or these rows, as a sentence of ours."""
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except UserError:
+        raise
+    except (ValueError, TypeError, torch.linalg.LinAlgError) as error:
+        raise UserError(f"adapter.init: {kind} does not work here: {str(error).splitlines()[0]}") from error
+
+
+def needs_rows(adapter: Adapter) -> int:
+    """How many training rows the initialisation looks at; 0 for most."""
+    return (adapter.init_rows or ROWS) if adapter.init in DATA_INITS else 0

@@ -1,0 +1,348 @@
+"""Fold an adapter into its backbone's weight files, some rows at a time: the whole model is never in memory.
+
+Each safetensors file becomes one of the same name with the same keys and dtypes. A tensor without an adapter is copied
+byte by byte; an adapted one becomes round(W + s·B·A), computed in float64 and rounded to the nearest number of its own
+dtype (transposed for GPT-2's Conv1D, scaled to the trained magnitude for DoRA); what the checkpoint lacked or had for
+other classes (a new head) is added. How far that rounding moved any weight is measured on the way, not estimated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..atomic import write_json
+from ..errors import UserError
+from ..parallel.index import INDEX, SINGLE, Entry, read_index
+from .adapter import read_adapter
+from .patterns import by_pattern
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CHUNK = 2 << 20  # bytes of float64 rows that are worked on at once
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+Rows = Callable[[int, int], Tensor]
+
+
+class NotByFiles(Exception):
+    """This adapter changes a tensor that the files do not have as such; the model must be merged in memory."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an adapter does to one weight, in the layout of the file."""
+
+    a: Tensor
+    """(r, n): n indexes the file's columns, or its rows where `transposed`."""
+    b: Tensor
+    """(m, r)"""
+    scale: float
+    transposed: bool
+    """The file has the transpose of B·A (Conv1D, embeddings)."""
+    magnitude: Tensor | None
+    """DoRA's trained norms (m,)."""
+
+    def added_to(self, entry: Entry, start: int, stop: int) -> Tensor:
+        """The file's rows `start:stop` of W + s·B·A, float64, without DoRA's norms."""
+        rows = _rows_of(entry, start, stop).double()
+        if self.transposed:
+            return rows.addmm_(self.a[:, start:stop].T.double(), self.b.T.double(), alpha=self.scale)
+        return rows.addmm_(self.b[start:stop].double(), self.a.double(), alpha=self.scale)
+
+
+class Rounding:
+    """By dtype: how far storing moved the merged values, `largest` at most, and `relative` to its row's largest."""
+
+    def __init__(self) -> None:
+        self.by_dtype: dict[torch.dtype, dict[str, float]] = {}
+
+    def add(self, exact: Tensor, stored: Tensor) -> None:
+        """Note some rows of a tensor before and after. Raises UserError if one is no finite number."""
+        found = self.by_dtype.setdefault(stored.dtype, {"largest": 0.0, "relative": 0.0})
+        before = exact.double().reshape(exact.shape[0] if exact.ndim else 1, -1)
+        after = stored.to(torch.float64, copy=True).reshape(before.shape)
+        moved = torch.linalg.vector_norm(after.sub_(before), torch.inf, dim=1)
+        row = torch.linalg.vector_norm(before, torch.inf, dim=1).clamp_min_(1e-300)
+        found["largest"] = max(found["largest"], float(moved.max()))
+        found["relative"] = max(found["relative"], float((moved / row).max()))
+        if not moved.isfinite().all():
+            kind = str(stored.dtype).removeprefix("torch.")
+            raise UserError(f"the adapter makes weights that are not finite numbers in {kind}; it cannot be merged")
+
+    def as_json(self) -> dict[str, dict[str, float]]:
+        """By the dtype's plain name."""
+        return {str(dtype).removeprefix("torch."): found for dtype, found in self.by_dtype.items()}
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written."""
+
+    changed: dict[str, tuple[str, int]]
+    """By key of each changed or added tensor: its file's name and its number of rows."""
+    rounding: Rounding
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One tensor to write: copied from `entry`, or made of rows."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: Rows | None = None
+    entry: Entry | None = None
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def chunks(self, rounding: Rounding) -> Iterator[bytes | memoryview]:
+        """The tensor's bytes in order, some at a time; what was rounded is told to `rounding`."""
+        if self.entry is not None:
+            yield from _copied(self.entry)
+            return
+        assert self.rows is not None
+        for start, stop in _spans(self.shape):
+            exact = self.rows(start, stop)
+            part = exact.to(self.dtype).contiguous()
+            rounding.add(exact, part)
+            yield part.flatten().view(torch.uint8).numpy().data
+
+
+def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torch.dtype) -> Merged:
+    """Write the merged weight files into the directory `out`.
+
+    Args:
+        model: from `finetune.parallel.skeleton.build_skeleton`, on meta, with its `checkpoint`; untied here where the
+            adapter changes only one of two tied weights.
+        adapter: PEFT directory.
+        dtype: of the tensors that the checkpoint lacked.
+
+    Raises:
+        NotByFiles: an adapted weight is converted on loading, or of a kind whose update is not a product.
+        UserError: the adapter has tensors that the model has not, or makes weights that are not finite.
+    """
+    checkpoint: Any = model.checkpoint
+    changes, whole = read_changes(model, adapter)
+    keys = dict(checkpoint.keys)
+    if any(name in checkpoint.converted for name in (*changes, *whole)):
+        raise NotByFiles("a converted weight is adapted")
+    pieces = _unchanged(checkpoint)
+    added: dict[str, _Piece] = {}
+    for name, change in changes.items():
+        entry = checkpoint.entries[keys[name]]
+        piece = _Piece(entry.dtype, entry.shape, rows=_merged(entry, change))
+        sharing = _sharing(checkpoint, name)
+        if len(sharing) > 1:
+            _untie(model, sharing)
+            added |= {other: _Piece(entry.dtype, entry.shape, entry=entry) for other in sharing[1:]} | added
+        if name == sharing[0]:
+            pieces[entry.file.name][keys[name]] = piece
+        else:
+            added[name] = piece
+    for name, tensor in whole.items():
+        kept = checkpoint.entries[keys[name]].dtype if name in keys else dtype
+        piece = _Piece(kept, tuple(tensor.shape), rows=partial(_span_of, tensor))
+        if name not in keys:
+            added[name] = piece
+        elif len(_sharing(checkpoint, name)) == 1:
+            pieces[checkpoint.entries[keys[name]].file.name][keys[name]] = piece
+        else:
+            raise NotByFiles(f"{name} is replaced and tied")
+    pieces[max(pieces)].update(added)
+    rounding = Rounding()
+    for file, content in pieces.items():
+        _write(out / file, content, rounding)
+    if len(pieces) > 1 or SINGLE not in pieces:
+        places = {key: file for file, content in pieces.items() for key in content}
+        total = sum(piece.size for content in pieces.values() for piece in content.values())
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+    changed = {
+        key: (file, piece.shape[0])
+        for file, content in pieces.items()
+        for key, piece in content.items()
+        if piece.rows is not None
+    }
+    return Merged(changed, rounding)
+
+
+def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Change], dict[str, Tensor]]:
+    """By parameter name: what the adapter in the directory `adapter` multiplies out to, and tensors that it replaces.
+
+    Raises as `merge_files`.
+    """
+    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    tensors = {name: tensor.float() for name, tensor in read_adapter(adapter).items()}
+    if settings.get("lora_bias") or settings.get("target_parameters"):
+        raise NotByFiles("the adapter changes more than weights of linear layers and embeddings")
+    changes: dict[str, Change] = {}
+    owners = {name.split(".lora_")[0] for name in tensors if ".lora_" in name}
+    modules = dict(model.named_modules())
+    for owner in sorted(owners):
+        if owner not in modules:
+            raise UserError(f"{adapter}: this adapter belongs to another backbone, which has {owner}")
+        kind = modules[owner]
+        magnitude = tensors.get(f"{owner}.lora_magnitude_vector.weight")
+        if isinstance(kind, nn.Embedding):
+            a, b, transposed = tensors[f"{owner}.lora_embedding_A"], tensors[f"{owner}.lora_embedding_B"], True
+        else:
+            a, b = tensors[f"{owner}.lora_A.weight"], tensors[f"{owner}.lora_B.weight"]
+            transposed = type(kind).__name__ == "Conv1D"
+        if not (isinstance(kind, nn.Linear | nn.Embedding) or transposed):
+            raise NotByFiles(f"{owner} is a {type(kind).__name__}")
+        if magnitude is not None and isinstance(kind, nn.Embedding):
+            raise NotByFiles("DoRA on an embedding")
+        rank, alpha = a.shape[0], by_pattern(settings.get("alpha_pattern"), owner, settings["lora_alpha"])
+        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        changes[f"{owner}.weight"] = Change(a, b, scale, transposed, magnitude)
+    return changes, {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+
+
+def spot_check(source: Any, out: Path, changes: dict[str, Change], *, rows: int = 4) -> float:
+    """Largest difference between `rows` rows of each changed weight as written and as computed anew in float64.
+
+    source: the `Checkpoint`. Relative to the largest value of the row; rounding to the stored dtype is part of it.
+    """
+    written = read_index(out)
+    worst = 0.0
+    for name, change in changes.items():
+        key = source.keys[name]
+        there = key if name == _sharing(source, name)[0] else name
+        before, after = source.entries[key], written[there]
+        scale = _row_scale(before, change) if change.magnitude is not None else None
+        for start in {i * (before.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
+            exact = change.added_to(before, start, start + 1)
+            if scale is not None:
+                exact = exact * (scale if change.transposed else scale[start : start + 1, None]).double()
+            found = _rows_of(after, start, start + 1).double()
+            worst = max(worst, float((found - exact).abs().max() / exact.abs().max().clamp_min(1e-30)))
+    return worst
+
+
+def _sharing(checkpoint: Any, name: str) -> list[str]:
+    """The names that are tied to one tensor of the files with `name`, the one that the tensor is named after first."""
+    return [other for other, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
+
+
+def _unchanged(checkpoint: Any) -> dict[str, dict[str, _Piece]]:
+    """By file: every tensor that the model reads, to be copied. Others (a language head under a classifier) stay out,
+    unless conversions hide which those are."""
+    wanted = set(checkpoint.entries) if checkpoint.converted else set(checkpoint.keys.values())
+    pieces: dict[str, dict[str, _Piece]] = {}
+    for key, entry in checkpoint.entries.items():
+        if key in wanted:
+            pieces.setdefault(entry.file.name, {})[key] = _Piece(entry.dtype, entry.shape, entry=entry)
+    return pieces
+
+
+def _untie(model: PreTrainedModel, names: list[str]) -> None:
+    """From now on the model has a head of its own beside its embedding."""
+    config = model.config.get_text_config()
+    if len(names) > 2 or not getattr(model.config, "tie_word_embeddings", config.tie_word_embeddings):
+        raise NotByFiles(f"{names[0]} is tied by the architecture")
+    config.tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def _span_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor[start:stop]
+
+
+def _merged(entry: Entry, change: Change) -> Rows:
+    scale = _row_scale(entry, change) if change.magnitude is not None else None
+
+    def rows(start: int, stop: int) -> Tensor:
+        weight = change.added_to(entry, start, stop)
+        if scale is not None:
+            weight.mul_(scale if change.transposed else scale[start:stop, None])
+        return weight
+
+    return rows
+
+
+def _row_scale(entry: Entry, change: Change) -> Tensor:
+    """DoRA: magnitude over the norm of each output's weights (m,), float64."""
+    assert change.magnitude is not None
+    squares = torch.zeros_like(change.magnitude, dtype=torch.float64)
+    for start, stop in _spans(entry.shape):
+        weight = change.added_to(entry, start, stop)
+        if change.transposed:
+            squares += weight.square().sum(dim=0)
+        else:
+            squares[start:stop] = weight.square().sum(dim=1)
+    return change.magnitude / squares.sqrt()
+
+
+def _rows_of(entry: Entry, start: int, stop: int) -> Tensor:
+    """Rows `start:stop` of a tensor of the files, read into memory of their own."""
+    width = entry.bytes // entry.shape[0]
+    data = bytearray((stop - start) * width)
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset + start * width)
+        if stream.readinto(data) != len(data):
+            raise UserError(f"{entry.file} became shorter while it was read")
+    return torch.frombuffer(data, dtype=entry.dtype).reshape(stop - start, *entry.shape[1:])
+
+
+def _spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK // (8 * math.prod(shape[1:]) or 1))
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+def _copied(entry: Entry) -> Iterator[bytes]:
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset)
+        left = entry.bytes
+        while left:
+            part = stream.read(min(left, _CHUNK))
+            if not part:
+                raise UserError(f"{entry.file} became shorter while it was read")
+            left -= len(part)
+            yield part
+
+
+def _write(file: Path, pieces: dict[str, _Piece], rounding: Rounding) -> None:
+    """A safetensors file: length of the header, header, tensors, wider types first so that each is aligned."""
+    order = sorted(pieces, key=lambda key: (-pieces[key].dtype.itemsize, key))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key in order:
+        piece = pieces[key]
+        header[key] = {
+            "dtype": _NAMES[piece.dtype],
+            "shape": list(piece.shape),
+            "data_offsets": [end, end + piece.size],
+        }
+        end += piece.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
+        for key in order:
+            for part in pieces[key].chunks(rounding):
+                stream.write(part)
+        assert stream.tell() == 8 + len(text) + end, file

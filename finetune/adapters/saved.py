@@ -1,0 +1,168 @@
+"""An adapter on disk that another one begins with: where it lies, and whether it fits the backbone and the settings."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from torch import Tensor
+
+from ..atomic import read_object
+from ..digests import check_adapter
+from ..errors import UserError, user_path
+from ..fingerprint import fingerprint
+from .offsets import ADAPTER, lora_layers
+from .patterns import by_pattern
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+SETTINGS = "adapter_config.json"
+_PLAIN = (True, False, "gaussian", "orthogonal", "eva")
+"""PEFT's initialisations after which the frozen weights are those of the backbone's files."""
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A PEFT directory with a LoRA adapter."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    """Of adapter_config.json."""
+    backbone: Mapping[str, str] | None
+    """`name` and `fingerprint` of its backbone, where a run directory tells."""
+    quantization: str | None = None
+    """How the weights are packed that it alone fits, where its run's recipe says so (`adapter.init: loftq`)."""
+
+    @classmethod
+    def find(cls, name: str, *, where: str) -> SavedAdapter:
+        """The adapter of the run directory or PEFT directory `name`.
+
+        Raises:
+            UserError: beginning with `where`: there is none, or one of another kind than LoRA.
+        """
+        given = user_path(name)
+        path = given / "adapter" if (given / "adapter" / SETTINGS).is_file() else given
+        file = path / SETTINGS
+        if not file.is_file():
+            raise UserError(f"{where}: {name} is neither a finished run directory nor a PEFT adapter ({SETTINGS})")
+        check_adapter(path)
+        try:
+            settings = read_object(file, fix="save the adapter again")
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        if settings.get("peft_type") != "LORA":
+            raise UserError(f"{where}: {name} holds a {settings.get('peft_type')} adapter; only LoRA can be taken over")
+        if settings.get("init_lora_weights", True) not in _PLAIN:
+            raise UserError(
+                f"{where}: {name} was begun by {settings['init_lora_weights']} and saved for changed frozen weights; "
+                "save it for the plain backbone (PEFT: path_initial_model_for_weight_conversion)"
+            )
+        return cls(path, settings, *_told_by_run(path))
+
+    def require_backbone(self, directory: Path, name: str, *, where: str, quantization: str | None = None) -> None:
+        """Raise UserError unless this adapter was trained on the backbone in `directory`, recorded as `name`, and fits
+        its weights packed by `quantization` (None: as they are).
+
+        By the fingerprint of its weights where that is known or its directory is here, else by its whole hub name; of
+        directories that are not both here, by the last part of their names.
+        """
+        self.require_packing(quantization, where=where)
+        theirs = str(self.settings.get("base_model_name_or_path") or "")
+        if self.backbone is not None:
+            same = self.backbone["fingerprint"] == fingerprint(directory)
+            theirs = self.backbone["name"]
+        elif theirs == name or not theirs:
+            return
+        elif (Path(theirs) / "config.json").is_file():
+            same = fingerprint(Path(theirs)) == fingerprint(directory)
+        else:
+            local = Path(theirs).is_absolute() or user_path(name).is_dir()
+            same = (Path(theirs).name == Path(name).name) if local else (theirs.lower() == name.lower())
+        if not same:
+            raise UserError(f"{where}: {self.path} was trained on {theirs}, which is not the backbone {name}")
+
+    def require_packing(self, quantization: str | None, *, where: str) -> None:
+        """Raise UserError if it makes up for what packing lost of the weights, and they are not packed that way."""
+        if self.quantization not in (None, quantization):
+            raise UserError(
+                f"{where}: {self.path} was begun by loftq on weights in {self.quantization}, and fits no others; take "
+                "an adapter that was trained without it"
+            )
+
+    def digest(self) -> str:
+        """SHA-256 of its settings and its weights."""
+        found = hashlib.sha256()
+        for name in (SETTINGS, "adapter_model.safetensors"):
+            if (self.path / name).is_file():
+                with (self.path / name).open("rb") as file:
+                    found.update(hashlib.file_digest(file, "sha256").digest())
+        return found.hexdigest()
+
+    def scales(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, float]]:
+        """(rank, scale) of each adapted layer by plain name."""
+        ranks = {}
+        for name, tensor in tensors.items():
+            if name.endswith((".lora_A.weight", ".lora_embedding_A")):
+                ranks[name.split(".lora_")[0]] = tensor.shape[0]
+        found: dict[str, tuple[int, float]] = {}
+        for layer, rank in ranks.items():
+            alpha = by_pattern(self.settings.get("alpha_pattern"), layer, self.settings["lora_alpha"])
+            found[layer] = rank, alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+        return found
+
+
+def _told_by_run(path: Path) -> tuple[Mapping[str, str] | None, str | None]:
+    """(backbone, quantization) of the adapter in `path`, from the run directory that it lies in, if it does."""
+    for place in path.resolve().parents[:3]:  # RUN/adapter, RUN/initial, RUN/stages/NAME/adapter
+        manifest, recipe = place / "manifest.json", place / "recipe.resolved.yaml"
+        if not recipe.is_file():
+            continue
+        try:
+            told = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+            begun, train = (told.get("adapter") or {}).get("init"), told.get("train") or {}
+        except (OSError, ValueError, RecursionError, AttributeError, yaml.YAMLError):
+            raise UserError(f"{recipe}: not a run's recipe; restore it, or take the adapter's own folder") from None
+        known = read_object(manifest).get("backbone") if manifest.is_file() else None
+        return known, train.get("quantization") if begun == "loftq" else None
+    return None, None
+
+
+def check_start(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, where: str) -> None:
+    """Raise one UserError that names every setting in which the adapter `saved` differs from that of `model`.
+
+    tensors: of `saved` by plain name. model: as the recipe has it, on meta or not.
+    """
+    live = {name: (layer.r[ADAPTER], layer.scaling[ADAPTER]) for name, layer in lora_layers(model).items()}
+    theirs = saved.scales(tensors)
+    if any(name.endswith(".lora_A.weight") and ".experts." in name for name in tensors):
+        theirs = {name: live.get(name, value) for name, value in theirs.items()}  # r·E rows; shapes are compared later
+    odds: list[str] = []
+    if theirs.keys() != live.keys():
+        odds.append(f"it adapts {_leaves(theirs)} and the recipe {_leaves(live)} (adapter.targets)")
+    both = sorted(theirs.keys() & live.keys())
+    if any(theirs[name][0] != live[name][0] for name in both):
+        odds.append(f"its rank is {_span(theirs, both, 0)} and the recipe's {_span(live, both, 0)} (adapter.rank)")
+    elif any(not math.isclose(theirs[name][1], live[name][1], rel_tol=1e-6) for name in both):
+        odds.append(f"its scale is {_span(theirs, both, 1)} and the recipe's {_span(live, both, 1)} (adapter.alpha)")
+    mine: Any = model.peft_config[ADAPTER]
+    if bool(saved.settings.get("use_dora")) != mine.use_dora:
+        odds.append(f"it is {'' if not mine.use_dora else 'not '}of DoRA (adapter.dora)")
+    if odds:
+        raise UserError(f"{where}: {saved.path} has other settings: {'; '.join(odds)}; set them as it has them")
+
+
+def _leaves(layers: Mapping[str, Any]) -> str:
+    counts = Counter(name.rsplit(".", 1)[-1] for name in layers)
+    return ", ".join(f"{leaf} ({count})" for leaf, count in sorted(counts.items())) or "nothing"
+
+
+def _span(layers: Mapping[str, tuple[int, float]], names: list[str], place: int) -> str:
+    values = sorted({layers[name][place] for name in names})
+    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"

@@ -1,0 +1,77 @@
+"""Soft tokens before every row, and nothing else, train: prompt tuning (Lester et al., arXiv 2104.08691), by PEFT.
+
+They are the soft prompt of eP-ALM (Shukor et al., arXiv 2303.11403), whose projector is in `projector` beside this. The
+wrapped model gives logits for the row's own tokens only, so that losses and metrics need not know of the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config import Adapter, Mesh, Task, Train
+from ..errors import UserError
+from ..parallel.rules import Settings, check_settings
+from ..seeds import torch_generator
+from ..train.numerics import seeded
+from .projector import attach_projector
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+WEIGHT = "prompt_encoder.embedding.weight"
+"""Plain name of the trained tensor (n, D)."""
+IN_FILE = "prompt_embeddings"
+"""What PEFT calls it in its file."""
+
+
+def attach_soft_tokens(
+    backbone: PreTrainedModel, adapter: Adapter, *, task: Task, seed: int, dtype: torch.dtype
+) -> PeftModel:
+    """Wrap `backbone` (in place) so that `adapter.soft_tokens` vectors lie before every row's embeddings, and before
+    them what `adapter.projector` makes of the row's features.
+
+    They start as the embeddings of tokens drawn by `seed`, as the paper advises.
+
+    Raises:
+        UserError: a task (`finetune.parallel.rules`) or a backbone that they do not go with.
+    """
+    from peft import PromptTuningConfig, get_peft_model
+
+    check_settings(Settings(Mesh(), Train(), adapter, task))
+    count = adapter.soft_tokens
+    assert count is not None
+    table: Any = backbone.get_input_embeddings()
+    width = table.weight.shape[1]
+    if width != backbone.config.get_text_config().hidden_size:
+        raise UserError(f"adapter.soft_tokens: this backbone's embeddings have {width} channels, its blocks others")
+    with seeded(0, table.weight.device):  # PEFT draws values that are replaced below
+        config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=count, token_dim=width)
+        model: Any = get_peft_model(backbone, config)
+    drawn = torch.randint(0, table.weight.shape[0], (count,), generator=torch_generator(seed, "init", WEIGHT))
+    soft = model.prompt_encoder["default"].embedding
+    soft.weight.data = table.weight.detach()[drawn.to(table.weight.device)].to(dtype).clone()
+    model.soft_tokens = count
+    model.forward = functools.partial(_own_tokens_only, model)
+    if adapter.projector is not None:
+        attach_projector(model, adapter.projector, seed=seed, dtype=dtype)
+    return model
+
+
+def before_text(model: Any) -> str:
+    """What lies before the text of every row, as `2 soft tokens and 3 places of features`; empty where nothing does."""
+    taken = getattr(model, "soft_tokens", 0)
+    projector = getattr(model, "features_before", None)
+    places = 0 if projector is None else projector.places
+    counted = [(taken - places, "soft token", ""), (places, "place", " of features")]
+    return " and ".join(f"{n} {what}{'s' if n > 1 else ''}{of}" for n, what, of in counted if n)
+
+
+def _own_tokens_only(model: Any, **inputs: Any) -> Any:
+    """The forward pass of PEFT's class without the logits of the soft tokens."""
+    output = type(model).forward(model, **inputs)
+    output.logits = output.logits[:, model.soft_tokens :]
+    return output

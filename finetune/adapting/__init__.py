@@ -1,1 +1,0 @@
-"""What an adapter is built from: PEFT's settings, first values, parts folded into frozen weights."""

@@ -1,0 +1,233 @@
+"""How fast this device multiplies matrices: the figures behind `train.precision: auto` and the MFU.
+
+Two dtypes are compared on one thread by its own CPU time, which others on a busy machine do not change. Every figure
+is the best of a few short turns, and every measurement has a budget: a bf16 product on a CPU without bf16 instructions
+may take a hundred times that of float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..cache_directory import cache_root, remember
+from ..train.numerics import cpu_threads
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRODUCT = (256, 512, 512)
+"""Rows, inputs and outputs of the product by which two dtypes are compared."""
+_FEW = 32
+"""Rows of a product that even the slowest kernel ends in a few hundredths of a second."""
+_TURNS = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a transformer block's feed-forward part in one micro-batch."""
+
+    tokens: int
+    width: int
+    inner: int
+
+    @classmethod
+    def of(cls, *, tokens: int, width: int, inner: int) -> Shape:
+        """Rounded to powers of two and so small that a block ends in hundredths of a second."""
+
+        def near(value: int, low: int, high: int) -> int:
+            return min(max(1 << (max(value, 1).bit_length() - 1), low), high)
+
+        return cls(near(tokens, 32, 256), near(width, 32, 512), near(inner, 32, 1024))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a CPU reaches in float32 and in bf16."""
+
+    fp32: float
+    """FLOP/s of one product (n inputs to m outputs, NN as in every backward pass)."""
+    bf16: float
+    rows: int
+    """Rows of that product; fewer than `PRODUCT` has where bf16 is slow beyond doubt."""
+    block: float | None
+    """Time of a LoRA block's forward and backward pass in float32 ÷ in bf16; None where the product has settled it."""
+
+    @property
+    def gain(self) -> float:
+        """How many times faster a training step is in bf16, as far as these figures tell."""
+        return self.block if self.block is not None else self.bf16 / self.fp32
+
+    def __str__(self) -> str:
+        _, n, m = PRODUCT
+        block = "" if self.block is None else f", a LoRA block {self.block:.2f} times as fast in bf16"
+        return (
+            f"a product of {self.rows} × {n} × {m} runs at {self.fp32 / 1e9:.3g} GFLOP/s in fp32 and "
+            f"{self.bf16 / 1e9:.3g} in bf16 on one thread{block}"
+        )
+
+
+_WORTH = 0.8
+"""Ratio of product rates under which no block is timed: nothing else in a step is faster in bf16."""
+
+
+def cpu_rates(shape: Shape) -> tuple[Rates, str | None]:
+    """The CPU's rates, measured once for a machine and kept in the cache.
+
+    Returns the rates, and what is wrong with the file that was kept, if anything is: the rates are new then.
+    """
+    about = _machine(shape)
+    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache_root() / f"products-{name}.json"
+    kept, wrong = _read(path, about)
+    if kept is not None:
+        return kept, None
+    rates = measure_rates(shape)
+    remember(path, {"machine": about, "rates": asdict(rates)})
+    return rates, wrong
+
+
+def _read(path: Path, about: dict[str, object]) -> tuple[Rates | None, str | None]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["machine"] != about:
+            return None, f"{path} is of another machine; measured anew"
+        rates = Rates(**found["rates"])
+        if not (rates.fp32 > 0 and rates.bf16 > 0 and (rates.block is None or rates.block > 0)):
+            raise ValueError
+        return rates, None
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, f"{path} is torn; measured anew"
+
+
+@functools.cache
+def processor() -> tuple[str, tuple[str, ...]]:
+    """The CPU's model and, where the system tells, its instruction flags."""
+    info: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            info.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass  # not Linux
+    model = info.get("model name") or platform.processor() or platform.machine()
+    return model, tuple(sorted(set(info.get("flags", info.get("Features", "")).split())))
+
+
+def _machine(shape: Shape) -> dict[str, object]:
+    """All that a rate depends on."""
+    model, flags = processor()
+    limits = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA")
+    return {
+        "cpu": model,
+        "flags": hashlib.sha256(" ".join(flags).encode()).hexdigest()[:16],
+        "torch": torch.__version__,
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "limits": {name: os.environ[name] for name in limits if name in os.environ},
+        "shape": [shape.tokens, shape.width, shape.inner],
+    }
+
+
+def measure_rates(shape: Shape) -> Rates:
+    """Time both dtypes: a small product, the whole one unless bf16 is far behind, and a block unless it is behind."""
+    with cpu_threads(1):
+        return _on_one_thread(shape)
+
+
+def _on_one_thread(shape: Shape) -> Rates:
+    _, n, m = PRODUCT
+    rows = _FEW
+    fp32, bf16 = (_rate(dtype, (_FEW, n, m)) for dtype in (torch.float32, torch.bfloat16))
+    if bf16 > fp32 / 4:
+        rows = PRODUCT[0]
+        fp32, bf16 = (_rate(dtype, PRODUCT) for dtype in (torch.float32, torch.bfloat16))
+    block = None
+    if bf16 > _WORTH * fp32:
+        step = {dtype: lora_block(shape, dtype) for dtype in (torch.float32, torch.bfloat16)}
+        best = interleaved(list(step.values()), turns=_TURNS, clock=time.thread_time)
+        block = best[0] / best[1]
+    return Rates(fp32, bf16, rows, block)
+
+
+def _rate(dtype: torch.dtype, product: tuple[int, int, int]) -> float:
+    rows, n, m = product
+    x, w = torch.full((rows, n), 0.5, dtype=dtype), torch.full((n, m), 0.5, dtype=dtype)
+    (best,) = interleaved([lambda: torch.mm(x, w)], turns=2, clock=time.thread_time)
+    return 2 * rows * n * m / best
+
+
+def interleaved(
+    calls: Sequence[Callable[[], object]], *, turns: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Shortest time of each call by `clock`, seconds: after one that is not counted, `turns` turns of all."""
+    for call in calls:
+        call()
+    best = [float("inf")] * len(calls)
+    for _ in range(turns):
+        for i, call in enumerate(calls):
+            started = clock()
+            call()
+            best[i] = min(best[i], max(clock() - started, 1e-9))
+    return best
+
+
+def lora_block(shape: Shape, dtype: torch.dtype, *, rank: int = 8) -> Callable[[], None]:
+    """A forward and backward pass through a feed-forward block with LoRA on both of its frozen products, as a training
+    step computes it: under autocast in `dtype`, factors in float32, the gradient of the input wanted."""
+    tokens, d, inner = shape.tokens, shape.width, shape.inner
+    x = torch.full((tokens, d), 0.5, requires_grad=True)
+    up, down, norm = (torch.full(s, 0.01, dtype=dtype) for s in ((inner, d), (d, inner), (d,)))
+    factors = [torch.full(s, 0.01, requires_grad=True) for s in ((rank, d), (inner, rank), (rank, inner), (d, rank))]
+
+    def adapted(y: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return F.linear(y, w) + 2.0 * F.linear(F.linear(y, a), b)
+
+    def run() -> None:
+        narrow = dtype != torch.float32
+        with torch.autocast("cpu", dtype=dtype if narrow else torch.bfloat16, enabled=narrow):
+            held = x.to(dtype)
+            out = held + adapted(F.silu(adapted(F.layer_norm(held, (d,), norm), up, *factors[:2])), down, *factors[2:])
+        torch.autograd.grad(out.float().sum(), [x, *factors])
+
+    return run
+
+
+@functools.lru_cache(maxsize=8)
+def peak_rate(device: str, precision: str, width: int = 1024, *, seconds: float = 0.3) -> float:
+    """FLOP/s of one device in its best square matrix product of `precision`, up to `width` (on CUDA 8 × `width`).
+
+    What a kernel of this machine reaches, not what its maker promises; on a CPU one thread's rate by its own CPU time,
+    times the threads in use. Small matrices are tried first and larger ones as long as that takes no more than about
+    `seconds` in all.
+    """
+    dtype, cuda = DTYPES[precision], device.startswith("cuda")
+    clock = time.perf_counter if cuda else time.thread_time
+    left, best = seconds, 0.0
+    with cpu_threads(None if cuda else 1):
+        for size in (width // 8, width // 4, width // 2, width, *((2 * width, 4 * width, 8 * width) if cuda else ())):
+            a = torch.full((size, size), 0.5, dtype=dtype, device=device)
+
+            def call(a: Tensor = a) -> None:
+                torch.mm(a, a)
+                if cuda:
+                    torch.cuda.synchronize()
+
+            started = clock()
+            (taken,) = interleaved([call], turns=2, clock=clock)
+            spent = clock() - started
+            left -= spent
+            best = max(best, 2 * size**3 / taken)
+            if left < 8 * spent:  # the next is eight times as much work
+                break
+    return best * (1 if cuda else torch.get_num_threads())

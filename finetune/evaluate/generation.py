@@ -1,0 +1,160 @@
+"""Continue prompts: greedily, by beams, or by draws that depend on nothing but a seed and the prompt's place.
+
+transformers draws from the global generator, for a whole batch at once. Here the processed logits get Gumbel noise and
+the largest is taken, which is a draw from their softmax (Gumbel 1954; Maddison et al. 2014, arXiv 1411.0030). The noise
+of prompt i comes from (seed, i) alone, so neither the batch size nor the neighbours change what is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import check_bounds
+from ..errors import UserError
+from ..seeds import torch_generator
+from .mode import evaluating
+from .writing import lacking_room, written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How the next token is chosen. Greedy by default."""
+
+    max_new_tokens: int = 64
+    """Longest answer, tokens."""
+    temperature: float = 0.0
+    """Divides the logits before a draw; 0: no draw, the likeliest token."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability (nucleus sampling, arXiv 1904.09751)."""
+    top_k: int | None = None
+    """Draw among so many of the likeliest tokens."""
+    seed: int = 0
+    """Of the draws."""
+    num_beams: int = 1
+    """Answers that are followed at once; the likeliest whole one is kept."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, max_new_tokens=(1, None), temperature=(0, None), num_beams=(1, None), top_k=(1, None))
+        check_bounds(self, top_p=(0, 1), seed=(0, 2**63 - 1))
+        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
+            name = "top_p" if self.top_p is not None else "top_k"
+            raise ValueError(f"{name} limits draws, and there are none at temperature 0; set temperature, or leave it")
+        if self.temperature > 0 and self.num_beams > 1:
+            raise ValueError("num_beams follows the likeliest answers and draws none; leave temperature at 0")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote after one prompt."""
+
+    ids: list[int]
+    """Its tokens, without the end token."""
+    ended: bool
+    """Whether it closed its answer; else `max_new_tokens` did."""
+
+
+def continue_prompts(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    end: int | Sequence[int] | None,
+    pad_id: int,
+    decoder_start: int | None = None,
+    batch_size: int = 16,
+    device: torch.device | str = "cpu",
+    autocast_dtype: torch.dtype | None = None,
+) -> Iterator[tuple[int, Answer]]:
+    """Pairs of a prompt's place and its answer, longest prompts first.
+
+    What the backbone's own generation_config.json asks for (penalties, forced tokens, temperatures) is left out.
+
+    Args:
+        end: the token, or tokens, that close an answer; None: only `max_new_tokens` does.
+        decoder_start: for encoder-decoders, the token that the decoder begins with.
+
+    Raises:
+        UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
+    """
+    from transformers import GenerationConfig
+
+    _check_room(model, prompts, decoding.max_new_tokens, apart=decoder_start is not None)
+    ends = [] if end is None else [end] if isinstance(end, int) else list(end)
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=decoding.num_beams,
+        use_cache=True,
+        max_new_tokens=decoding.max_new_tokens,
+        pad_token_id=pad_id,
+        eos_token_id=ends or None,
+        decoder_start_token_id=decoder_start,
+    )
+    how: dict[str, Any] = {"batch_size": batch_size, "device": device, "autocast_dtype": autocast_dtype}
+    with evaluating(model), _without_own_settings(model):
+        for places, said in written(model, prompts, config, processors=partial(_drawing, decoding), **how):
+            for place, tokens in zip(places, said.tolist(), strict=True):
+                stop = next((k for k, token in enumerate(tokens) if token in ends), None)
+                yield place, Answer(tokens[:stop], stop is not None)
+
+
+def _drawing(decoding: Decoding, places: Sequence[int]) -> list[Any]:
+    """The logits processors of one batch; none where nothing is drawn."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    if decoding.temperature == 0:
+        return []
+    chain: list[Any] = []
+    if decoding.temperature != 1:
+        chain.append(TemperatureLogitsWarper(decoding.temperature))
+    if decoding.top_k is not None:
+        chain.append(TopKLogitsWarper(decoding.top_k))
+    if decoding.top_p is not None:
+        chain.append(TopPLogitsWarper(decoding.top_p))
+    return [*chain, GumbelNoise(decoding.seed, places)]
+
+
+class GumbelNoise:
+    """A logits processor whose largest output is a draw from the softmax of its input, one stream of noise a row."""
+
+    def __init__(self, seed: int, places: Sequence[int]) -> None:
+        self.streams = [torch_generator(seed, "generate", place) for place in places]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """scores (B, V) + g, g = −log E with E ~ Exp(1); tokens left out stay at −∞."""
+        noise = torch.stack(
+            [torch.empty(scores.shape[1], dtype=torch.float64).exponential_(generator=s) for s in self.streams]
+        )
+        return scores - noise.log().to(scores.device, torch.float32)
+
+
+@contextlib.contextmanager
+def _without_own_settings(model: Any) -> Iterator[None]:
+    """`generate` fills what its caller leaves open from the model's own settings; here it finds none."""
+    from transformers import GenerationConfig
+
+    base = getattr(model, "get_base_model", lambda: model)()
+    before = base.generation_config
+    base.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = before
+
+
+def _check_room(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, apart: bool) -> None:
+    for place, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {place + 1} is empty and this tokenizer begins no text by itself; write something")
+        room = lacking_room(model, prompt, max_new_tokens, apart=apart)
+        if room is not None:
+            raise UserError(
+                f"prompt {place + 1}: {len(prompt)} tokens and --max-new-tokens {max_new_tokens} do not fit {room}; "
+                "shorten the prompt or lower --max-new-tokens"
+            )

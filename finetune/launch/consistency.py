@@ -1,0 +1,158 @@
+"""Whether all ranks are about to do the same thing: one recipe, one seed, one source tree, one set of versions.
+
+Ranks that differ would train something that nobody asked for, or hang in collectives that do not match. What each
+intends is a flat mapping of names to texts; digests are compared first, and only where they differ the texts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..atomic import make_directory
+from ..errors import UserError
+from .failure import rank, read_cause, several
+from .rendezvous import JOIN_SECONDS, Silent, reach_board
+
+if TYPE_CHECKING:
+    from ..parallel.mesh import World
+
+_PACKAGES = ("flatshift", "experiments", "finetune", "selection", "regularizers")
+_TRIES = 100
+_LIBRARIES = ("torch", "transformers", "peft", "safetensors")
+
+
+def intentions(recipe: Any, **more: str) -> dict[str, str]:
+    """What a rank is about to do: every key of `recipe` (a dataclass), the source tree's digest, library versions."""
+    found = {key: str(value) for key, value in _flatten(dataclasses.asdict(recipe)).items()}
+    found["the source of flatshift"] = source_digest()
+    for library in _LIBRARIES:
+        found[f"the version of {library}"] = importlib.metadata.version(library)
+    return found | more
+
+
+def require_agreement(world: World, facts: Mapping[str, str]) -> None:
+    """Compare `facts` over all ranks. Collective.
+
+    Raises:
+        UserError: they differ; the same sentence on every rank, with the first difference from rank 0.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if world.size == 1:
+        return
+    text = json.dumps(facts, sort_keys=True)
+    own = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(world.device)
+    all_of_them = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(all_of_them, own)
+    odd = [r for r, digest in enumerate(all_of_them) if not torch.equal(digest, all_of_them[0])]
+    if not odd:
+        return
+    first, other = (json.loads(_broadcast(world, text, speaker)) for speaker in (0, odd[0]))
+    key = min(key for key in first.keys() | other.keys() if first.get(key) != other.get(key))
+    more = f" ({len(odd) - 1} more ranks differ too)" if len(odd) > 1 else ""
+    raise UserError(
+        f"rank {odd[0]} runs {key}: {other.get(key)}, rank 0 {key}: {first.get(key)}{more}; start every rank with the "
+        "same recipe, flags and installation"
+    )
+
+
+def _broadcast(world: World, text: str, speaker: int) -> str:
+    """The speaker's text on every rank. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    data = text.encode()
+    length = torch.tensor([len(data)], device=world.device)
+    dist.broadcast(length, speaker)
+    content = torch.zeros(int(length), dtype=torch.uint8, device=world.device)
+    if world.rank == speaker:
+        content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(content, speaker)
+    return bytes(content.cpu().tolist()).decode()
+
+
+def word_of_main(name: str, text: str) -> str:
+    """Rank 0's `text` on every rank of the job, before any process group exists; `text` itself in a single process.
+
+    Raises:
+        UserError: rank 0 did not give its word in time.
+    """
+    if not several():
+        return text
+    board = reach_board()
+    try:
+        if rank() == 0:
+            board.put(name, text)
+            return text
+        deadline = time.monotonic() + JOIN_SECONDS
+        while time.monotonic() < deadline and read_cause(board) is None:
+            word = board.get(name)
+            if word is not None:
+                return word
+            time.sleep(0.1)
+    except Silent:
+        pass
+    raise UserError(f"rank {rank()} heard nothing from rank 0; look whether it was started")
+
+
+@contextlib.contextmanager
+def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
+    """A new directory `parent`/DATE-TIME-NAME, the same on every rank, with -2, -3, … behind it where others began in
+    the same second; it goes again if nothing comes into it."""
+    made = _dated(Path(parent), name) if rank() == 0 else []
+    try:
+        yield Path(word_of_main("out", str(made[0]) if made else ""))
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _dated(parent: Path, name: str) -> list[Path]:
+    """The directory, and those that were made for it, innermost first."""
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    above: list[Path] = []
+    for number in itertools.count(1):
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        for _ in range(_TRIES):
+            above = [*make_directory(parent), *above]
+            try:
+                path.mkdir()
+            except FileNotFoundError:  # a command that failed took `parent` away again
+                continue
+            except FileExistsError:  # another process was faster
+                break
+            return [path, *above]
+    raise AssertionError
+
+
+def source_digest() -> str:
+    """SHA-256 over the path and content of every module of this distribution."""
+    root = Path(__file__).resolve().parent.parent.parent
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for file in sorted((root / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    return {
+        key: leaf
+        for name, child in value.items()
+        for key, leaf in _flatten(child, f"{path}.{name}" if path else str(name)).items()
+    }

@@ -1,0 +1,194 @@
+"""One voice: whatever ends a job of several ranks is said once, by the rank that it happened on, with one exit code.
+
+The first rank that fails claims the *cause* on the job's board; all others end with its code and say nothing. An error
+that is only the echo of another rank's end (a closed connection, a collective that timed out) waits for the cause.
+A single process prints and returns as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+from ..errors import first_line, is_out_of_memory
+from .rendezvous import Board, Silent, hosted_by_agent, job_board
+
+CAUSE = "cause"
+GRACE, PATIENT_GRACE = 3.0, 30.0
+ECHO_SECONDS = 10.0
+_STRANGE_ECHO_SECONDS = 1.0
+_LEAVE_SECONDS = 5.0
+_ECHOES = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "socket closed",
+    "timed out waiting",
+    "wait timeout",
+    "read timeout",
+    "failed to recv",
+    "failed to send",
+    "recvvalue failed",
+    "sendbytes failed",
+    "gloo/transport",
+    "nccl communicator was aborted",
+    "collective operation timeout",
+    "ncclremoteerror",
+    "remote process exited",
+    "waitsend timeout",
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a job ends, and how."""
+
+    code: int
+    """Exit code of every rank."""
+    message: str
+    """What the user reads; empty where nothing is to be said."""
+    rank: int | None = None
+    """Whose failure it is; None: the launcher's word."""
+    grace: float = GRACE
+    """Seconds that the others get to end by themselves."""
+
+
+def several() -> bool:
+    """Whether this process is one rank of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def rank() -> int:
+    """This process's rank, 0 in a single process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def read_cause(board: Board) -> Cause | None:
+    """The cause that was claimed, if any; raises Silent."""
+    text = board.get(CAUSE)
+    return Cause(**json.loads(text)) if text is not None else None
+
+
+def claim_cause(board: Board, cause: Cause) -> Cause:
+    """Claim `cause` unless another came first; the one that stands. The claimant says it where no launcher does.
+
+    Raises Silent.
+    """
+    if board.claim(CAUSE, json.dumps(asdict(cause))):
+        if not board.local and cause.message:
+            print(cause.message, file=sys.stderr, flush=True)
+        return cause
+    standing = read_cause(board)
+    assert standing is not None
+    return standing
+
+
+def speak(message: str, code: int, *, patient: bool = False) -> int:
+    """Say why this process ends, unless another rank has done so; returns the exit code to end with.
+
+    patient: the others are ending too, of their own accord, and may still be saving.
+    """
+    _be_deaf()
+    board = job_board() if several() else None
+    if board is not None:
+        cause = Cause(code, message, rank(), PATIENT_GRACE if patient else GRACE)
+        with contextlib.suppress(Silent):
+            return claim_cause(board, cause).code
+    if rank() == 0:  # a single process, or nobody to ask: rank 0 speaks for all
+        print(message, file=sys.stderr, flush=True)
+    return code
+
+
+def _be_deaf() -> None:
+    """A rank that is ending needs no further SIGTERM, and must not be interrupted while it speaks."""
+    if several() and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def speak_of(error: Exception) -> int:
+    """Say what an unexpected `error` (in an except block) means; returns the exit code to end with."""
+    _be_deaf()
+    who = f"rank {rank()} " if several() else ""
+    if is_out_of_memory(error):
+        return speak(f"flatshift: interrupted: {who}ran out of memory ({first_line(error)}); {_MEMORY_ADVICE}", 3)
+    if several() and is_echo(error):
+        standing = wait_for_cause()
+        if standing is not None:
+            return standing.code
+        from .watchdog import missing
+
+        other = ", ".join(missing()) or "another rank"
+        return speak(
+            f"flatshift: interrupted: {who}lost contact with {other}, which ended or cannot be reached "
+            f"({first_line(error)}); the last checkpoint is kept, continue with `flatshift train --resume`",
+            3,
+        )
+    text = traceback.format_exc().rstrip()
+    if not several():
+        return speak(text, 70)
+    wait_for_cause(_STRANGE_ECHO_SECONDS)  # `speak` yields to it
+    return speak(f"flatshift: {who}failed, and the fault is ours:\n{text}", 70)
+
+
+_MEMORY_ADVICE = (
+    "the last checkpoint is kept: continue on more ranks (`flatshift train --resume DIR --mesh.dp N`), or start again "
+    "with train.checkpointing: full or a smaller train.batch_size (train.accumulate keeps the update's size)"
+)
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether `error` says no more than that another rank or the store went away."""
+    if type(error).__name__ in {"DistNetworkError", "DistStoreError", "Silent"}:
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _ECHOES)
+
+
+def wait_for_cause(seconds: float = ECHO_SECONDS) -> Cause | None:
+    """The cause, waited for up to `seconds`; None if nobody names one or the board does not answer."""
+    board = job_board()
+    deadline = time.monotonic() + seconds
+    while board is not None:
+        with contextlib.suppress(Silent):
+            cause = read_cause(board)
+            if cause is not None:
+                return cause
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return None
+
+
+def end_rank(code: int) -> NoReturn:
+    """End this rank at once: a broken process group would hang or abort in the interpreter's own clean-up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sign_off()
+    os._exit(code)
+
+
+def sign_off(seconds: float = _LEAVE_SECONDS) -> None:
+    """Leave the board. The rank that hosts the store waits until the others have left too, at most `seconds`."""
+    board = job_board() if several() else None
+    if board is None:
+        return
+    with contextlib.suppress(Silent):
+        board.put(f"left-{rank()}", "")
+        if board.local or hosted_by_agent() or rank() != 0:
+            return
+        deadline = time.monotonic() + seconds
+        others = set(range(1, int(os.environ["WORLD_SIZE"])))
+        while others and time.monotonic() < deadline:
+            others -= {r for r in others if board.get(f"left-{r}") is not None}
+            time.sleep(0.05)

@@ -1,0 +1,379 @@
+"""Start the ranks of a job on this machine, watch over them, and end with one message and one exit code.
+
+    code = spawn(["-m", "flatshift", "train", "recipe.yaml", "--out", "runs/a"], ranks=4, resume=Path("runs/a"))
+
+The parent never imports torch: it holds a port for the ranks' store, gives each its environment (that of torchrun) and
+its share of the cores, forwards Ctrl-C and SIGTERM once, and reads from the job's board what the ranks have to say. A
+rank that died without a word (SIGKILL) is spoken for here.
+
+The ranks' part: `join` makes the process group and the mesh, `leave` takes them down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ..config import Mesh
+from ..devices.allocator import growing_segments
+from ..errors import UserError
+from ..lock import scratch
+from ..planner.devices import machine_memory
+from .failure import PATIENT_GRACE, Cause, claim_cause, rank, read_cause, sign_off
+from .rendezvous import FOLDER, JOIN_SECONDS, FolderBoard, attempt, job_store, reach_board
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..parallel.mesh import World
+
+_TICK = 0.05
+_KILL_SECONDS = 5.0
+_RANK_BYTES = 1 << 28
+"""What a rank takes before it has a model: the interpreter and torch."""
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_BY_ITSELF = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
+"""Signals by which a rank more often ends because of another than of its own accord."""
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun, accelerate launch, ours) started this process as a rank, be it the only one."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def wants_ranks(mesh: Mesh) -> bool:
+    """Whether this process has to start the ranks of `mesh` itself."""
+    return mesh.size > 1 and not launched()
+
+
+def restarted() -> bool:
+    """Whether torchrun started this job again after a failure."""
+    return attempt() > 0
+
+
+def restarts_allowed() -> bool:
+    """Whether torchrun would start this job again (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+# --------------------------------------------------------------------------------------------- the parent
+
+
+@dataclass
+class _Job:
+    folder: Path
+    """Holds the board and what the ranks print."""
+    board: FolderBoard
+    ranks: list[subprocess.Popen[bytes]]
+    resume: Path | None
+    signals: int = 0
+    """How often the user asked to stop."""
+    asked_at: float = 0.0
+    failed_at: float | None = None
+    stage: int = 0
+    """What has been done to the ranks that stay: nothing, SIGTERM, SIGKILL."""
+
+
+def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, threads: int | None = None) -> int:
+    """Run `sys.executable *command` as `ranks` processes of one job and return the job's exit code.
+
+    Rank 0 has the terminal; what the others print is kept in a file each and lands in `resume / "ranks"` if the job
+    fails. One message, from the cause, goes to stderr.
+
+    Args:
+        resume: run directory, named in messages about an interruption.
+        threads: CPU threads of each rank; by default its share of the cores, unless the environment sets it.
+    """
+    memory = machine_memory()
+    if memory is not None and ranks * _RANK_BYTES > memory:
+        raise UserError(
+            f"mesh: {ranks:,} ranks are {ranks:,} processes, more than {memory / 2**30:.0f} GiB of memory hold; "
+            f"take {max(1, memory // _RANK_BYTES)} or fewer here, or start them on several machines with torchrun"
+        )
+    with scratch("flatshift-ranks-") as folder:
+        (folder / "board").mkdir()
+        with _held_port() as held:
+            processes = _start(command, ranks, threads, folder, held)
+        job = _Job(folder, FolderBoard(folder / "board"), processes, resume)
+        try:
+            with _forwarding(job):
+                while any(process.poll() is None for process in processes):
+                    _supervise(job)
+                    time.sleep(_TICK)
+                _supervise(job)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        return _verdict(job)
+
+
+@contextlib.contextmanager
+def _held_port() -> Iterator[socket.socket]:
+    """A free port of the loopback, bound until rank 0 has inherited it, so that nobody takes it in between."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held
+
+
+def _start(
+    command: Sequence[str], ranks: int, threads: int | None, folder: Path, held: socket.socket
+) -> list[subprocess.Popen[bytes]]:
+    share = threads or max(1, _cores() // ranks)
+    shared = {name: str(threads or os.environ.get(name, share)) for name in _THREADS}
+    shared |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    shared |= growing_segments(os.environ)
+    if sys.platform == "linux":
+        shared |= {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    shared |= {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(held.getsockname()[1]),
+        "FLATSHIFT_LAUNCHER": str(os.getpid()),
+        FOLDER: str(folder / "board"),
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    for number in range(ranks):
+        own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+        if number == 0:
+            own["FLATSHIFT_STORE_FD"] = str(held.fileno())
+        with _kept(folder, number).open("wb") as kept:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    env={**os.environ, **shared, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if number == 0 else kept,
+                    stderr=None if number == 0 else kept,
+                    pass_fds=(held.fileno(),) if number == 0 else (),
+                    start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which forwards it once
+                )
+            )
+    return processes
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _forwarding(job: _Job) -> Iterator[None]:
+    """Pass Ctrl-C and SIGTERM on to every rank: the first asks for a stop at a checkpoint, a second for one at once."""
+
+    def forward(_number: int, _frame: FrameType | None) -> None:
+        job.signals += 1
+        job.asked_at = time.monotonic()
+        _signal(job, signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal(job: _Job, number: signal.Signals) -> None:
+    for process in job.ranks:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _supervise(job: _Job) -> None:
+    """Notice the first failure, speak for a rank that cannot, and end the ranks that outlive its grace."""
+    cause = read_cause(job.board)
+    failed = [rank for rank, process in enumerate(job.ranks) if process.poll()]
+    if failed and cause is None:
+        cause = claim_cause(job.board, _spoken_for(job, failed))
+    now = time.monotonic()
+    if cause is not None and job.failed_at is None:
+        job.failed_at = now
+    late = 0.0
+    if cause is not None and job.failed_at is not None:
+        late = now - job.failed_at - cause.grace - _KILL_SECONDS
+    elif job.signals > 1:
+        late = now - job.asked_at - _KILL_SECONDS
+    else:
+        return
+    if late > 0 and job.stage == 0:
+        _signal(job, signal.SIGTERM)
+        job.stage = 1
+    elif late > _KILL_SECONDS and job.stage == 1:
+        _signal(job, signal.SIGKILL)
+        job.stage = 2
+
+
+def _spoken_for(job: _Job, failed: Sequence[int]) -> Cause:
+    """The cause where ranks ended without one: killed from outside before crashed before merely ended."""
+
+    def weight(rank: int) -> int:
+        code = job.ranks[rank].returncode
+        return 2 if code >= 0 else 1 if -code in _BY_ITSELF else 0
+
+    rank = min(failed, key=weight)
+    process = job.ranks[rank]
+    where = f" {job.resume}" if job.resume is not None else ""
+    if job.signals:
+        message = f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{where}`"
+        return Cause(3, f"flatshift: interrupted: {message}", rank)
+    if process.returncode >= 0:
+        words = _kept(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
+        said = "; its last words:\n" + "\n".join(words) if words else ""
+        message = f"flatshift: rank {rank} (pid {process.pid}) ended with exit code {process.returncode}{said}"
+        return Cause(process.returncode, "" if rank == 0 else message, rank)  # rank 0 has the terminal itself
+    number = signal.Signals(-process.returncode)
+    reason = "; the kernel ends processes so when memory runs out" if number == signal.SIGKILL else ""
+    message = (
+        f"flatshift: interrupted: rank {rank} (pid {process.pid}) was killed by signal {number:d} ({number.name})"
+        f"{reason}; the last checkpoint is kept: continue with `flatshift train --resume{where}`"
+    )
+    return Cause(3, message, rank)
+
+
+def _verdict(job: _Job) -> int:
+    """Print the cause and keep what the ranks printed if they did not end in good order; the exit code."""
+    cause = read_cause(job.board)
+    if cause is None:
+        return 0
+    if cause.code != 2 and cause.grace < PATIENT_GRACE and job.resume is not None and job.resume.is_dir():
+        with contextlib.suppress(OSError):
+            for rank in range(1, len(job.ranks)):
+                if _kept(job.folder, rank).stat().st_size:
+                    (job.resume / "ranks").mkdir(exist_ok=True)
+                    shutil.copyfile(_kept(job.folder, rank), job.resume / "ranks" / f"rank-{rank}.txt")
+    if cause.message:
+        print(cause.message, file=sys.stderr, flush=True)
+    return cause.code
+
+
+def _kept(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.txt"
+
+
+# --------------------------------------------------------------------------------------------- the ranks
+
+
+def tie_to_launcher() -> None:
+    """End this rank with its launcher, however that ends; nothing without one of ours. Linux; elsewhere the watch."""
+    launcher = os.environ.get("FLATSHIFT_LAUNCHER")
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it ended before this line
+        os._exit(3)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def join(mesh: Mesh, device: str) -> World:
+    """This process's place in `mesh`: the process group (gloo, on CUDA also NCCL) is made and the watch begins.
+
+    device: `train.device`; on CUDA each rank takes the device of its local number. A process that no launcher started
+    as one of several is a world of its own.
+
+    Raises:
+        UserError: the axes do not multiply to the number of processes, a device that is not there, ranks that did not
+            come.
+    """
+    import torch
+
+    from ..parallel.mesh import World, refuse_product
+    from . import watchdog
+
+    processes = int(os.environ["WORLD_SIZE"]) if launched() else 1
+    refuse_product(mesh, processes)
+    place = _device(device, processes)
+    if processes == 1:
+        return World.alone(place)
+    watchdog.start(mesh.stall)
+    _await_all(processes)
+    _make_group(place, processes)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    return World.of(mesh, place)
+
+
+def _await_all(processes: int) -> None:
+    """Return when every rank is on the board, which rank 0 finds out. Raises UserError if one stays out."""
+    board, deadline = reach_board(), time.monotonic() + JOIN_SECONDS
+    missing = set(range(processes)) if rank() == 0 else set()
+    while missing or board.get("all-here") is None:
+        missing -= {other for other in missing if board.get(f"beat-{other}") is not None}
+        if rank() == 0 and not missing:
+            board.put("all-here", "")
+        if time.monotonic() > deadline:
+            absent = f"rank {min(missing)}" if missing else "some rank"
+            raise UserError(
+                f"{absent} did not come within {JOIN_SECONDS:.0f} s; look whether all {processes} were started"
+            )
+        time.sleep(0.05)
+
+
+def _make_group(device: torch.device, processes: int) -> None:
+    import torch.distributed as dist
+
+    # Practically no limit of its own: one rank may work for long while the others wait, and the watch knows a slow
+    # update from a hung one.
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=job_store(),
+        rank=rank(),
+        world_size=processes,
+        timeout=timedelta(days=7),
+    )
+
+
+def _device(name: str, processes: int) -> torch.device:
+    import torch
+
+    from ..backbone import resolve_device
+
+    if processes == 1:
+        return resolve_device(name)
+    if name.startswith("cuda:"):
+        raise UserError(f"train.device: {name} is one device, but {processes} ranks want one each; take cuda or cpu")
+    place = resolve_device(name)
+    if place.type == "cpu":
+        return place
+    local, there = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), torch.cuda.device_count()
+    if local >= there:
+        raise UserError(
+            f"train.device: {name} gives every rank a CUDA device of its own, and this machine has {there} for "
+            f"{os.environ.get('LOCAL_WORLD_SIZE', processes)} ranks; take a smaller mesh, or train.device: cpu"
+        )
+    return torch.device("cuda", local)
+
+
+def leave(world: World) -> None:
+    """Take the process group down after all work is done; no rank waits for another in a collective."""
+    import torch.distributed as dist
+
+    from . import watchdog
+
+    if world.size == 1 or not dist.is_initialized():
+        return
+    watchdog.stop()
+    sign_off()
+    dist.destroy_process_group()

@@ -1,0 +1,127 @@
+"""Activation checkpointing: what backward recomputes instead of keeping it.
+
+A module's `forward` is replaced on the instance by one that runs it under torch's non-reentrant checkpoint. Names and
+module tree stay as they are. Hooks stay outside, those of submodules inside: FSDP2 gathers a block's weights before
+backward recomputes it, the collectives within a block run again on every rank in the same order, and regularizers that
+swap a layer's forward are recomputed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import UserError
+from ..train.dropout import recomputed
+from .fsdp import blocks
+
+_NO_CACHE = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+_ENABLED = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
+"""Flags that hold on every device."""
+
+
+def checkpoint_activations(model: nn.Module, mode: Literal["none", "selective", "full"]) -> int:
+    """Recompute whole blocks (full), or the attention modules in them (selective; the costly part that is cheap to
+    redo, Korthikanti et al. 2205.05198). Acts in training mode with gradients only.
+
+    Returns:
+        The number of modules that are recomputed.
+
+    Raises:
+        UserError: `selective` where no block has an attention module that can be told by its name.
+    """
+    if mode == "none":
+        return 0
+    chosen = blocks(model) if mode == "full" else attention_modules(model)
+    if mode == "selective" and blocks(model) and not chosen:
+        raise UserError(
+            "train.checkpointing: selective finds no attention modules in this backbone; take full, which recomputes "
+            "whole blocks"
+        )
+    for module in chosen:
+        _recompute(module)
+    return len(chosen)
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The attention module of each block that has one."""
+    return [attention for block in blocks(model) for attention in _attention(block)]
+
+
+def _attention(block: nn.Module) -> list[nn.Module]:
+    """The outermost attention modules within a block."""
+    found: list[nn.Module] = []
+    for child in block.children():
+        if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
+            found.append(child)
+        else:
+            found += _attention(child)
+    return found
+
+
+def _recompute(module: nn.Module) -> None:
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if module.training and torch.is_grad_enabled():
+            # the second run would find the keys and values that the first one has put there
+            kwargs |= {name: _NO_CACHE[name] for name in kwargs.keys() & _NO_CACHE.keys()}
+            # torch keeps the random state and the autocast of the device that it finds among the unnamed arguments:
+            # attention is called by names only, and on CUDA its dropout would be drawn anew in backward
+            named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+            rest = {name: value for name, value in kwargs.items() if name not in named}
+
+            def run(*given: Any) -> Any:
+                unnamed, tensors = given[: len(args)], given[len(args) :]
+                return plain(*unnamed, **dict(zip(named, tensors, strict=True)), **rest)
+
+            # and it is in backward, outside of what surrounds this one: torch remembers autocast, but not kernels
+            context = partial(_surroundings, _kernels(), recomputed())
+            return checkpoint(run, *args, *(kwargs[n] for n in named), use_reentrant=False, context_fn=context)
+        return plain(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _surroundings(
+    kernels: list[SDPBackend], drawing: Callable[[], AbstractContextManager[Any]] | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What the first run and the one in backward happen in: the same kernels of attention, the same masks."""
+    makers: list[Callable[[], AbstractContextManager[Any]]] = [] if drawing is None else [drawing]
+    if len(kernels) < len(_ENABLED):
+        makers.append(partial(sdpa_kernel, kernels))
+    return nullcontext(), _Again(makers) if makers else nullcontext()
+
+
+class _Again(AbstractContextManager[None]):
+    """Contexts that are for one use, made anew as often as backward goes through the same graph."""
+
+    def __init__(self, makers: list[Callable[[], AbstractContextManager[Any]]]) -> None:
+        self._makers = makers
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for make in self._makers:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def _kernels() -> list[SDPBackend]:
+    """Those that `scaled_dot_product_attention` may choose from here (`finetune.train.numerics.attention`)."""
+    return [kernel for kernel, enabled in _ENABLED.items() if enabled()]

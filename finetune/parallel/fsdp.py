@@ -1,0 +1,227 @@
+"""ZeRO by FSDP2: each block is a unit whose weights lie 1/N on each rank and are gathered while it computes.
+
+The units are the transformer blocks, the embedding and the head, and the rest of a model as its root. Adapters lie in
+their block's unit, so that they cost no collective of their own. Weights that several modules share stay in the root,
+the only unit that is gathered whenever any of them is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from ..config import Mesh
+from ..devices.capabilities import capabilities
+from ..errors import UserError
+from .gather import local
+from .layout import canonical
+from .mesh import World
+
+# A first dim that does not divide is still cut if it is this many times the ranks: the remainder is then negligible.
+_LONG = 64
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What FSDP2 holds of a model."""
+
+    units: tuple[FSDPModule, ...]
+    held: frozenset[str]
+    """Canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group` ranks)."""
+    group: int
+    """Ranks over which those gradients are averaged; 1 where nothing is held."""
+    whole_bytes: int
+    """Of all parameters, as if nothing were sharded (but cut by tp and pp)."""
+    sharded_bytes: int
+    """Of those among them that are sharded."""
+    local_bytes: int
+    """Of all parameters, on this rank."""
+    each: bool
+    """Whether gradients are reduced in every micro-batch (ZeRO-2)."""
+
+    def set_sync(self, *, last: bool) -> None:
+        """Before a micro-batch's backward: whether it is the update's last. Reduces then, or always for ZeRO-2."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(last or self.each, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+
+    def settle(self) -> None:
+        """Free weights that are still gathered, as after a forward pass without backward and `mesh.reshard: false`."""
+        for unit in self.units:
+            unit.reshard()
+
+
+def shard(model: nn.Module, *, mesh: Mesh, world: World, reshard: bool | None = None) -> Sharding:
+    """Shard `model` in place over dp (and cp), with copies along replicate; nothing is done where both are 1.
+
+    Args:
+        model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
+        reshard: whether a unit's weights are freed after its forward pass; by default `mesh.reshard`.
+
+    Raises:
+        UserError: `mesh.offload` without CUDA; `mesh.adapters: replicate` with `mesh.zero` 1 or 2.
+        RuntimeError: FSDP2 left out something that was to be sharded.
+    """
+    parameters = dict(model.named_parameters())
+    if world.width("dp", "cp") == 1:
+        whole = sum(_size(p) for p in parameters.values())
+        return Sharding((), frozenset(), 1, whole, 0, whole, False)
+    if mesh.offload and not capabilities(world.device).pages:
+        raise UserError("mesh.offload keeps shards in host memory, which needs a CUDA device; leave it out on the CPU")
+    if mesh.zero < 3 and mesh.adapters == "replicate":
+        raise UserError(
+            f"mesh.zero {mesh.zero} shards adapters only and mesh.adapters: replicate forbids it; take mesh.zero 3 or "
+            "mesh.adapters: shard"
+        )
+    ignored = {p for p in parameters.values() if (mesh.adapters == "replicate" if p.requires_grad else mesh.zero < 3)}
+    options: dict[str, Any] = {
+        "mesh": _fsdp_mesh(world),
+        "reshard_after_forward": mesh.reshard if reshard is None else reshard,
+        "shard_placement_fn": _placement(world.width("dp", "cp")),
+        "mp_policy": _policy(parameters.values()),
+        "offload_policy": CPUOffloadPolicy() if mesh.offload else OffloadPolicy(),
+        "ignored_params": ignored,
+    }
+    whole, expected = sum(_size(p) for p in parameters.values()), 0
+    for root in _roots(model):
+        units = _units(root, ignored)
+        for unit in [*units, root]:
+            fully_shard(unit, **options)
+            expected += 1
+        if capabilities(world.device).kind == "cuda":
+            gather_ahead(in_order(root, units))
+        if hasattr(root, "generate"):  # it calls parts of the model, not the root whose weights it needs gathered
+            register_fsdp_forward_method(root, "generate")
+    return _report(model, expected=expected, ignored=ignored, whole=whole, world=world, each=mesh.zero == 2)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks of any model of transformers: the members of its outermost module lists that have
+    parameters (encoder and decoder of T5; those of other pipeline stages have none)."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += [block for block in child if next(block.parameters(), None) is not None]
+        else:
+            found += blocks(child)
+    return found
+
+
+def _roots(model: nn.Module) -> list[nn.Module]:
+    """The parts of a pipeline rank, each of which is called by itself, or the model."""
+    return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
+
+
+def _units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """Blocks, embedding and head with something to shard that no module outside of them uses."""
+    owners = Counter(id(p) for module in root.modules() for p in module._parameters.values() if p is not None)
+    units = []
+    for module in [*blocks(root), *_ends(root)]:
+        own = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+        free = any(p not in ignored for p in module.parameters())
+        if free and all(owners[key] == count for key, count in own.items()) and module not in units:
+            units.append(module)
+    return units
+
+
+def in_order(root: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """`units` as a forward pass calls them: the embedding, the blocks, the head."""
+    inside = set(blocks(root))
+    head = {id(end) for end in _ends(root, "get_output_embeddings")}
+    return sorted(units, key=lambda unit: 1 if unit in inside else 2 if id(unit) in head else 0)
+
+
+def gather_ahead(units: list[Any]) -> None:
+    """Let each unit ask for the next one's weights before it computes, forward and backward.
+
+    FSDP2 gathers on a stream of its own, and of itself begins a gather when the host reaches the unit; a host that is
+    slow to queue short kernels then leaves the device waiting. One more unit is held whole meanwhile.
+    """
+    for unit, after in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([unit])
+
+
+def _ends(root: nn.Module, *getters: str) -> list[nn.Module]:
+    """The input embedding and the output head (or what else `getters` give), where the model has them."""
+    model = getattr(root, "get_base_model", lambda: root)()
+    ends = []
+    for getter in getters or ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            ends.append(getattr(model, getter)())
+        except (AttributeError, NotImplementedError):  # a model without tokens, or whose embedding was cut away
+            continue
+    return [end for end in ends if isinstance(end, nn.Module)]
+
+
+def _fsdp_mesh(world: World) -> DeviceMesh:
+    """One-dimensional over dp and cp, or with replicate as first dim (HSDP)."""
+    inner = [axis for axis in ("dp", "cp") if world.width(axis) > 1]
+    if world.width("replicate") == 1:
+        return world.flat(*inner)
+    if len(inner) == 1:
+        return world.submesh("replicate", *inner)
+    assert world.mesh is not None
+    ranks = world.mesh.mesh.permute(0, 4, 1, 2, 3)[world.index("pp"), world.index("tp")].flatten(1)
+    groups = [world.group("replicate"), world.group(*inner)]
+    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "_".join(inner)))
+
+
+def _placement(width: int) -> Any:
+    def place(parameter: nn.Parameter) -> Shard | None:
+        """The first dim, unless it is short and does not divide and a later one does (A with r below the ranks)."""
+        if parameter.ndim == 0 or parameter.shape[0] % width == 0 or parameter.shape[0] >= _LONG * width:
+            return None
+        return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size and size % width == 0), None)
+
+    return place
+
+
+def _policy(parameters: Any) -> MixedPrecisionPolicy:
+    """Gradients are summed in float32 whatever they are kept in; weights are computed with as they are."""
+    narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy()
+
+
+def _size(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.itemsize
+
+
+def _report(
+    model: nn.Module, *, expected: int, ignored: set[nn.Parameter], whole: int, world: World, each: bool
+) -> Sharding:
+    units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+    parameters = {canonical(name): p for name, p in model.named_parameters()}
+    plain = [name for name, p in parameters.items() if not isinstance(p, DTensor) and p not in ignored]
+    if len(units) != expected or plain:
+        raise RuntimeError(
+            f"silently unsharded: {len(units)} of {expected} units were made, {len(plain)} parameters were left whole"
+            + (f", the first {plain[0]}" if plain else "")
+        )
+    held = frozenset(n for n, p in parameters.items() if p.requires_grad and isinstance(p, DTensor))
+    everything = list(model.parameters())
+    return Sharding(
+        units,
+        held,
+        world.width("replicate", "dp", "cp") if held else 1,
+        whole,
+        sum(_size(p) for p in everything if isinstance(p, DTensor)),
+        sum(_size(local(p)) for p in everything),
+        each,
+    )

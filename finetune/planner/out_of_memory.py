@@ -1,0 +1,268 @@
+"""What a stage that ran out of memory tells its user: the plan beside what was measured, and the two cheapest changes.
+
+Changes come in the order of what they cost the run: first those that leave its updates what they are (fewer rows at a
+time, activations computed again), then a backbone or moments in fewer bits, last shorter rows. Each says what it saves
+by the plan; what saves next to nothing is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..config import Optimizer, Train
+from ..errors import OutOfMemory, is_out_of_memory
+from ..parallel.fsdp import blocks
+from ..parallel.gather import local
+from ..quantised import scales
+from ..train.adam8bit import state_bytes
+from ..train.checkpoint import steps
+from .memory import MemoryPlan, memory_plan, size
+
+if TYPE_CHECKING:
+    from ..parallel.engine import Engine
+    from ..run_directory import RunDirectory
+    from ..train.checkpointer import Keeper
+
+_WORTH = 0.03
+"""Share of the plan that a change saves at least to be named."""
+_NF4_BYTES = 0.5 + 4 / 64
+"""Of a value in 4 bits, its share of a scale included (`finetune.quantised`)."""
+_ASKED = re.compile(r"tried to allocate ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes when it broke."""
+
+    place: str
+    """cuda:0, or `this machine`."""
+    held: int
+    """Allocated tensors on a CUDA device; the process's resident memory on a CPU."""
+    reserved: int | None
+    """What the allocator had from a CUDA device, tensors and gaps; None on a CPU."""
+    total: int | None
+    """Of the device, or of the machine; None where it cannot be told."""
+    others: int = 0
+    """What other processes have of a CUDA device."""
+
+    def __str__(self) -> str:
+        of = f" of {size(self.total)}" if self.total is not None else ""
+        if self.reserved is None:
+            return f"{size(self.held)} held by the process{of} on {self.place}"
+        others = f", {size(self.others)} by other processes" if self.others > (self.total or 0) / 50 else ""
+        return f"{size(self.held)} allocated and {size(self.reserved)} reserved{others}{of} on {self.place}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to set otherwise."""
+
+    setting: str
+    """As flags are written."""
+    cost: str
+    """What it does to the run."""
+    saves: int
+    """Bytes by the plan."""
+
+    def __str__(self) -> str:
+        return f"{self.setting} ({self.cost}; saves {size(self.saves)} by the plan)"
+
+
+def measure(device: torch.device) -> Measured:
+    """What is held now; call it before the failed pass is let go."""
+    if device.type != "cuda":
+        return _measured_host()
+    held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return Measured(str(device), held, reserved, total, max(0, total - free - reserved))
+
+
+def _measured_host() -> Measured:
+    held, total = 0, None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/self/status").read_text(encoding="utf-8")
+        held = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmRSS:"))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        total = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
+    return Measured("this machine", held, None, total)
+
+
+def asked_for(error: BaseException) -> int | None:
+    """Bytes of the allocation that failed, as torch's message has them; None where it says nothing."""
+    found = _ASKED.search(str(error))
+    if found is None:
+        return None
+    number, unit = found.groups()
+    power = "kmgt".find(unit[0].lower()) + 1 if unit.lower() != "bytes" else 0
+    return round(float(number) * 1024**power)
+
+
+def planned(engine: Engine, *, train: Train, optimizer: Optimizer, measured: Measured) -> MemoryPlan:
+    """The plan of this rank. On a mesh activations were not planned: they are what was held beyond all else."""
+    if engine.world.size == 1:
+        try:
+            return memory_plan(engine.model, train=train, kind=optimizer.kind)
+        except Exception:  # too little memory is left even for a short row
+            gc.collect()
+    adapter = sum(local(p).nbytes for p in engine.parameters.values())
+    frozen = sum(local(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
+    frozen += sum(part.nbytes for part in scales(engine.model).values())
+    moments = state_bytes([local(p).numel() for p in engine.parameters.values()], optimizer.kind)
+    rest = frozen + 2 * adapter + moments
+    return MemoryPlan(frozen, adapter, adapter, moments, max(0, measured.held - rest))
+
+
+def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer) -> list[Change]:
+    """What could be set otherwise, the cheapest first; only what this run allows and what saves something."""
+    world = engine.world
+    found = []
+    rows = train.batch_size // engine.share[1]
+    parts = next((n for n in range(2, rows + 1) if rows % n == 0), None)
+    if parts is not None and world.width("pp") == 1:
+        setting = f"train.batch_size {train.batch_size // parts} with train.accumulate {train.accumulate * parts}"
+        found.append(Change(setting, "the same updates", plan.activations - plan.activations // parts))
+    kept = _kept_of_whole_blocks(engine.model, plan, rows=rows, train=train)
+    if train.checkpointing != "full" and not train.compile and kept is not None:
+        saves = max(0, plan.activations - kept)
+        found.append(Change("train.checkpointing: full", "the same updates, about a third slower", saves))
+    if train.quantization is None and not train.compile and world.width("tp", "pp") == 1 and _plain_start(engine):
+        saves = _four_bits(engine.model)
+        found.append(Change("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
+    if optimizer.kind == "adamw" and world.size == 1:
+        small = state_bytes([p.numel() for p in engine.parameters.values()], "adamw-8bit")
+        found.append(Change("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", plan.optimizer - small))
+    shorter = train.max_length // 2
+    if shorter >= 2:
+        saves = plan.activations // 2
+        found.append(Change(f"train.max_length {shorter}", "longer samples are cut", saves))
+    return [change for change in found if change.saves > _WORTH * plan.total]
+
+
+def _kept_of_whole_blocks(model: nn.Module, plan: MemoryPlan, *, rows: int, train: Train) -> int | None:
+    """Bytes of activations under `train.checkpointing: full`: each block's input, and one block's own at a time."""
+    depth, config = len(blocks(model)), getattr(model, "config", None)
+    hidden: Any = getattr(config, "hidden_size", None)
+    if not depth or not isinstance(hidden, int):
+        return None
+    width = 2 if train.precision != "fp32" else 4
+    return rows * train.max_length * hidden * width * depth + plan.activations // depth
+
+
+def _four_bits(model: nn.Module) -> int:
+    """Bytes that 4 bits save of the frozen linear layers, the head apart."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    saved = 0.0
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not head and not module.weight.requires_grad:
+            weight = local(module.weight)
+            saved += weight.nbytes - weight.numel() * _NF4_BYTES
+    return max(0, int(saved))
+
+
+def _plain_start(engine: Engine) -> bool:
+    """Whether the adapter starts as packed weights allow: nothing of them was taken out for it."""
+    configs = getattr(engine.peft, "peft_config", {}).values()
+    return all(getattr(config, "init_lora_weights", None) in (True, False) for config in configs)
+
+
+@contextlib.contextmanager
+def noted(place: str) -> Iterator[None]:
+    """An error that leaves knows that it came from `place`, for the message of `Shortage`."""
+    try:
+        yield
+    except Exception as error:
+        vars(error).setdefault("place", place)
+        raise
+
+
+class Shortage(contextlib.AbstractContextManager["Shortage"]):
+    """Around a stage: what says inside that memory ran out leaves as an OutOfMemory with one message.
+
+    Cells of a stack, which keep nothing, keep their own error too.
+    """
+
+    def __init__(self, engine: Engine, *, train: Train, optimizer: Optimizer, run: RunDirectory, stage: str) -> None:
+        self._engine, self._train, self._optimizer, self._run, self._stage = engine, train, optimizer, run, stage
+        self.keeper: Keeper | None = None
+        """Knows the step; None until the stage has one."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            return
+        if not self._engine.keeps:
+            return
+        before = "the tests before the first update"
+        step = before if self.keeper is None else f"update {self.keeper.progress.step + 1}"
+        raise self._told(error, vars(error).get("place", step)) from error
+
+    def _told(self, error: Exception, where: str) -> OutOfMemory:
+        engine, run = self._engine, self._run
+        measured = measure(engine.device)
+        run.log(f"{self._stage}: out of memory in {where}: {str(error).strip()}")
+        _let_go(error, engine)
+        plan = planned(engine, train=self._train, optimizer=self._optimizer, measured=measured)
+        options = changes(engine, plan, train=self._train, optimizer=self._optimizer)
+        told = message(engine, self._stage, where, error, measured, plan, options)
+        kept = max(steps(run.state), default=None)
+        earlier = any((run.path / "stages").glob("*/done.json")) or (run.path / "selection" / "manifest.json").is_file()
+        if kept is None and not earlier:
+            return OutOfMemory(f"{told}. Nothing is kept: no checkpoint had been written", resumable=False)
+        what = f"The checkpoint of update {kept} is" if kept is not None else "What was finished before it is"
+        mesh = " --mesh.dp 2" if engine.world.size == 1 else " on a mesh of more ranks"
+        resume = f"on a device with more memory, or by `flatshift train --resume {run.path}{mesh}`"
+        return OutOfMemory(f"{told}. {what} kept: the run goes on {resume}", resumable=True)
+
+
+def message(
+    engine: Engine,
+    stage: str,
+    where: str,
+    error: BaseException,
+    measured: Measured,
+    plan: MemoryPlan,
+    options: list[Change],
+) -> str:
+    """What happened, what was planned, and what to change."""
+    who = f"rank {engine.world.rank} " if engine.world.size > 1 else ""
+    asked = asked_for(error)
+    more = f" and {size(asked)} more asked for" if asked else ""
+    causes = {
+        "backbone": plan.backbone,
+        "adapter": plan.adapter,
+        "gradients": plan.gradients,
+        "optimizer state": plan.optimizer,
+        "activations": plan.activations,
+    }
+    parts = ", ".join(f"{name} {size(count)}" for name, count in causes.items())
+    advice = ", then ".join(map(str, options[:2])) or "a smaller backbone, or a device with more memory"
+    return (
+        f"{stage}: {who}ran out of memory in {where}: {measured}{more}; planned {size(plan.total)} ({parts}). "
+        f"Cheapest changes: {advice}"
+    )
+
+
+def _let_go(error: BaseException, engine: Engine) -> None:
+    """Free what the failed pass still holds: the frames of the traceback keep its activations alive."""
+    shown: BaseException | None = error
+    while shown is not None:
+        traceback.clear_frames(shown.__traceback__)
+        shown = shown.__context__
+    for parameter in engine.parameters.values():
+        parameter.grad = None
+    gc.collect()
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()

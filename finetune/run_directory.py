@@ -1,0 +1,333 @@
+"""The run directory: what a command leaves behind (design §4), self-sufficient, append-only, safe to copy.
+
+run = RunDirectory.create("runs/first")         # refuses a non-empty directory
+run.log_metrics("fine-tune", step=1, split="train", loss=3.2, ...)
+read_metrics(run.path / "metrics.jsonl")        # the last line for a step wins, a torn tail is skipped
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .atomic import is_bare, make_directory, new_directory, sweep_leftovers, sync_files, write_json, write_text
+from .errors import Interrupted, UserError, disk_trouble, is_disk_full
+
+ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
+    "environment.json",
+    "command.txt",
+    "recipe.resolved.yaml",
+    "manifest.json",
+    "metrics.jsonl",
+    "trace.jsonl",
+    "log.txt",
+)
+SPIKE = "spike"
+"""Split of the lines that say of a loss spike and of what was undone for it."""
+_PACKAGES = ("flatshift", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "scikit-learn")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@contextmanager
+def disk_full_interrupts(doing: str) -> Iterator[None]:
+    """Turn a disk that is full (or the quota), or that fails, while `doing` something into Interrupted; other errors
+    pass through."""
+    try:
+        yield
+    except Exception as error:
+        if (trouble := disk_trouble(error)) is None:
+            raise
+        then = "free some space and resume" if is_disk_full(error) else "resume when it is well again"
+        raise Interrupted(f"{trouble} while {doing}; {then}, everything finished before is kept") from error
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run on disk. Make it with `create` or `open`."""
+
+    path: Path
+    writes: bool = True
+    """False on all ranks of a mesh but the main one: they read the directory and log nothing."""
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        recipe_yaml: str | None = None,
+        manifest: dict[str, Any] | None = None,
+        texts: Mapping[str, str] | None = None,
+    ) -> RunDirectory:
+        """A new run directory with command.txt, environment.json and, if given, recipe, manifest and other `texts` by
+        file name.
+
+        It appears whole or not at all: a run that is killed here can simply be started again.
+        Raises UserError for a non-empty `path`, also for one that another process has made meanwhile.
+        """
+        path = Path(path)
+        refuse_old(path, resumable=True)
+        with disk_full_interrupts(f"creating {path}"), new_output(path) as temporary:
+            write_provenance(temporary, recipe_yaml=recipe_yaml)
+            if manifest is not None:
+                write_json(temporary / MANIFEST, manifest)
+            for name, text in (texts or {}).items():
+                write_text(temporary / name, text)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run directory, with what a killed process left torn repaired.
+
+        Raises UserError if `path` is not a run directory.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"{path}: no such run directory")
+        if not (path / ENVIRONMENT).is_file() or not (path / COMMAND).is_file():
+            raise UserError(f"{path} is not a run directory: it has no {ENVIRONMENT} and {COMMAND}")
+        for folder in (path, path / "state", path / "stages", *(path / "stages").glob("*/")):
+            sweep_leftovers(folder)
+        for file in (path / METRICS, path / TRACE, *(path / "stages").glob(f"*/{METRICS}")):
+            _cut_torn_tail(file)
+        return cls(path)
+
+    @property
+    def state(self) -> Path:
+        """Where the running stage's checkpoints lie."""
+        return self.path / "state"
+
+    def stage(self, name: str) -> Path:
+        """`stages/<name>/`, made if need be."""
+        folder = self.path / "stages" / name
+        make_directory(folder)
+        return folder
+
+    def log_metrics(self, stage: str, **fields: Any) -> None:
+        """Append one line to the run's and the stage's metrics.jsonl. NaN and infinities become null."""
+        if not self.writes:
+            return
+        text = _line(stage, fields)
+        for file in (self.path / METRICS, self.stage(stage) / METRICS):
+            _append(file, text)
+
+    def sync_metrics(self, stage: str) -> None:
+        """Make the lines that were logged so far durable, before a checkpoint says that their updates are done."""
+        if self.writes:
+            sync_files(self.path / METRICS, self.path / "stages" / stage / METRICS, self.path / TRACE)
+
+    def log_trace(self, stage: str, **fields: Any) -> None:
+        """Append one line to trace.jsonl. NaN and infinities become null."""
+        if self.writes:
+            _append(self.path / TRACE, _line(stage, fields))
+
+    def log(self, message: str) -> None:
+        """Append lines to log.txt, each with the time."""
+        if not self.writes:
+            return
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        _append(self.path / LOG, "".join(f"{now} {line}\n" for line in message.splitlines() or [""]))
+
+
+def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
+    """Raise UserError unless `path` is absent or an empty directory, but for what killed writes leave.
+
+    resumable: what may be there is a run's.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--out: {path} is a file; name a new or empty directory")
+    if path.is_dir() and not is_bare(path):
+        instead = ", or continue a run with `flatshift train --resume`" if resumable else ""
+        raise UserError(f"--out: {path} is not empty; name another directory{instead}")
+
+
+def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
+    """As `refuse_nonempty`, for a directory that is to appear as a whole: raise UserError too for one that cannot be
+    replaced, a mount point or this process's working directory."""
+    refuse_nonempty(path, resumable=resumable)
+    path = Path(path)
+    if path.is_mount() or (path.is_dir() and path.samefile(Path.cwd())):
+        what = "a mount point" if path.is_mount() else "the working directory"
+        raise UserError(f"--out: {path} is {what}, which cannot be replaced; name a directory in it")
+
+
+@contextmanager
+def new_output(path: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `path` at the end, whole.
+
+    Raises UserError if somebody else made `path` meanwhile; what is there stays.
+    """
+    try:
+        with new_directory(path) as temporary:
+            yield temporary
+    except FileExistsError as error:
+        if error.filename != os.path.realpath(path):
+            raise
+        raise UserError(f"--out: {path} was made by another command meanwhile; name another directory") from None
+
+
+def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
+    """Write command.txt, environment.json and, if given, recipe.resolved.yaml into `directory`."""
+    directory = Path(directory)
+    name = Path(sys.argv[0]).name
+    called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` is the command too
+    write_text(directory / COMMAND, shlex.join([called, *sys.argv[1:]]) + "\n")
+    write_json(directory / ENVIRONMENT, environment())
+    if recipe_yaml is not None:
+        write_text(directory / RECIPE, recipe_yaml)
+
+
+def environment() -> dict[str, Any]:
+    """What results may depend on: versions, machine, threads, commit. Memory in bytes."""
+    found: dict[str, Any] = {
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "commit": _commit(),
+        "variables": {name: os.environ[name] for name in _THREADS if name in os.environ},
+    }
+    versions: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    found["versions"] = versions
+    torch = sys.modules.get("torch")  # only where it is in use: a selection may run without it
+    if torch is not None:
+        found["threads"] = torch.get_num_threads()
+        found["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return found
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl in order of their last writing, one per (stage, split, step); none if absent.
+
+    A torn last line (the process was killed while writing) is skipped. A line with `rewound_to` (a loss spike that the
+    stage went back for) takes away what the stage wrote of later steps before it.
+
+    Raises:
+        UserError: any other line is none of metrics.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    lines: dict[tuple[Any, Any, Any], dict[str, Any]] = {}
+    pieces = path.read_bytes().split(b"\n")
+    for number, piece in enumerate(pieces, start=1):
+        record = parse_line(piece)
+        if record is None:
+            if piece.strip() and number < len(pieces):
+                raise UserError(f"{path}:{number}: not a JSON object with a stage and a whole step")
+            continue
+        forget_undone(lines, record)
+        key = (record["stage"], record.get("split"), record["step"])
+        lines.pop(key, None)
+        lines[key] = record
+    return list(lines.values())
+
+
+def parse_line(piece: bytes) -> dict[str, Any] | None:
+    """The object of one line of metrics.jsonl, its `step` a whole number ≥ 0; None for what is no such line."""
+    try:
+        record = json.loads(piece)
+        if not isinstance(record, dict) or not isinstance(record["stage"], str):
+            return None
+        if not isinstance(record.get("split", ""), str):  # a trace has none
+            return None
+        step, back = record["step"], record.get("rewound_to", 0)
+        if not all(isinstance(one, int) and one >= 0 for one in (step, back)):
+            return None
+        if any(isinstance(one, int) and abs(one) >= 2**63 for one in record.values()):  # no float, no table holds it
+            return None
+    except (ValueError, KeyError, RecursionError):
+        return None
+    return record
+
+
+def forget_undone(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> None:
+    """Take out of `lines`, keyed (stage, split, step), what `record` says that its stage has undone."""
+    if (back := record.get("rewound_to")) is None:
+        return
+    for key in [key for key in lines if key[0] == record.get("stage") and key[1] != SPIKE and key[2] > back]:
+        del lines[key]
+
+
+def last_attempt(records: Iterable[dict[str, Any]], stage: str) -> int:
+    """The highest attempt that `stage` has logged; 0 for none."""
+    return max((int(r.get("attempt") or 0) for r in records if r.get("stage") == stage), default=0)
+
+
+def _cut_torn_tail(path: Path) -> None:
+    """Drop what follows the last line break: lines are written with it in one piece. A zero byte, which no line has, is
+    where a machine without power lost what was not yet synced: what follows it is younger than any checkpoint."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    lost = data.find(b"\0")
+    whole = data.rfind(b"\n", 0, lost if lost >= 0 else len(data)) + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+
+
+def _append(path: Path, text: str) -> None:
+    """Append in one write; a line that the disk has no room for is taken back whole."""
+    data = text.encode()
+    with disk_full_interrupts(f"writing {path}"):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(fd).st_size
+            try:
+                if os.write(fd, data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            except OSError:
+                os.ftruncate(fd, size)
+                raise
+        finally:
+            os.close(fd)
+
+
+def _line(stage: str, fields: dict[str, Any]) -> str:
+    line = {"stage": stage, **{key: _finite(value) for key, value in fields.items()}}
+    return json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this package lies in; None for an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        asked = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None

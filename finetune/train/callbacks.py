@@ -1,0 +1,202 @@
+"""Callbacks with the names of transformers' `Trainer`, for stages that are trained from Python.
+
+    train_stage(model, tokenizer, ..., callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])
+
+Any `transformers.TrainerCallback` is told of these events: `on_train_begin`, `on_step_begin`,
+`on_pre_optimizer_step` (gradients are clipped; not for updates that are left out), `on_step_end`, `on_log` (after every
+update and every dev evaluation), `on_evaluate`, `on_save`, `on_train_end`. What it sets in `control` is done:
+`should_training_stop` ends the stage as `train.patience` does, `should_evaluate` judges dev (where there are rows) and
+`should_save` writes a checkpoint, at the end of the update. Every update is logged anyway.
+
+There are no epochs here (batches are one endless stream) and gradients are gone right after the optimizer's step, so
+`on_epoch_begin`, `on_epoch_end`, `on_optimizer_step`, `on_substep_end` and the events of prediction and of the hub
+never come; who listens to one of them is warned. `should_epoch_stop` is refused. `args` has what `Arguments` has and
+no more.
+
+On a mesh every rank calls its callbacks, and what one of them asks for is done by all. A callback that can say its
+state (`ExportableState`) finds it again when the stage is resumed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..config import Optimizer, Train
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+_EVENTS = frozenset(
+    f"on_{event}"
+    for event in (
+        *("init_end", "train_begin", "step_begin", "pre_optimizer_step", "step_end"),
+        *("log", "evaluate", "save", "train_end"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What callbacks may read of `TrainingArguments`, by its names; anything else raises an AttributeError."""
+
+    output_dir: str
+    max_steps: int
+    per_device_train_batch_size: int
+    """Rows of one micro-batch, over all data ranks together."""
+    gradient_accumulation_steps: int
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float | None
+    seed: int
+    eval_strategy: str
+    """`steps`, or `no` without dev rows."""
+    eval_steps: int
+    save_strategy: str
+    save_steps: int
+    metric_for_best_model: str
+    greater_is_better: bool
+    load_best_model_at_end: bool
+    """As always where there are dev rows."""
+    logging_strategy: str = "steps"
+    logging_steps: int = 1
+    disable_tqdm: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a stage has no TrainingArguments.{name}; its settings are finetune.config.Train")
+
+
+class Callbacks:
+    """Tells callbacks of a stage's events and collects what they ask for."""
+
+    def __init__(
+        self,
+        callbacks: Sequence[TrainerCallback],
+        *,
+        train: Train,
+        optimizer: Optimizer,
+        judged: bool,
+        by_accuracy: bool,
+        output: str,
+        is_main: bool,
+        log: Callable[[str], None],
+        about: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            judged: whether there are dev rows.
+            by_accuracy: whether the best step is the most accurate.
+            about: `model`, `processing_class` and `optimizer`, handed to every event.
+        """
+        self.callbacks = list(callbacks)
+        self._about, self._log = dict(about), log
+        if not self.callbacks:
+            return
+        from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            max_steps=train.steps,
+            logging_steps=1,
+            eval_steps=train.eval_every,
+            save_steps=train.save_every,
+            train_batch_size=train.batch_size,
+            is_local_process_zero=is_main,
+            is_world_process_zero=is_main,
+        )
+        self.args = Arguments(
+            output_dir=output,
+            max_steps=train.steps,
+            per_device_train_batch_size=train.batch_size,
+            gradient_accumulation_steps=train.accumulate,
+            learning_rate=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            max_grad_norm=optimizer.clip,
+            seed=train.seed,
+            eval_strategy="steps" if judged else "no",
+            eval_steps=train.eval_every,
+            save_strategy="steps" if train.save_every else "no",
+            save_steps=train.save_every,
+            metric_for_best_model="eval_accuracy" if by_accuracy else "eval_loss",
+            greater_is_better=by_accuracy,
+            load_best_model_at_end=judged,
+        )
+        for callback in self.callbacks:
+            if not isinstance(callback, TrainerCallback):
+                raise UserError(
+                    f"callbacks: {type(callback).__name__} is no transformers.TrainerCallback; derive it from that"
+                )
+            deaf = [
+                name
+                for name in vars(TrainerCallback)
+                if name.startswith("on_") and name not in _EVENTS and _overrides(callback, name, TrainerCallback)
+            ]
+            if deaf:
+                self._warn(f"{type(callback).__name__} listens to {', '.join(deaf)}, which never comes here")
+        self.fire("init_end")
+
+    def _warn(self, text: str) -> None:
+        self._log(f"warning: {text}")
+        warnings.warn(text, stacklevel=3)
+
+    def fire(self, event: str, **more: Any) -> None:
+        """Tell everyone of `event` (without `on_`)."""
+        for callback in self.callbacks:
+            answer = getattr(callback, f"on_{event}")(self.args, self.state, self.control, **self._about, **more)
+            if answer is not None:
+                self.control = answer
+        if self.callbacks and self.control.should_epoch_stop:
+            raise UserError(
+                "callbacks: should_epoch_stop has no meaning where there are no epochs; use should_training_stop"
+            )
+
+    def at(self, step: int, *, tokens: int, best_step: int | None, best: float | None) -> None:
+        """Where the stage is now."""
+        if self.callbacks:
+            self.state.global_step, self.state.num_input_tokens_seen = step, tokens
+            self.state.best_global_step, self.state.best_metric = best_step, best
+
+    def step_begin(self) -> None:
+        """The next update begins; what was asked for in the last one is over."""
+        if self.callbacks:
+            self.control.should_save = self.control.should_evaluate = self.control.should_log = False
+            self.fire("step_begin")
+
+    def logged(self, line: Mapping[str, Any]) -> None:
+        """A line went into metrics.jsonl: `loss`, `grad_norm`, `learning_rate` and so on, or `eval_loss`."""
+        if not self.callbacks:
+            return
+        numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("attempt", "step")}
+        if line["split"] == "dev":
+            numbers = {f"eval_{name}": value for name, value in numbers.items() if name in ("loss", "accuracy")}
+        elif "lr" in numbers:
+            numbers["learning_rate"] = numbers.pop("lr")
+        self.state.log_history.append({**numbers, "step": line["step"]})
+        self.fire("log", logs=numbers)
+        if line["split"] == "dev":
+            self.fire("evaluate", metrics=numbers)
+
+    def asks(self, what: str) -> bool:
+        """Whether one of them has set `control.should_<what>`."""
+        return bool(self.callbacks) and bool(getattr(self.control, f"should_{what}"))
+
+    def states(self) -> list[dict[str, Any] | None]:
+        """What each of them wants to find again, for JSON; None for those that say nothing."""
+        found = []
+        for callback in self.callbacks:
+            said = callback.state() if hasattr(callback, "state") else None
+            found.append(dict(said["attributes"]) if said else None)
+        return found
+
+    def restore(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Give them back what `states` said, in the same order."""
+        for callback, attributes in zip(self.callbacks, states, strict=False):
+            for name, value in (attributes or {}).items():
+                setattr(callback, name, value)
+
+
+def _overrides(callback: Any, name: str, base: type) -> bool:
+    return getattr(type(callback), name) is not getattr(base, name)

@@ -1,0 +1,204 @@
+"""What a running stage has come to, and its checkpoints: whole tensors of any mesh, taken over by any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..config import Optimizer, Train
+from ..launch import watchdog
+from ..parallel.engine import Engine
+from ..run_directory import METRICS, RunDirectory, last_attempt, read_metrics
+from .checkpoint import (
+    Checkpoint,
+    clone,
+    drop_checkpoints,
+    drop_later,
+    latest_checkpoint,
+    pack,
+    save_checkpoint,
+    steps,
+    unpack,
+)
+from .data_order import batch_index, leave_out, way_back
+from .optimizer import AdapterOptimizer
+
+if TYPE_CHECKING:
+    from regularizers.protocol import Regularizer
+
+
+@dataclass
+class Progress:
+    """What a checkpoint says besides tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_dev_loss: float | None = None
+    best_accuracy: float | None = None
+    misses: int = 0
+    stopped_early: bool = False
+    skipped: int = 0
+    """Updates left out because their loss or gradient was not a finite number."""
+    skipped_in_a_row: int = 0
+    """Of them, those since the last one that was made."""
+    loss_scale: dict[str, float] = field(default_factory=dict)
+    """State of `finetune.train.loss_scale`; empty unless the stage computes in fp16."""
+    recent: list[float] = field(default_factory=list)
+    """Losses of the last updates, as many as `train.spikes.window`."""
+    left_out: list[list[int]] = field(default_factory=list)
+    """Batches [first, stop) that spikes took out of the data (`finetune.train.data_order`)."""
+    rewinds: list[dict[str, Any]] = field(default_factory=list)
+    """What the stage went back for: `step`, `loss`, `limit`, and `to`, the checkpoint."""
+    callbacks: list[dict[str, Any] | None] = field(default_factory=list)
+    """What callbacks want to find again."""
+    best: dict[str, Tensor] = field(default_factory=dict)
+    """The adapter after `best_step`, as this rank has it; empty while it is the live one or there is no dev set."""
+
+    def meta(self) -> dict[str, Any]:
+        """Everything but tensors and the step, for JSON."""
+        return {k: v for k, v in vars(self).items() if k not in {"best", "step"}}
+
+
+class Keeper:
+    """Saves and restores a stage; every rank of a mesh calls both verbs, the main one writes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: AdapterOptimizer,
+        regularizer: Regularizer,
+        run: RunDirectory,
+        *,
+        stage: str,
+        train: Train,
+        settings: Optimizer,
+        seed: int,
+    ) -> None:
+        self.engine, self.optimizer, self.regularizer = engine, optimizer, regularizer
+        self.run, self.stage, self.train, self.settings, self.seed = run, stage, train, settings, seed
+        self.progress = Progress()
+        self.saved_step = -1
+        """Update of the newest checkpoint; −1 without one."""
+        self.attempt = 1
+
+    def restore(self) -> None:
+        """Take over the newest valid checkpoint of the stage, if there is one; count the attempt."""
+        if self.engine.is_main:  # sweeps what a killed save left, so one rank does it before the others look
+            drop_checkpoints(self.run.state, other_than=self.stage)
+            latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        self.engine.world.wait()
+        found = latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        self.attempt = last_attempt(read_metrics(self.run.stage(self.stage) / METRICS), self.stage) + 1
+        if found is None:
+            self.run.log(f"{self.stage}: attempt {self.attempt} from step 0")
+            return
+        self._take(found)
+        self.run.log(f"{self.stage}: attempt {self.attempt} continues after step {found.step}")
+
+    def _take(self, found: Checkpoint) -> None:
+        where, parameters = f"checkpoint {found.path}", self.engine.parameters
+        self.engine.put(unpack(found.tensors, "adapter"), parameters, where=where)
+        for kind, moments in self.optimizer.expect(unpack(found.tensors, "step")).items():
+            self.engine.put(unpack(found.tensors, kind), moments, where=where)
+        self.regularizer.load_state_dict(
+            {name: tensor.to(self.engine.device) for name, tensor in unpack(found.tensors, "regularizer").items()}
+        )
+        place, before = self._place(), found.meta["place"]
+        if place != before:
+            self.run.log(f"warning: {before} before, {place} now: the same curve to rounding, not the same bits")
+        self.progress = Progress(step=found.step, **found.meta["progress"])
+        if best := unpack(found.tensors, "best"):
+            self.progress.best = clone(parameters)
+            self.engine.put(best, self.progress.best, where=where)
+        self.attempt = max(self.attempt, int(found.meta["attempt"]) + 1)
+        self.saved_step = found.step
+
+    def rewind(self, spike: dict[str, Any], *, reattach: Callable[[], None]) -> bool:
+        """Go back for `spike` (`step, loss, limit`) to the checkpoint that `way_back` names, and leave out the batches
+        from there to the spike, at least `train.spikes.skip` of them. Every rank calls this.
+
+        The checkpoint is written anew with what is left out, so a run that is killed now goes on from here; killed
+        before, it comes to the same spike again.
+
+        reattach: makes the regularizer what it was before the first step.
+        Returns False where there is no checkpoint to go back to.
+        """
+        spikes, now = self.train.spikes, self.progress
+        assert spikes is not None
+        to = way_back(now.step, spikes, self.train.save_every)
+        if not any(step <= to for step in steps(self.run.state)):
+            return False
+        if self.engine.is_main:
+            drop_later(self.run.state, to)
+            latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        self.engine.world.wait()
+        found = latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
+        if found is None:
+            return False
+        reattach()
+        attempt = self.attempt
+        self._take(found)
+        self.attempt = attempt + 1
+        first = batch_index(found.step, now.left_out)
+        stop = max(first + spikes.skip, batch_index(now.step, now.left_out) + 1)
+        self.progress.left_out = leave_out(now.left_out, first, stop)
+        self.progress.rewinds = [*now.rewinds, {**spike, "to": found.step}]
+        self.saved_step = -1
+        self.save()
+        return True
+
+    def _kept(self) -> int:
+        """How many checkpoints stay with the one that is written: those that spikes may lead back to, at least.
+
+        A spike may come again right after the stage went back for one, so all that are left go on from each other.
+        """
+        if self.train.spikes is None:
+            return self.train.keep
+        oldest = self.progress.step
+        for _ in range(self.train.spikes.most - len(self.progress.rewinds)):
+            oldest = way_back(oldest, self.train.spikes, self.train.save_every)
+        return max(self.train.keep, 1 + sum(step >= oldest for step in steps(self.run.state)))
+
+    def save(self) -> None:
+        """Write a checkpoint of the completed updates, unless this step has one or the engine keeps none."""
+        if self.saved_step == self.progress.step or not self.engine.keeps:
+            return
+        whole = self.engine.whole
+        tensors = pack(
+            adapter=whole(self.engine.parameters),
+            step=self.engine.union(self.optimizer.counters()),
+            **{kind: whole(moments) for kind, moments in self.optimizer.moments().items()},
+            best=whole(self.progress.best),
+            regularizer=self.engine.union(self.regularizer.state_dict()),
+        )
+        meta = {
+            "stage": self.stage,
+            "attempt": self.attempt,
+            "progress": self.progress.meta(),
+            "data": {"step": self.progress.step, "batch": batch_index(self.progress.step, self.progress.left_out)},
+            "random": {"seed": self.seed},
+            "place": self._place(),
+            "scheduler": {**asdict(self.settings), "steps": self.train.steps},
+            "regularizer": type(self.regularizer).__name__,
+        }
+        with watchdog.unhurried("saving a checkpoint"):
+            if self.engine.is_main:
+                self.run.sync_metrics(self.stage)
+                save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self._kept())
+            self.engine.world.wait()
+        self.saved_step = self.progress.step
+
+    def _place(self) -> dict[str, Any]:
+        """What the last bits of a result depend on besides the state."""
+        return {
+            "device": self.engine.device.type,
+            "mesh": str(self.engine.world),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }

@@ -1,0 +1,268 @@
+"""Which kernel makes the loss from the last hidden states on a CUDA device: our slices, or another that is at hand.
+
+Liger's (2410.10989; extra `cuda`) and torch's own from 2.13 on fuse the head's product with the cross entropy, as ours
+does. What is faster depends on device, vocabulary and rows, and what is right on the version, so both are found out at
+the start of a stage, on the rows of its first micro-batch: a kernel is taken where loss and gradient are ours within
+rounding and it takes at most `GAIN` of the time. A resumed stage keeps what it began with. Never on a CPU, where ours
+is measured beside peers (`benchmarks.train_step`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..atomic import write_json
+from ..config import Task, Train
+from ..devices.cuda import is_cuda, product_dtype
+from ..devices.precision import autocast, compute_dtype
+from ..evaluate.mode import evaluating
+from .loss import IGNORED, Head, aligned, linear_cross_entropy, smoothing
+from .numerics import attention
+
+if TYPE_CHECKING:
+    from ..data import Batches, MicroBatch
+    from ..parallel.engine import Engine
+
+RECORD = "loss_kernel.json"
+GAIN = 0.95
+"""Share of our time that another kernel takes at most."""
+OURS = "slices"
+_TURNS = 4
+_GET = "pip install 'flatshift[cuda]'"
+_LOSS_ROUNDING = {torch.float32: 1e-5}
+_GRADIENT_ROUNDING = {torch.float32: 1e-4}
+_HALF_LOSS, _HALF_GRADIENT = 2e-3, 2e-2
+"""Relative differences of loss and gradient that rounding makes in half precision."""
+
+
+class Kernel(Protocol):
+    """`finetune.train.loss.linear_cross_entropy`, computed otherwise."""
+
+    def __call__(self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor: ...
+
+
+# --------------------------------------------------------------------------------------------- kernels at hand
+
+
+def at_hand() -> dict[str, Kernel]:
+    """The kernels that can be tried here, by name; their packages are not imported yet."""
+    found: dict[str, Kernel] = {}
+    if importlib.util.find_spec("liger_kernel") is not None:
+        found["liger"] = _liger
+    if hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions"):
+        found["torch"] = _torch
+    return found
+
+
+def _operands(hidden: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias in the dtype of the product: autocast's inside of it, else the hidden states'."""
+    dtype = product_dtype(hidden)
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    return hidden.to(dtype), linear.weight.to(dtype), bias
+
+
+def _liger(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    rows, weight, bias = _operands(hidden, linear)
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = liger_fused_linear_cross_entropy(
+            rows, weight, targets, bias=bias, reduction="sum", label_smoothing=smoothing
+        )
+    loss: Tensor = found if isinstance(found, Tensor) else found[0]
+    return loss.float()
+
+
+def _torch(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    if smoothing:
+        raise ValueError("its slices know no label smoothing")
+    rows, weight, bias = _operands(hidden, linear)
+    compute: Any = F.linear_cross_entropy  # type: ignore[attr-defined]
+    options: Any = nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss: Tensor = compute(rows, weight, targets, linear_bias=bias, reduction="sum", options=options)
+    return loss.float()
+
+
+# --------------------------------------------------------------------------------------------- the trial
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How one kernel did on a micro-batch."""
+
+    seconds: float
+    """Forward and backward, the best turn; infinite where it failed or computes something else."""
+    wrong: str = ""
+    """Why it cannot be taken."""
+
+
+def tried(
+    kernels: Mapping[str, Kernel], hidden: Tensor, linear: nn.Linear, targets: Tensor, *, ratio: float = 0.0
+) -> dict[str, Trial]:
+    """Our slices under `OURS`, and each of `kernels`, on hidden states (n, D); in turns, so that none is timed warm.
+
+    ratio: ε of label smoothing.
+    """
+    computed = {}
+    trials: dict[str, Trial] = {}
+    candidates: dict[str, Kernel] = {OURS: linear_cross_entropy, **kernels}
+    for name, kernel in candidates.items():
+        try:
+            computed[name] = _passed(kernel, hidden, linear, targets, ratio)
+        except Exception as error:  # of a foreign kernel anything: its compiler, its limits, its memory
+            text = str(error).strip()
+            trials[name] = Trial(math.inf, text.splitlines()[0] if text else type(error).__name__)
+    for name, (loss, gradient) in computed.items():
+        if name != OURS and (difference := _difference(computed[OURS], (loss, gradient))) is not None:
+            trials[name] = Trial(math.inf, difference)
+    good = [name for name in candidates if name not in trials]
+    best = dict.fromkeys(good, math.inf)
+    for turn in range(_TURNS):
+        for name in good if turn % 2 else reversed(good):
+            started = _now(hidden.device)
+            _passed(candidates[name], hidden, linear, targets, ratio)
+            best[name] = min(best[name], _now(hidden.device) - started)
+    return trials | {name: Trial(seconds) for name, seconds in best.items()}
+
+
+def _passed(kernel: Kernel, hidden: Tensor, linear: nn.Linear, targets: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
+    """The loss and its gradient by the hidden states."""
+    with torch.enable_grad():
+        rows = hidden.detach().requires_grad_()
+        loss = kernel(rows, linear, targets, smoothing=ratio)
+        (gradient,) = torch.autograd.grad(loss, rows)
+    return loss.detach(), gradient
+
+
+def _difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> str | None:
+    """What differs by more than rounding; None if nothing does."""
+    (loss, gradient), (other, its) = ours, theirs
+    dtype = product_dtype(gradient)
+    off = float((other.double() - loss.double()).abs() / loss.double().abs().clamp_min(1e-30))
+    if not off <= _LOSS_ROUNDING.get(dtype, _HALF_LOSS):
+        return f"its loss differs by {off:.1e}"
+    apart = float((its.double() - gradient.double()).norm() / gradient.double().norm().clamp_min(1e-30))
+    if not apart <= _GRADIENT_ROUNDING.get(dtype, _HALF_GRADIENT):
+        return f"its gradient differs by {apart:.1e}"
+    return None
+
+
+def _now(device: torch.device) -> float:
+    if is_cuda(device):
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+# --------------------------------------------------------------------------------------------- the choice
+
+
+def with_kernel(
+    engine: Engine,
+    head: Head | None,
+    batches: Batches,
+    *,
+    task: Task,
+    train: Train,
+    folder: Path,
+    say: Callable[[str], None],
+    kernels: Mapping[str, Kernel] | None = None,
+) -> Head | None:
+    """`head` with the kernel that the stage's loss is made by; collective on a mesh, where all ranks take the same.
+
+    Args:
+        batches: the kernels are tried on the rows of this rank's first micro-batch.
+        folder: of the stage, where the choice is kept.
+        say: told in a line what was taken and why.
+    """
+    if head is None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
+        return head
+    if train.deterministic:  # which kernel is faster may be another one tomorrow, and theirs add in no fixed order
+        return head
+    if not engine.keeps:  # a cell of a stack, whose host makes the losses of all
+        return head
+    kernels = at_hand() if kernels is None else kernels
+    kept = _agreed(engine, _kept(folder))
+    if kept is not None:
+        if kept != OURS and kept not in kernels:
+            say(f"warning: loss: the stage began with the kernel {kept}, which is not here any more; {_GET}")
+        return replace(head, kernel=kernels.get(kept))
+    if not kernels:
+        say(f"loss: our slices, no other kernel is here ({_GET})")
+        return head
+    trials = _trial(engine, head, batches.at(0)[0], task=task, train=train, kernels=kernels)
+    seconds = _slowest_rank(engine, {name: trials[name].seconds for name in (OURS, *kernels)})
+    taken = min(kernels, key=lambda name: seconds[name])
+    name = taken if seconds[taken] <= GAIN * seconds[OURS] else OURS
+    say(_line(name, seconds, trials))
+    if engine.is_main:
+        shown = {each: None if math.isinf(value) else value for each, value in seconds.items()}
+        why = {each: trial.wrong for each, trial in trials.items() if trial.wrong}
+        write_json(folder / RECORD, {"kernel": name, "seconds": shown, "wrong": why})
+    return replace(head, kernel=kernels.get(name))
+
+
+def _trial(
+    engine: Engine, head: Head, micro: MicroBatch, *, task: Task, train: Train, kernels: Mapping[str, Kernel]
+) -> dict[str, Trial]:
+    """The kernels on the hidden states of `micro`, in the head's own forward, where FSDP2 has its weights whole."""
+    batch, found = micro.to(engine.device), dict[str, Trial]()
+
+    def cost(hidden: Tensor) -> Tensor:
+        values, targets = aligned(hidden, batch.labels, task)
+        mask = targets != IGNORED
+        found.update(tried(kernels, values[mask], head.linear, targets[mask], ratio=smoothing(task)))
+        return hidden.new_zeros(1, 1, 1)
+
+    around = autocast(train, engine.device) if compute_dtype(train) != torch.float32 else contextlib.nullcontext()
+    with evaluating(engine.model), torch.no_grad(), around, head.computing(cost), attention(batch.inputs):
+        engine.model(**batch.inputs)
+    engine.settle()
+    return found
+
+
+def _line(name: str, seconds: Mapping[str, float], trials: Mapping[str, Trial]) -> str:
+    def figure(each: str) -> str:
+        known = f"{1000 * seconds[each]:.3g} ms" if math.isfinite(seconds[each]) else "not on every rank"
+        return f"{each} {trials[each].wrong or known}"
+
+    others = ", ".join(figure(each) for each in seconds if each != name)
+    what = "our slices" if name == OURS else f"the kernel of {name}"
+    return f"loss: {what}, {1000 * seconds[name]:.3g} ms on the first micro-batch ({others})"
+
+
+def _kept(folder: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((folder / RECORD).read_text(encoding="utf-8"))["kernel"])
+    return None
+
+
+def _agreed(engine: Engine, name: str | None) -> str | None:
+    """Rank 0's word."""
+    if engine.world.size == 1:
+        return name
+    box = [name]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _slowest_rank(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The time of each kernel on the rank that it takes longest, the same on every rank."""
+    if engine.world.size == 1:
+        return dict(seconds)
+    times = torch.tensor(list(seconds.values()), dtype=torch.float64, device=engine.device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return dict(zip(seconds, times.tolist(), strict=True))

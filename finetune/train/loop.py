@@ -1,0 +1,494 @@
+"""The training loop of one stage: frozen backbone, adapter, any mesh, any regularizer, exact resume.
+
+Everything that differs from step to step is a pure function of the step (batches, learning rate, dropout seeds, the
+regularizer's draws), so a checkpoint holds whole tensors and a step number, and a resumed run on the same machine,
+mesh and threads ends with the same bits as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from regularizers.fused import FusedLayers
+
+from ..atomic import write_json
+from ..compiling import Compiled
+from ..config import Classify, Evaluate, Optimizer, Task, Train
+from ..devices import masks
+from ..devices.precision import autocast, settled
+from ..digests import DONE, FILES, adapter_sums
+from ..errors import Interrupted
+from ..evaluate.dev import dev_figures
+from ..launch import watchdog
+from ..parallel.engine import Engine
+from ..planner.out_of_memory import noted
+from ..run_directory import SPIKE, RunDirectory, disk_full_interrupts
+from ..seeds import derive
+from .callbacks import Callbacks
+from .checkpoint import clone
+from .checkpointer import Keeper
+from .data_order import batch_index
+from .deferred_metrics import Line, Unread, read
+from .fused_loss import with_kernel
+from .loss_scale import LossScale
+from .numerics import seeded, uses_dropout, without_input_casts
+from .optimizer import AdapterOptimizer
+from .rates import rate_text
+from .schedule import learning_rate
+from .spikes import Diverged as Diverged  # is told of by its users under this module's name
+from .spikes import Guard, Undone, Verdict
+from .stage import Stage as Stage  # users know these by this module's name
+from .stage import StageResult as StageResult
+from .stage import Work as Work
+from .stage import alone, check_best, check_length, ended, on_device
+from .throughput import Meter
+from .trace.recorder import Recorder, Recording
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+    from regularizers.protocol import Regularizer
+
+    from ..data import Batches, Example
+
+
+def stage_work(
+    model: PeftModel | Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stage: str,
+    task: Task,
+    batches: Batches,
+    dev: Sequence[Example],
+    optimizer: Optimizer,
+    train: Train,
+    evaluate: Evaluate,
+    regularizer: Regularizer,
+    run: RunDirectory,
+    seed: int,
+    label_names: tuple[str, ...] | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    recording: Recording | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    track: Callable[[dict[str, Any]], None] | None = None,
+    peak_tflops: float | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Stage:
+    """Train `model`'s adapter for `train.steps` updates; afterwards `model` holds the stage's adapter.
+
+    A generator of the forward and backward passes that it needs, which somebody else may do, several stages' at once
+    (`finetune.stacked`); `train_stage` is the same function and has its engine do them.
+
+    On a mesh every rank calls this with its `Engine`; the main rank writes.
+
+    That is the best on dev where there are dev rows, else the last; it lies in `stages/<stage>/adapter`, and
+    `done.json` beside it says how the stage ended. Continues from the newest valid checkpoint of this stage in `run`;
+    a stage that is done is only read back. `regularizer` is attached for the stage and detached after it.
+
+    Args:
+        batches: `at(step)` gives the micro-batches of an update.
+        on_step: called after every update with its line of metrics.jsonl.
+        stop: asked after every update; True saves a checkpoint and raises Interrupted.
+        recording: what goes into the run's trace.jsonl at which steps; in one process only.
+        callbacks: objects of `transformers.TrainerCallback` (`finetune.train.callbacks` says which events there are).
+        track: takes every line of metrics.jsonl, on the main rank (`finetune.train.trackers`).
+        peak_tflops: of one device, for the MFU; by default `train.peak_tflops`.
+        say: told what a CUDA device decided, in lines; by default the run's log.
+
+    Raises:
+        Interrupted: `stop` said so, Ctrl-C, or a full disk; running it again continues.
+        Diverged: loss or gradient is NaN or infinite, or spikes go on, for longer than `train` allows; nothing of that
+            update is saved.
+        UserError: rows longer than the backbone's positions, samples that cannot be packed for it, a checkpoint of
+            another adapter, a recording on a mesh.
+    """
+    engine = model if isinstance(model, Engine) else Engine.alone(model)
+    train = settled(train, engine.model)
+    check_length(engine, batches)
+    check_best(train, task)
+    done = ended(run, stage, train)
+    if done is not None:
+        engine.load_adapter(run.stage(stage) / "adapter")
+        return done
+    say = say or run.log
+    with on_device(engine, batches, train=train, optimizer=optimizer, run=run, stage=stage, say=say) as (source, short):
+        loop = _Loop(
+            engine, tokenizer, stage, task, source, dev, optimizer, train, evaluate, regularizer, run, seed, recording
+        )
+        short.keeper = loop.keeper
+        loop.head = with_kernel(engine, loop.head, source, task=task, train=train, folder=run.stage(stage), say=say)
+        loop.listen(callbacks, track or (lambda line: None), peak_tflops or train.peak_tflops)
+        loop.attach()
+        try:
+            loop.keeper.restore()
+            plain = without_input_casts(engine.model, train)
+            with plain, watchdog.hurried(stage), masks.known(engine.model, engine.device):
+                yield from loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
+        except KeyboardInterrupt as error:
+            inside = loop.keeper.progress.step + 1
+            raise Interrupted(
+                f"{stage} stopped inside update {inside}; resuming continues from the newest checkpoint"
+            ) from error
+        finally:
+            regularizer.detach()
+        return loop.finish()
+
+
+train_stage = alone(stage_work)
+
+
+class _Loop:
+    """The state of one stage while it runs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        stage: str,
+        task: Task,
+        batches: Batches,
+        dev: Sequence[Example],
+        optimizer: Optimizer,
+        train: Train,
+        evaluate: Evaluate,
+        regularizer: Regularizer,
+        run: RunDirectory,
+        seed: int,
+        recording: Recording | None,
+    ) -> None:
+        from ..data import refuse_leaks
+
+        self.engine, self.stage, self.task, self.batches, self.dev = engine, stage, task, batches, dev
+        self.settings, self.train, self.evaluate, self.regularizer = optimizer, train, evaluate, regularizer
+        self.run, self.seed, self.device, self.parameters = run, seed, engine.device, engine.parameters
+        self.tokenizer, self.pad_id = tokenizer, int(tokenizer.pad_token_id)
+        self.optimizer = AdapterOptimizer(self.parameters, optimizer)
+        self.random = uses_dropout(engine.model)
+        self.dropout = engine.dropout(derive(seed, "dropout")) if self.random else None
+        self.scale = LossScale(on=train.precision == "fp16")
+        self.compiled = Compiled(engine.model) if train.compile else None
+        self.fused = None if train.compile else FusedLayers(engine.model)  # the compiler fuses PEFT's forward itself
+        self.keeper = Keeper(
+            engine, self.optimizer, regularizer, run, stage=stage, train=train, settings=optimizer, seed=seed
+        )
+        self.guard = Guard(engine, self.keeper, run, stage=stage, train=train)
+        self.unread = Unread(engine.world)
+        self.on_step: Callable[[dict[str, Any]], None] = lambda line: None
+        with self._precision():
+            if batches.packed:
+                # bf16 rounds differently where shapes differ; a leak moves logits by far more than that
+                refuse_leaks(engine.judged, tolerance=1e-3 if train.precision == "fp32" else 0.1)
+            self.head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=task)
+        engine.settle()
+        self.recorder = Recorder(
+            recording,
+            engine,
+            self.optimizer,
+            task=task,
+            settings=optimizer,
+            train=train,
+            evaluate=evaluate,
+            head=self.head,
+            pad_id=self.pad_id,
+            run=run,
+            stage=stage,
+            seed=seed,
+        )
+
+    def listen(
+        self, callbacks: Sequence[TrainerCallback], track: Callable[[dict[str, Any]], None], peak: float | None
+    ) -> None:
+        """Whom to tell of what happens, and what the device can do at most, TFLOP/s."""
+        self.meter = Meter(self.engine, peak_tflops=peak)
+        if self.compiled is not None:
+            self.meter.ahead(self.batches.at(0)[0], task=self.task, head=self.head, around=self._precision())
+            self.engine.settle()
+        self.track = track if self.engine.is_main else lambda line: None
+        self.callbacks = Callbacks(
+            callbacks,
+            train=self.train,
+            optimizer=self.settings,
+            judged=bool(self.dev),
+            by_accuracy=isinstance(self.task, Classify) and self.train.best != "loss",
+            output=str(self.run.path),
+            is_main=self.engine.is_main,
+            log=self.run.log,
+            about={"model": self.engine.model, "processing_class": self.tokenizer, "optimizer": self.optimizer.inner},
+        )
+
+    def attach(self) -> None:
+        """Give the regularizer the model, as before the first step."""
+        self.regularizer.attach(
+            self.engine.model,
+            seed=derive(self.seed, "regularizer"),
+            total_steps=self.train.steps,
+            placement=self.engine.placement,
+        )
+
+    def log(self, **line: Any) -> dict[str, Any]:
+        """A line of metrics.jsonl, told to trackers and callbacks too, behind all lines of updates before it."""
+        self.run.log_metrics(self.stage, **line)
+        told = {"stage": self.stage, **line}
+        self.track(told)
+        self.callbacks.logged(told)
+        return told
+
+    # ------------------------------------------------------------------ training
+
+    def run_to_end(
+        self, on_step: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
+    ) -> Generator[Work, torch.Tensor, None]:
+        """Updates until `train.steps`, or the end of patience; the last thing done is a checkpoint."""
+        state, train = self.keeper.progress, self.train
+        self.on_step = on_step
+        started = time.monotonic() - state.seconds
+        self.engine.model.train()
+        self.callbacks.restore(state.callbacks)
+        self.scale.restore(state.loss_scale)
+        if state.step == 0:
+            self.recorder.at(state, self.keeper.attempt)
+            if train.spikes is not None:
+                self.save()  # so that there is something to go back to
+        self._now()
+        self.callbacks.fire("train_begin")
+        while state.step < train.steps and not state.stopped_early:
+            self.callbacks.step_begin()
+            began = time.monotonic()
+            found = yield from self.update()
+            rates = self.meter.updated(time.monotonic() - began)
+            if isinstance(found, Verdict):
+                self.tell()
+                self.go_back(found, started)
+                state = self.keeper.progress
+                continue
+            state.seconds = time.monotonic() - started
+            self._now()
+            found.told = {"attempt": self.keeper.attempt, "step": state.step, "split": "train", **found.told}
+            found.figures.append(rates)
+            found.end = {"time_s": round(state.seconds, 4)}
+            self.unread.add(found)
+            last = state.step == train.steps
+            asked = self.tell() if self.unread.at_once else self._told(stop)
+            self.callbacks.fire("step_end")
+            wanted = self._asked("evaluate")
+            if self.dev and (last or wanted or _every(train.eval_every, state.step)):
+                asked |= self.tell()
+                self.judge(started)
+            state.stopped_early |= self._asked("training_stop") and not last
+            self.recorder.at(state, self.keeper.attempt)
+            state.seconds = time.monotonic() - started
+            if self.unread.at_once:
+                asked = self.engine.world.any(stop())
+            due = last or state.stopped_early or _every(train.save_every, state.step)
+            if asked or due or self._asked("save"):
+                asked |= self.tell()
+                self.save()
+            if asked and not (last or state.stopped_early):
+                raise Interrupted(f"{self.stage} stopped after step {state.step} of {train.steps}; its state is saved")
+        self.save()  # stopped early or finished in an earlier attempt: already there
+        self.callbacks.fire("train_end")
+
+    def _told(self, stop: Callable[[], bool]) -> bool:
+        """Where a read makes the host wait: lines are told once they are due, and whether to stop is asked with them,
+        which one process knows at once."""
+        state, asked = self.keeper.progress, stop()
+        self.unread.ask(asked)
+        due = self.unread.due or bool(self.callbacks.callbacks) or self.recorder.wants(state)
+        return (due or (asked and self.engine.world.size == 1) or state.step == self.train.steps) and self.tell()
+
+    def tell(self) -> bool:
+        """Write the lines of all updates that were made, before anything is saved; whether a rank asked to stop."""
+        return self.unread.tell(lambda line: self.on_step(self.log(**line)), refuse=self.guard.refuse_broken)
+
+    def _now(self) -> None:
+        state = self.keeper.progress
+        best = (
+            state.best_accuracy
+            if state.best_accuracy is not None and self.train.best != "loss"
+            else state.best_dev_loss
+        )
+        self.callbacks.at(state.step, tokens=state.tokens, best_step=state.best_step, best=best)
+
+    def _asked(self, what: str) -> bool:
+        """Whether a callback asks for it, on any rank."""
+        return bool(self.callbacks.callbacks) and self.engine.world.any(self.callbacks.asks(what))
+
+    def save(self) -> None:
+        """A checkpoint, unless there is one of this step."""
+        before = self.keeper.saved_step
+        self.keeper.progress.callbacks = self.callbacks.states()
+        self.keeper.progress.loss_scale = self.scale.state()
+        self.keeper.save()
+        if self.keeper.saved_step != before:
+            self.callbacks.fire("save")
+
+    def update(self) -> Generator[Work, torch.Tensor, Line | Verdict]:
+        """One optimizer update; returns its line of metrics.jsonl, or that it is to be gone back from.
+
+        Whether it is made at all is decided by figures that are the same on every rank.
+        """
+        state = self.keeper.progress
+        step, place = state.step, batch_index(state.step, state.left_out)
+        self.engine.beat = partial(watchdog.progress, step, self.stage)
+        self.engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
+        count = self.batches.supervised(place)
+        rate = learning_rate(step, steps=self.train.steps, optimizer=self.settings)
+        verdict, overflowed = None, True
+        while overflowed:
+            losses: list[torch.Tensor] = []
+            self.engine.loss_scale, overflowed = self.scale.value, False
+            try:
+                with self.regularizer.step(step, loss_scale=self.scale.value) as passes:
+                    for _ in passes:
+                        micros, context = self.batches.at(place), partial(self._context, step)
+                        how = (self.meter, self.compiled, self.fused)
+                        losses.append((yield Work(self.engine, self.task, micros, count, self.head, context, *how)))
+                    if self.scale.on and (overflowed := self.scale.overflows(losses, self.engine.clip)):
+                        raise Undone
+                    if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:
+                        raise Undone
+            except Undone:
+                if verdict is not None:
+                    return self.undo(verdict, rate)
+                self.optimizer.drop_gradients()
+        self.scale.undo(self.parameters.values())
+        with self.recorder.update(step + 1):
+            norm = self.engine.clip(self.settings.clip)
+            line = Line(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": rate, "grad_norm": None})
+            line.scalars = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
+            if self.guard.watches or self.scale.on:  # read already
+                line.scalars, line.told = {}, line.told | (self.guard.found or self.scale.found)
+            elif self.unread.at_once:
+                line.told, line.scalars = line.complete(iter(read(line.vectors))), {}
+                self.guard.refuse_broken(step + 1, line.told)
+            self.callbacks.fire("pre_optimizer_step")
+            self.optimizer.step(rate)
+            self.regularizer.updated(rate)
+        state.step += 1
+        state.tokens += count
+        self.guard.made()
+        self.scale.made()
+        line.figures.append(self.regularizer.figures())
+        return line
+
+    def undo(self, verdict: Verdict, rate: float) -> Line | Verdict:
+        """Leave the update out and return its line, or the verdict where the stage is to go back."""
+        with self.recorder.update(self.keeper.progress.step + 1):
+            self.optimizer.drop_gradients()
+        said = self.guard.skip(verdict)
+        if said is None:
+            return verdict
+        state = self.keeper.progress
+        return Line(
+            state.step, {"loss": verdict.loss, "tokens": state.tokens, "lr": rate, "grad_norm": verdict.norm, **said}
+        )
+
+    def go_back(self, verdict: Verdict, started: float) -> None:
+        """To the checkpoint before a spike."""
+
+        def reattach() -> None:
+            self.regularizer.detach()
+            self.attach()
+
+        line = self.guard.go_back(verdict, reattach=reattach)
+        self.engine.model.train()
+        self.keeper.progress.seconds = time.monotonic() - started
+        self.callbacks.restore(self.keeper.progress.callbacks)
+        self.scale.restore(self.keeper.progress.loss_scale)
+        self._now()
+        self.log(**line, split=SPIKE, time_s=round(self.keeper.progress.seconds, 4))
+
+    @contextlib.contextmanager
+    def _context(self, step: int, micro: int) -> Iterator[None]:
+        """Precision, and a seed of (seed, step, micro-batch, rank) for draws that are no dropout (blocks left out)."""
+        self.regularizer.micro(micro)
+        index, width = self.engine.stream
+        who = (index,) if width > 1 else ()
+        draws = seeded(derive(self.seed, "dropout", step, micro, *who), self.device) if self.random else None
+        with draws or contextlib.nullcontext(), self._precision():
+            yield
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        return autocast(self.train, self.device)
+
+    # ------------------------------------------------------------------ dev and end
+
+    def judge(self, started: float) -> None:
+        """Dev loss of the live adapter; keep it if it is the best so far, count a miss otherwise."""
+        state = self.keeper.progress
+        with watchdog.unhurried("dev evaluation"), noted(f"the dev evaluation after update {state.step}"):
+            figures = dev_figures(
+                self.engine,
+                self.dev,
+                task=self.task,
+                batch_size=self.evaluate.batch_size,
+                pad_id=self.pad_id,
+                head=self.head,
+                precision=self._precision,
+            )
+        line = {"attempt": self.keeper.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
+        self.log(**line, time_s=round(time.monotonic() - started, 4))
+        if math.isfinite(figures["loss"]) and self._better(figures):
+            state.best_step, state.best_dev_loss, state.misses = state.step, figures["loss"], 0
+            state.best_accuracy = figures.get("accuracy")
+            state.best = clone(self.parameters)
+            return
+        state.misses += 1
+        state.stopped_early = self.train.patience is not None and state.misses >= self.train.patience
+
+    def _better(self, figures: dict[str, float]) -> bool:
+        """Whether these dev figures beat the best so far, by `train.best`."""
+        state = self.keeper.progress
+        if state.best_dev_loss is None:
+            return True
+        accuracy, before = figures.get("accuracy"), state.best_accuracy
+        if self.train.best != "loss" and accuracy is not None and before is not None and accuracy != before:
+            return accuracy > before
+        return figures["loss"] < state.best_dev_loss
+
+    def finish(self) -> StageResult:
+        """Put the best adapter into the model, save it, and mark the stage as done."""
+        state = self.keeper.progress
+        if state.best:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(state.best[name])
+        result = StageResult(
+            state.step,
+            state.best_step,
+            state.best_dev_loss,
+            state.tokens,
+            state.stopped_early,
+            state.skipped,
+            len(state.rewinds),
+            state.best_accuracy,
+        )
+        rates = self.meter.whole()
+        folder = self.run.stage(self.stage)
+        with disk_full_interrupts(f"saving the adapter of {self.stage}"):
+            self.engine.save_adapter(folder / "adapter")
+            if self.engine.is_main:
+                self.run.sync_metrics(self.stage)
+                told = {"target_steps": self.train.steps, **asdict(result), "seconds": round(state.seconds, 3)}
+                write_json(folder / DONE, {**told, "rates": rates, FILES: adapter_sums(folder)})
+            self.engine.world.wait()
+        mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
+        mishaps += [f"went back from {result.rewinds} spikes"] if result.rewinds else []
+        line = ", ".join([f"{result.tokens} supervised tokens", *mishaps, *filter(None, [rate_text(rates)])])
+        self.run.log(f"{self.stage}: done after step {result.steps}, {line}")
+        return result
+
+
+def _every(updates: int, step: int) -> bool:
+    """Whether `step` is one of every so many `updates`; 0: never."""
+    return bool(updates) and step % updates == 0

@@ -1,0 +1,322 @@
+"""The training loss: a float32 sum over supervised tokens, which the loop divides by the whole update's count.
+
+For language models the output head is the dearest matrix product and its logits [B·T, V] the largest tensor. Where the
+head is a plain frozen `nn.Linear` whose output is the model's, `linear_cross_entropy` makes both in slices and keeps
+only the gradient of the hidden states. The loss is then computed where the model calls its head, in the head's own
+forward, so that whatever gathers or frees its weights there (FSDP2) does so for the loss too. Whether it may is not
+guessed from the architecture: `find_head` watches one batch and demands the same bits, so soft-capped, scaled or
+wrapped logits take the model's own forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ByExample, Classify, MaskedLM, Regress, Seq2Seq, Task
+from ..devices import masks
+from ..devices.capabilities import capabilities
+from ..devices.widened import WidenedLinear
+from .numerics import attention
+
+IGNORED = -100
+_PROBE = 64
+"""Tokens of the row that the head is watched on."""
+
+
+def slice_rows(vocabulary: int, device: str) -> int:
+    """Rows of one slice of logits (rows, `vocabulary`), on a device of this kind.
+
+    A product of few rows streams the whole head through the processor for them: below 128 rows that is what it costs,
+    above 256 a CPU gains nothing, but its caches lose the slice where the vocabulary is small. So a CPU gets 256 rows,
+    fewer where these are above 2²⁴ logits (64 MiB in float32), never below 128; more where they are below 2²⁰, which
+    the calls of a slice would cost. A GPU gets 2²⁷ logits (`benchmarks.any_machine`).
+    """
+    if device != "cpu":
+        return max((1 << 27) // vocabulary, 128)
+    return min(max(256, (1 << 20) // vocabulary), max(128, (1 << 24) // vocabulary))
+
+
+class Batch(Protocol):
+    """What a micro-batch must have (`finetune.data.batches.MicroBatch`)."""
+
+    @property
+    def inputs(self) -> dict[str, Tensor]: ...
+
+    @property
+    def labels(self) -> Tensor: ...
+
+
+def _chosen(batch: Batch) -> Tensor | None:
+    """Which labels are supervised, where the host has said so (`finetune.data.batches.MicroBatch.chosen`)."""
+    return getattr(batch, "chosen", None)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The plain frozen linear layer whose output is the model's logits."""
+
+    linear: nn.Linear
+    kernel: Callable[..., Tensor] | None = None
+    """What makes the loss in training in place of `linear_cross_entropy` (`finetune.train.fused_loss`)."""
+
+    @contextlib.contextmanager
+    def computing(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let the layer compute `forward(hidden [B, T, D])` instead; its hooks stay outside, as they were."""
+        attributes = vars(self.linear)
+        before = attributes.get("forward")
+        attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            del attributes["forward"]
+            if before is not None:
+                attributes["forward"] = before
+
+
+def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | None = None) -> Tensor:
+    """The loss summed over supervised items, float32 scalar: cross entropy in nats, or squared errors (Regress).
+
+    Args:
+        logits: [B, T, V] (causal models: position t predicts the label at t + 1; Seq2Seq and MaskedLM: the label at t)
+            or [B, C] (Classify, Regress).
+        labels: [B, T] with -100 where unsupervised, or as `example_losses` takes them.
+        chosen: which of the B·T labels are supervised, where it is known.
+    """
+    if isinstance(task, ByExample):
+        return example_losses(logits, labels, task).sum()
+    rows, targets = supervised(logits, labels, task, chosen)
+    return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=smoothing(task))
+
+
+def example_losses(logits: Tensor, labels: Tensor, task: ByExample) -> Tensor:
+    """The loss of each example, float32 [B], from logits [B, C].
+
+    Classify: cross entropy with the classes [B]; with `multi` the sum over classes of the binary cross entropies with
+    0 and 1 [B, C] (transformers' `multi_label_classification` takes their mean: ours is C times it). Regress: squared
+    error of one output with the targets [B].
+    """
+    logits = logits.float()
+    if isinstance(task, Regress):
+        return (logits[:, 0] - labels).square()
+    if task.multi:
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(dim=1)
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def answered_right(logits: Tensor, labels: Tensor, task: Classify) -> Tensor:
+    """Whether each example is answered right, bool [B]: by its likeliest class, or with `multi` by exactly those
+    classes whose logit is above 0 (a probability above one half)."""
+    if task.multi:
+        return ((logits > 0) == (labels > 0)).all(dim=1)
+    return logits.argmax(dim=-1) == labels
+
+
+def smoothing(task: Task) -> float:
+    """ε of label smoothing (Szegedy et al. 1512.00567, §7): a token's loss is (1 − ε)·−log p(token) + ε times the mean
+    of −log p over the vocabulary, as transformers' `LabelSmoother` has it."""
+    return (task.label_smoothing or 0.0) if isinstance(task, Seq2Seq) else 0.0
+
+
+def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
+    """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`."""
+    if head is None:
+        with attention(batch.inputs), masks.reading(batch) as inputs:
+            logits = model(**inputs).logits
+        return loss_sum(logits, batch.labels, task=task, chosen=_chosen(batch))
+
+    def cost(hidden: Tensor) -> Tensor:
+        # FSDP2 hooks what a unit returns and warns of views
+        return _head_loss(hidden, head, batch, task).view(1, 1, 1).clone()
+
+    with head.computing(cost), attention(batch.inputs), masks.reading(batch) as inputs:
+        return model(**inputs).logits.sum()
+
+
+def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
+    rows, targets = supervised(hidden, batch.labels, task, _chosen(batch))
+    linear, held = head.linear, getattr(head.linear, "vocabulary", None)
+    if held is None:
+        kernel = head.kernel if rows.requires_grad and len(rows) else None
+        return (kernel or linear_cross_entropy)(rows, linear, targets, smoothing=smoothing(task))
+    assert smoothing(task) == 0  # finetune.parallel.rules
+    from ..parallel.tensor.vocabulary import vocabulary_cross_entropy
+
+    return vocabulary_cross_entropy(rows, linear, targets, group=held.group, start=held.start)
+
+
+def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multiple: int = 1) -> Head | None:
+    """The plain head of `model`, or None where only the model's own forward pass gives its logits.
+
+    Watches the head on the first tokens of the first row of `inputs` (model keyword arguments; 64 tokens, or the next
+    `multiple` that the mesh wants), in evaluation mode without gradients: it must see one hidden state a token (of the
+    decoder, where there is one), compute nothing but W h + b, and its output must be the model's, bit for bit; and a
+    single number in its place must come out as it went in (BART adds a bias to the logits, zero until someone trains
+    it). Under FSDP2 every rank of the mesh calls this at once.
+    """
+    if isinstance(task, ByExample):
+        return None
+    causal: Any = getattr(model, "get_base_model", lambda: model)()
+    linear = getattr(causal, "get_output_embeddings", lambda: None)()
+    if not isinstance(linear, nn.Linear) or not _plain(linear) or linear.weight.requires_grad:
+        return None
+    head = Head(linear)
+    first = next(iter(inputs.values()))
+    rows = len(first)
+    cut = -(-_PROBE // multiple) * multiple
+    one = {
+        name: (v[:1, :cut] if v.ndim == 2 else v[:1]) if isinstance(v, Tensor) and v.ndim >= 2 and len(v) == rows else v
+        for name, v in inputs.items()
+    }
+    seen: list[tuple[Tensor, Tensor, bool]] = []
+    usual = linear.forward
+
+    def watched(hidden: Tensor) -> Tensor:
+        out = usual(hidden)
+        own = hasattr(linear, "vocabulary") or torch.equal(
+            F.linear(hidden, linear.weight.to(hidden.dtype), linear.bias), out
+        )
+        seen.append((hidden, out, own))
+        return out
+
+    logits = _logits(model, one, head, watched)
+    if len(seen) != 1:
+        return None
+    hidden, out, own = seen[0]
+    tokens = one["decoder_input_ids"] if isinstance(task, Seq2Seq) else first[:1]
+    if not own or hidden.shape[:2] != tokens[:, :cut].shape[:2] or not torch.equal(out, logits):
+        return None
+    number = hidden.new_full((1, 1, 1), 0.5)
+    return head if torch.equal(number, _logits(model, one, head, lambda hidden: number).to(number.dtype)) else None
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, inputs: dict[str, Tensor], head: Head, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    """The model's logits in evaluation mode while its head computes `forward`."""
+    training = model.training
+    model.eval()
+    try:
+        with head.computing(forward):
+            return model(**inputs).logits
+    finally:
+        model.train(training)
+
+
+def _plain(linear: nn.Linear) -> bool:
+    """Whether the class is nn.Linear itself, the one that is kept narrow, or the one FSDP2 makes of it."""
+    kinds = type(linear).__mro__
+    return kinds[0] in (nn.Linear, WidenedLinear) or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
+
+
+def supervised(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows of `values` [B, T, D] that predict a supervised token, [n, D], and these tokens [n].
+
+    chosen: their places among the B·T `labels`, ascending; without it the device is asked, and the host waits.
+    """
+    if chosen is None or labels.shape != values.shape[:2]:
+        values, targets = aligned(values, labels, task)
+        mask = targets != IGNORED
+        return values[mask], targets[mask]
+    before = 0 if isinstance(task, Seq2Seq | MaskedLM) else 1
+    return values.flatten(0, 1).index_select(0, chosen - before), labels.flatten().index_select(0, chosen)
+
+
+def aligned(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    """Positions of `values` [B, T, ...] and the labels they predict: a decoder of Seq2Seq reads its own shifted, and a
+    masked token is predicted where it stood.
+
+    Labels may be T + 1, where the last position's next token is known (context parallelism).
+    """
+    if isinstance(task, Seq2Seq | MaskedLM):
+        return values, labels
+    return values[:, : labels.shape[1] - 1], labels[:, 1:]
+
+
+def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    """Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, with W and b frozen.
+
+    With `smoothing` ε a row's term is (1 − ε) of that plus ε times the mean of −log softmax over all V.
+
+    Logits exist for one slice of rows at a time, in the forward pass only, where the gradient (softmax − onehot) W is
+    made as well: the backward pass is one scaling. Under autocast the products are in its precision.
+    """
+    device = capabilities(hidden.device).autocast
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    return _LinearCrossEntropy.apply(hidden, linear.weight, linear.bias, targets, smoothing)
+
+
+def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
+    """The terms of `linear_cross_entropy`, one for each row, float32 (n,)."""
+    device = capabilities(hidden.device).autocast
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    return _LinearCrossEntropies.apply(hidden, linear.weight, linear.bias, targets)
+
+
+def _slices(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    gradient: Tensor | None,
+    smoothing: float = 0.0,
+) -> Iterator[Tensor]:
+    """−log p (rows, 1) of each slice of rows, smoothed, whose ∂/∂hidden is written into `gradient`, if there is one."""
+    device = capabilities(hidden.device).autocast
+    weight = weight.to(hidden.dtype)
+    bias = None if bias is None else bias.to(hidden.dtype)
+    rows = slice_rows(len(weight), device)
+    with torch.autocast(device, enabled=False):
+        for start in range(0, len(hidden), rows):
+            part, wanted = hidden[start : start + rows], targets[start : start + rows, None]
+            logits = F.linear(part, weight, bias).float()
+            peak = logits.amax(dim=1, keepdim=True)
+            chosen = logits.gather(1, wanted)
+            if smoothing:  # log p(target) gives way to its mixture with the mean over the vocabulary
+                chosen = (1 - smoothing) * chosen + smoothing * logits.mean(dim=1, keepdim=True)
+            logits.sub_(peak).exp_()
+            norm = logits.sum(dim=1, keepdim=True)
+            yield norm.log() + peak - chosen
+            if gradient is not None:
+                logits.div_(norm).scatter_add_(1, wanted, torch.full_like(norm, smoothing - 1.0))
+                if smoothing:
+                    logits.sub_(smoothing / logits.shape[1])
+                torch.mm(logits.to(weight.dtype), weight, out=gradient[start : start + rows])
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float) -> Tensor:
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        wide = capabilities(hidden.device).sums
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        for nats in _slices(hidden, weight, bias, targets, gradient, smoothing):
+            total += nats.sum(dtype=wide)
+        ctx.save_for_backward(gradient)
+        return total.float()
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream.to(gradient.dtype), None, None, None, None
+
+
+class _LinearCrossEntropies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        parts = list(_slices(hidden, weight, bias, targets, gradient))
+        ctx.save_for_backward(gradient)
+        return torch.cat(parts)[:, 0] if parts else hidden.new_zeros(0, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[:, None].to(gradient.dtype), None, None, None

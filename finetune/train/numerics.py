@@ -1,0 +1,122 @@
+"""How a step is computed: casts, attention, randomness and threads. Nothing here knows of stages or files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..config import Train
+from ..devices.capabilities import capabilities, kept_draws, seed_draws
+
+SHORT = 128
+"""Tokens of a row up to which a CPU attends by batched products in bf16, where oneDNN makes these."""
+
+
+@functools.cache
+def bf16_instructions() -> bool:
+    """Whether oneDNN multiplies bf16 matrices here: by instructions for them, or by AVX512 after widening. With AVX2
+    alone it leaves them to torch's fallback."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@contextlib.contextmanager
+def without_input_casts(model: nn.Module, train: Train) -> Iterator[None]:
+    """Under autocast PEFT casts each adapted layer's input up to float32, only for autocast to cast it down again.
+
+    Both are exact, so leaving them out changes no bit and saves the copies that would be kept for the backward pass.
+    """
+    if train.precision in ("auto", "fp32"):
+        yield
+        return
+    from peft.helpers import disable_input_dtype_casting
+
+    with disable_input_dtype_casting(model):
+        yield
+
+
+def uses_dropout(model: nn.Module) -> bool:
+    """Whether a training forward pass draws random numbers: a dropout layer, or attention dropout in the config."""
+    layers = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+    return layers or any(rate > 0 for _, _, rate in dropout_rates(getattr(model, "config", None)))
+
+
+def uncounted_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The first module, with its name, that drops by a generator even inside of `finetune.train.dropout.Pass`: dropout
+    of whole channels or by torch's own attention module, of which transformers' text models have none."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "dropout" if isinstance(module, nn.MultiheadAttention) else "p", 0.0)
+        drops = isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention) and rate > 0
+        if drops and not isinstance(module, nn.Dropout):
+            return name, module
+    return None
+
+
+def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
+    """(configuration, key, rate) of every dropout that `config` or a configuration inside of it names."""
+    for key, value in (vars(config) if config is not None else {}).items():
+        if hasattr(value, "to_diff_dict"):
+            yield from dropout_rates(value)
+        elif "drop" in key and type(value) in (int, float):
+            yield config, key, value
+
+
+def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """The kernel of `scaled_dot_product_attention` for a training pass over `inputs`, model keyword arguments (B, T).
+
+    torch's flash attention for CPUs calls five small matrix products for every row and head in its backward pass. In
+    bf16 such a call costs more than the product itself where T is small: up to `SHORT` tokens batched products of
+    oneDNN take a sixth to two thirds of the time, for more memory (`benchmarks.short_rows`). Without AVX512 they take
+    twice as long instead (`benchmarks.any_machine`): there, and elsewhere, torch chooses.
+    """
+    widths = [
+        value.shape[1] for value in inputs.values() if value.ndim > 1 and capabilities(value.device).short_products
+    ]
+    training = torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+    if widths and max(widths) <= SHORT and training and bf16_instructions():
+        return sdpa_kernel(SDPBackend.MATH)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """`count` CPU threads inside, the former number afterwards; None changes nothing."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def deterministic(train: Train, device: torch.device) -> Iterator[None]:
+    """With `train.deterministic`, inside only algorithms that give the same bits again; torch raises for an operation
+    that has none. On CUDA attention is flash or by its definition: the backward passes of torch's other kernels add in
+    no fixed order. cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` before its first product (`finetune.devices.allocator`)."""
+    if not train.deterministic:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    cuda = capabilities(device).kind == "cuda"
+    try:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]) if cuda else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draws inside come from `seed`; the global generators are put back afterwards as they were."""
+    with kept_draws([device]):
+        seed_draws(seed, device)
+        yield

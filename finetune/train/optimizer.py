@@ -1,0 +1,179 @@
+"""AdamW over an adapter, in float32 whatever the adapter is kept in, with a state that can be read and put back.
+
+Adapters kept in bfloat16 get float32 masters: gradients are widened, the update is made on the masters, and the
+adapter receives their rounding. Sharded parameters (DTensors of FSDP2) keep their state sharded in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Optimizer
+from ..devices.capabilities import capabilities
+from .adam8bit import LowBitAdam
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names that transformers' `Trainer.get_decay_parameter_names` leaves undecayed, in lower case."""
+
+
+def _is_b(name: str) -> bool:
+    """Whether a trained tensor is the factor B of LoRA, which starts at zero and of which LoRA+ speaks."""
+    return ".lora_B." in name or name.endswith(".lora_embedding_A")
+
+
+def decays(name: str, tensor: Tensor) -> bool:
+    """Whether weight decay reaches a trained tensor: matrices, but no bias, no norm, no vector.
+
+    The groups of transformers' Trainer; beyond them, one-dimensional tensors of any name are left out, because a
+    vector scales or shifts what a matrix makes (DoRA's magnitudes, the scales of LayerNorm and BatchNorm).
+    """
+    return tensor.ndim > 1 and _UNDECAYED.search(name.lower()) is None
+
+
+class _Adam(Protocol):
+    """What `AdapterOptimizer` needs of an implementation of AdamW."""
+
+    inner: torch.optim.Optimizer
+
+    def state(self, tensor: Tensor) -> dict[str, Tensor]: ...
+
+    def updates(self, tensor: Tensor) -> Tensor: ...
+
+    def second_moment(self, tensor: Tensor) -> Tensor: ...
+
+    def prepare(self, tensor: Tensor, updates: Tensor) -> None: ...
+
+
+class _TorchAdam:
+    """torch's AdamW: one fused pass over all tensors where the device has it."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, fused: bool) -> None:
+        self._fused = fused
+        self.inner: torch.optim.Optimizer = torch.optim.AdamW(
+            groups,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=fused,
+        )
+
+    def state(self, tensor: Tensor) -> dict[str, Tensor]:
+        found = self.inner.state.get(tensor, {})
+        return {kind: found[kind] for kind in MOMENTS if kind in found}
+
+    def updates(self, tensor: Tensor) -> Tensor:
+        count: Tensor = self.inner.state[tensor]["step"]
+        return count
+
+    def second_moment(self, tensor: Tensor) -> Tensor:
+        v: Tensor = self.inner.state[tensor]["exp_avg_sq"].clone()
+        return v
+
+    def prepare(self, tensor: Tensor, updates: Tensor) -> None:
+        self.inner.state[tensor] = {"step": updates.to(tensor.device if self._fused else "cpu")} | {
+            kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS
+        }
+
+
+class AdapterOptimizer:
+    """AdamW over `parameters` (by name); with `lora_plus` two learning rates (LoRA+, arXiv 2402.12354).
+
+    Weight decay reaches only what `decays` says.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
+        """Raises UserError where `settings.kind` needs what is not here (`finetune.train.adam8bit.check_optimizer`)."""
+        self.parameters = dict(parameters)
+        narrow = {name: p for name, p in self.parameters.items() if p.dtype != torch.float32}
+        self.masters: dict[str, Tensor] = {name: p.detach().float().requires_grad_() for name, p in narrow.items()}
+        self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}
+        groups = self._groups(settings)
+        devices = {p.device for p in self.parameters.values()}
+        self._adam: _Adam = (
+            _TorchAdam(groups, settings, fused=all(capabilities(device).fused_optimizer for device in devices))
+            if settings.kind == "adamw"
+            else LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
+        )
+
+    def _groups(self, settings: Optimizer) -> list[dict[str, Any]]:
+        """The updated tensors by the factor of their learning rate and whether they decay; the first group is always
+        there, for a pipeline stage may have no tensor at all."""
+        by: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): []}
+        for name, tensor in self._updated.items():
+            factor = settings.lora_plus if settings.lora_plus is not None and _is_b(name) else 1.0
+            by.setdefault((factor, decays(name, tensor)), []).append(tensor)
+        return [
+            {"params": tensors, "factor": factor, "weight_decay": settings.weight_decay if decayed else 0.0}
+            for (factor, decayed), tensors in by.items()
+        ]
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """torch's or bitsandbytes' optimizer at work."""
+        return self._adam.inner
+
+    def step(self, rate: float) -> None:
+        """One update at the learning rate `rate` (of B: times `lora_plus`); the gradients are dropped afterwards."""
+        for group in self.inner.param_groups:
+            group["lr"] = rate * group["factor"]
+        for name, master in self.masters.items():
+            grad = self.parameters[name].grad
+            master.grad = None if grad is None else grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.parameters[name].copy_(master)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """No gradients: what an update that is left out leaves behind."""
+        self.inner.zero_grad(set_to_none=True)
+        for name in self.masters:
+            self.parameters[name].grad = None
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """By kind (`MOMENTS`, or those of `finetune.train.adam8bit`; `MASTER` where there are masters) and name;
+        moments and masters are laid out like the parameter."""
+        states = {name: self._adam.state(t) for name, t in self._updated.items() if t in self.inner.state}
+        found: dict[str, dict[str, Tensor]] = (
+            {kind: {} for kind in MOMENTS} if isinstance(self._adam, _TorchAdam) else {}
+        )
+        for name, state in states.items():
+            for kind, tensor in state.items():
+                found.setdefault(kind, {})[name] = tensor
+        return {**found, MASTER: dict(self.masters)} if self.masters else found
+
+    @torch.no_grad()
+    def preconditioner(self) -> dict[str, Tensor]:
+        """P of Adam's step −rate · P⁻¹ m̂ by name, float32: √v̂ + ε with v̂ corrected for its start, divided by
+        `lora_plus` for the factors that it speeds up. Parameters without an update yet are left out."""
+        found = {}
+        names = {id(tensor): name for name, tensor in self._updated.items()}
+        for group in self.inner.param_groups:
+            for tensor in group["params"]:
+                if tensor in self.inner.state:
+                    updates = float(self._adam.updates(tensor))
+                    second = self._adam.second_moment(tensor).div_(1 - group["betas"][1] ** updates)
+                    found[names[id(tensor)]] = second.sqrt_().add_(group["eps"]).div_(group["factor"])
+        return found
+
+    def counters(self) -> dict[str, Tensor]:
+        """Updates that each parameter has had, scalars."""
+        return {name: self._adam.updates(t) for name, t in self._updated.items() if t in self.inner.state}
+
+    def expect(self, names: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Make room for the state of a checkpoint with counters `names`, and for no other: the tensors of `moments`, to
+        be filled."""
+        self.inner.state.clear()
+        for name, counter in names.items():
+            if (tensor := self._updated.get(name)) is not None:  # else of another pipeline stage
+                self._adam.prepare(tensor, counter)
+        return self.moments()

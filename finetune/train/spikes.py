@@ -1,0 +1,149 @@
+"""Updates that must not be made: left out where the loss or gradient is no number, gone back from where the loss jumps.
+
+Every decision is taken from figures that are the same on all ranks, before the regularizer learns from the step, so a
+left-out update leaves no trace but its line in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from ..config import Train
+from ..errors import UserError
+from ..launch import watchdog
+from ..parallel.engine import Engine
+from ..run_directory import RunDirectory
+from .checkpointer import Keeper
+from .data_order import spike_limit
+from .deferred_metrics import read
+
+
+class Diverged(UserError):
+    """The loss or a gradient is no longer a number, or spikes do not end; the checkpoints before it are kept."""
+
+
+class Undone(Exception):
+    """Leaves a regularizer's step so that it learns nothing from it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why an update is not made: its loss or gradient norm is no number, or the loss is a spike above `limit`."""
+
+    loss: float
+    norm: float
+    limit: float | None = None
+
+
+class Guard:
+    """Judges the updates of one stage (`train.skip_nonfinite`, `train.spikes`); every rank calls it alike."""
+
+    def __init__(self, engine: Engine, keeper: Keeper, run: RunDirectory, *, stage: str, train: Train) -> None:
+        self._engine, self._keeper, self._run, self._stage, self._train = engine, keeper, run, stage, train
+        self.watches = train.skip_nonfinite > 0 or train.spikes is not None
+        """Whether updates are judged before the regularizer's step is left; else what is no number ends the stage."""
+        self.found: dict[str, float] = {}
+        """`loss` and `grad_norm` of the update that was judged last."""
+
+    def judge(self, losses: Sequence[torch.Tensor]) -> Verdict | None:
+        """Why the update at hand must not be made; None where it may, and its gradients are as they were.
+
+        losses: of each pass, the first at the weights themselves.
+        """
+        numbers = [*losses, self._engine.clip(None)]
+        *values, norm = (each[0] for each in read([number.reshape(1) for number in numbers]))
+        norm /= self._engine.loss_scale
+        self.found = {"loss": values[0], "grad_norm": norm}
+        if not all(map(math.isfinite, [*values, norm])):
+            return Verdict(next((value for value in values if not math.isfinite(value)), values[0]), norm)
+        if self._train.spikes is None:
+            return None
+        limit = spike_limit(self._keeper.progress.recent, self._train.spikes)
+        # sums over ranks may differ in the last bit, and all must do the same
+        return Verdict(values[0], norm, limit) if self._engine.world.any(values[0] > limit) else None
+
+    def made(self) -> None:
+        """The update at hand was made."""
+        state = self._keeper.progress
+        state.skipped_in_a_row = 0
+        if self._train.spikes is not None:
+            state.recent = [*state.recent, self.found["loss"]][-self._train.spikes.window :]
+
+    def skip(self, verdict: Verdict) -> dict[str, Any] | None:
+        """Count the update as left out and say so for its line; None where it is to be gone back from instead.
+
+        Raises Diverged where neither is allowed.
+        """
+        state, spikes = self._keeper.progress, self._train.spikes
+        number = state.step + 1
+        if verdict.limit is None and state.skipped_in_a_row < self._train.skip_nonfinite:
+            state.step = number
+            state.skipped += 1
+            state.skipped_in_a_row += 1
+            self._run.log(
+                f"warning: {self._stage}: update {number} is left out, its {_broken(verdict)} is not a finite number "
+                f"({state.skipped} so far)"
+            )
+            return {"skipped": True, "skipped_updates": state.skipped}
+        if spikes is None or len(state.rewinds) >= spikes.most:
+            self.refuse(number, verdict)
+        return None
+
+    def go_back(self, verdict: Verdict, *, reattach: Callable[[], None]) -> dict[str, Any]:
+        """To the checkpoint before a spike, without the batches around it; returns the line that says so.
+
+        reattach: makes the regularizer what it was before the first step.
+        """
+        number, attempt = self._keeper.progress.step + 1, self._keeper.attempt
+        spike = {"loss": _number(verdict.loss), "limit": _number(verdict.limit)}
+        with watchdog.unhurried("going back"):
+            if not self._keeper.rewind({"step": number, **spike}, reattach=reattach):
+                self.refuse(number, verdict)
+        state = self._keeper.progress
+        first, stop = next(part for part in state.left_out if part[1] > state.step)
+        above = f" is above {verdict.limit:.4g}" if verdict.limit is not None else ""
+        self._run.log(
+            f"warning: {self._stage}: spike in update {number}, its loss {verdict.loss:.4g}{above}; back to step "
+            f"{state.step}, without batches {first} to {stop - 1}"
+        )
+        line = {"attempt": attempt, "step": number, **spike, "tokens": state.tokens}
+        return {**line, "rewound_to": state.step, "left_out": state.left_out}
+
+    def refuse_broken(self, number: int, line: Mapping[str, Any]) -> None:
+        """Raises Diverged where the `loss` or `grad_norm` of update `number` is not a finite number."""
+        if not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
+            self.refuse(number, Verdict(line["loss"], line["grad_norm"]))
+
+    def refuse(self, number: int, verdict: Verdict) -> NoReturn:
+        """Raises Diverged for update `number`."""
+        state, saved = self._keeper.progress, self._keeper.saved_step
+        kept = f"the checkpoint of step {saved} is kept" if saved >= 0 else "no checkpoint was due yet"
+        if verdict.limit is not None:
+            what = f"the loss at step {number}, {verdict.loss:.4g}, is a spike above {verdict.limit:.4g}"
+        else:
+            what = f"the {_broken(verdict)} at step {number} is not a finite number"
+        tried = []
+        if verdict.limit is None and state.skipped_in_a_row:
+            tried.append(f"{state.skipped_in_a_row} updates in a row were left out before it")
+        if state.rewinds:
+            tried.append(f"the stage went back {len(state.rewinds)} times")
+        message = (
+            f"{self._stage}: {what} ({'; '.join([*tried, kept])}); lower optimizer.lr, set optimizer.clip, or look at "
+            "the rows of this step"
+        )
+        self._run.log(f"error: {message}")
+        raise Diverged(message)
+
+
+def _broken(verdict: Verdict) -> str:
+    return "gradient" if math.isfinite(verdict.loss) else "loss"
+
+
+def _number(value: float | None) -> float | None:
+    """For JSON, which has no infinities."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,165 @@
+"""What a stage of training is to those that drive it: the work that it asks for, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import torch
+
+from regularizers.fused import FusedLayers
+
+from ..adapters.soft_tokens import before_text
+from ..atomic import read_object
+from ..compiling import Compiled
+from ..config import Classify, Optimizer, Task, Train
+from ..data.prefetch import fed
+from ..devices.precision import float32_products
+from ..errors import UserError
+from ..parallel.engine import Context, Engine
+from ..planner.out_of_memory import Shortage
+from ..run_directory import RunDirectory
+from .loss import Head
+from .numerics import cpu_threads, deterministic
+from .throughput import Meter
+
+if TYPE_CHECKING:
+    from ..data import Batches, MicroBatch
+
+Arguments = ParamSpec("Arguments")
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How a stage ended."""
+
+    steps: int
+    """Completed updates."""
+    best_step: int | None
+    """Update after which dev was best (`train.best`); None without dev rows."""
+    best_dev_loss: float | None
+    """Dev loss there: nats per supervised token (per example for classification)."""
+    tokens: int
+    """Supervised tokens seen."""
+    stopped_early: bool
+    """Whether `train.patience` or a callback ended it."""
+    skipped: int = 0
+    """Updates left out because their loss or gradient was not a finite number (`train.skip_nonfinite`)."""
+    rewinds: int = 0
+    """Loss spikes that it went back for (`train.spikes`)."""
+    best_accuracy: float | None = None
+    """Dev accuracy after `best_step`; None where there are no classes."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward and backward pass over the micro-batches of an update, which a stage asks for."""
+
+    engine: Engine
+    """Whose parameters are to get the gradients."""
+    task: Task
+    micros: Sequence[MicroBatch]
+    count: int
+    """Supervised tokens (examples) of the update, over all ranks: the divisor of its loss."""
+    head: Head | None
+    """What the loss may be made in slices of (`finetune.train.loss.find_head`)."""
+    context: Context
+    """What surrounds the forward pass of each micro-batch."""
+    meter: Meter
+    """Counts what the engine does."""
+    compiled: Compiled | None = None
+    """The model's blocks, compiled."""
+    fused: FusedLayers | None = None
+    """The model's plain LoRA layers, where they may compute in the fused form."""
+
+    def compute(self) -> torch.Tensor:
+        """Do it by the engine alone; returns the loss, float32 scalar."""
+        nothing = contextlib.nullcontext()
+        compiled = self.compiled.working() if self.compiled is not None else nothing
+        fused = self.fused.working() if self.fused is not None else nothing
+        with self.meter.watching(self.micros, head=self.head), compiled, fused:
+            return self.engine.forward_backward(
+                self.micros, self.count, task=self.task, head=self.head, context=self.context
+            )
+
+
+Stage = Generator[Work, torch.Tensor, StageResult]
+"""A stage under way: gives the work that it needs, is sent the loss once the gradients lie in the engine's parameters,
+and returns how it ended."""
+
+
+def alone(work: Callable[Arguments, Stage]) -> Callable[Arguments, StageResult]:
+    """The stage that does all its work itself."""
+
+    @functools.wraps(work)
+    def train(*args: Arguments.args, **kwargs: Arguments.kwargs) -> StageResult:
+        stage = work(*args, **kwargs)
+        try:
+            asked = next(stage)
+            while True:
+                try:
+                    loss = asked.compute()
+                except BaseException as error:  # the stage leaves its contexts as if it had computed it itself
+                    asked = stage.throw(error)
+                else:
+                    asked = stage.send(loss)
+        except StopIteration as end:
+            result: StageResult = end.value
+            return result
+
+    return train
+
+
+@contextlib.contextmanager
+def on_device(
+    engine: Engine,
+    batches: Batches,
+    *,
+    train: Train,
+    optimizer: Optimizer,
+    run: RunDirectory,
+    stage: str,
+    say: Callable[[str], None],
+) -> Iterator[tuple[Any, Shortage]]:
+    """What the device asks for around a stage: threads, fixed algorithms, float32 products, batches made ahead, and
+    what is told when memory runs out. Gives the batches to take, and who must be told of the step."""
+    with (
+        cpu_threads(train.threads),
+        deterministic(train, engine.device),
+        float32_products(train, engine.device),
+        fed(batches, engine, train=train, say=say) as source,
+        Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
+    ):
+        yield source, short
+
+
+def check_best(train: Train, task: Task) -> None:
+    """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
+    if train.best == "accuracy" and not isinstance(task, Classify):
+        raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
+
+
+def check_length(engine: Engine, batches: Batches) -> None:
+    """Raise UserError for rows longer than the backbone's positions, or than what lies before them leaves of those."""
+    limit = engine.position_limit()
+    longest = -(-batches.max_length // engine.multiple) * engine.multiple
+    if limit is not None and longest > limit:
+        padded = f", padded to {longest} for the mesh," if longest > batches.max_length else ""
+        front = before_text(engine.model)
+        left = f"the {limit} positions that this backbone has left beside {front}"
+        room = left if front else f"this backbone's {limit} positions"
+        raise UserError(f"train.max_length: {batches.max_length}{padded} is above {room}")
+
+
+def ended(run: RunDirectory, stage: str, train: Train) -> StageResult | None:
+    """How a stage that is done ended; None where there is work left."""
+    file = run.path / "stages" / stage / "done.json"
+    if not file.is_file():
+        return None
+    record = read_object(file, "target_steps")
+    if record["target_steps"] != train.steps:  # asked to go on for longer: continue from its last checkpoint
+        return None
+    return StageResult(**{name: record[name] for name in StageResult.__dataclass_fields__ if name in record})

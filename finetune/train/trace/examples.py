@@ -1,0 +1,111 @@
+"""Loss and errors of each example, in evaluation mode and without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...config import ByExample, Classify, Regress, Task
+from ...data import Example, MicroBatch, iterate_eval
+from ...evaluate.mode import evaluating, forward_precision
+from ...evaluate.perplexity import vocabulary_size
+from ..loss import IGNORED, Head, aligned, answered_right, example_losses
+from .figures import Judged
+
+_LOGITS = 1 << 26
+"""Logits that exist at once, at most (one row always may): 256 MiB in float32."""
+_TOKENS = 256
+"""Supervised tokens whose logits are widened (and, where the head can be called apart, made) at a time."""
+
+
+@torch.no_grad()
+def per_example(
+    model: nn.Module,
+    examples: Sequence[Example],
+    *,
+    task: Task,
+    batch_size: int,
+    pad_id: int,
+    device: torch.device | str = "cpu",
+    autocast_dtype: torch.dtype | None = None,
+    head: Head | None = None,
+) -> Judged:
+    """Judge every example alone in its row (those that training packs are unpacked here).
+
+    Dropout is off inside; afterwards every module is in the mode that it had, and no random state was touched.
+
+    Args:
+        head: `finetune.train.loss.find_head` of this model, where it has one: logits are then made of supervised tokens
+        only.
+    """
+    loss = np.zeros(len(examples))
+    wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))
+    classes = isinstance(task, Classify) and not task.multi
+    whole = not isinstance(task, ByExample) and head is None
+    batches = iterate_eval(
+        examples,
+        task=task,
+        batch_size=batch_size,
+        pad_id=pad_id,
+        max_tokens=_LOGITS // vocabulary_size(model) if whole else None,
+    )
+    with evaluating(model):
+        for micro in batches:
+            batch = micro.to(device)
+            index = np.array([row[0] for row in micro.rows])
+            with forward_precision(device, autocast_dtype):
+                if isinstance(task, ByExample):
+                    assert not isinstance(task, Regress)  # refused with a sentence before it is recorded
+                    logits = model(**batch.inputs).logits.float()
+                    nats = example_losses(logits, batch.labels, task)
+                    rows = torch.arange(len(index), device=nats.device)
+                    misses = ~answered_right(logits, batch.labels, task)
+                    predicted[index] = logits.argmax(-1).cpu().numpy()
+                else:
+                    nats, misses, rows = _tokens(model, batch, task, head)
+            loss[index] = _sums(nats.double(), rows, len(index))
+            wrong[index] = _sums(misses.long(), rows, len(index))
+            supervised[index] = _sums(torch.ones_like(rows), rows, len(index))
+    return Judged(loss, wrong, supervised, predicted if classes else None)
+
+
+def _sums(values: Tensor, rows: Tensor, count: int) -> np.ndarray:
+    return values.new_zeros(count).index_add_(0, rows, values).cpu().numpy()
+
+
+def _tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every supervised token: −log p (n,), whether another is likelier (n,), and its row (n,)."""
+    if head is None:
+        return _judge(model(**batch.inputs).logits, batch.labels, task, lambda logits: logits)
+    linear = head.linear
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def watch(hidden: Tensor) -> Tensor:
+        found.append(_judge(hidden, batch.labels, task, lambda part: F.linear(part, linear.weight, linear.bias)))
+        return hidden.new_zeros(1, 1, 1)
+
+    with head.computing(watch):
+        model(**batch.inputs)
+    (only,) = found
+    return only
+
+
+def _judge(
+    values: Tensor, labels: Tensor, task: Task, logits_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_tokens`; `values` (B, T, D) become logits by `logits_of`, some supervised tokens at a time."""
+    values, targets = aligned(values, labels, task)
+    mask = targets != IGNORED
+    kept, wanted, rows = values[mask], targets[mask], mask.nonzero()[:, 0]
+    nats = torch.empty(len(wanted), dtype=torch.float32, device=wanted.device)
+    misses = torch.empty(len(wanted), dtype=torch.bool, device=wanted.device)
+    for start in range(0, len(wanted), _TOKENS):
+        part = slice(start, start + _TOKENS)
+        logits = logits_of(kept[part]).float()
+        nats[part] = F.cross_entropy(logits, wanted[part], reduction="none")
+        misses[part] = logits.argmax(-1) != wanted[part]
+    return nats, misses, rows

@@ -1,0 +1,65 @@
+"""The trace of a run: `trace.jsonl`, a line per recorded step, and `trace.json`, what these lines are about.
+
+A line has `stage, attempt, step, tokens, lr, time_s, record_s` and the figures of `finetune.train.trace`, flat; what
+has no value is null. After a resume the last line of a step wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...config import Optimizer
+from ...run_directory import TRACE, read_metrics
+from .steps import recorded_steps, stability_threshold
+
+if TYPE_CHECKING:
+    from .recorder import Recording
+
+ABOUT = "trace.json"
+
+
+def read_trace(path: str | Path, *, stage: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a run directory's trace by ascending step, one per stage and step; none if nothing was recorded.
+
+    A torn last line (the process was killed while writing) is skipped.
+
+    Raises:
+        UserError: any other line is not a JSON object.
+    """
+    lines = [line for line in read_metrics(Path(path) / TRACE) if stage is None or line.get("stage") == stage]
+    return sorted(lines, key=lambda line: int(line.get("step") or 0))
+
+
+def as_planned(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
+    """The lines at the planned `steps`: those recorded, then, marked with `status`, those that the run did not reach.
+
+    A run that stopped early has a line of its last step too, where no other run may have one: it is left out.
+    """
+    planned = set(steps)
+    kept = [line for line in lines if int(line["step"]) in planned]
+    last = int(lines[-1]["step"]) if lines else -1
+    stage = lines[-1].get("stage") if lines else "fine-tune"
+    return [*kept, *({"stage": stage, "step": step, "status": status} for step in steps if step > last)]
+
+
+def about(
+    recording: Recording, *, stage: str, steps: int, optimizer: Optimizer, notes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What `trace.json` holds: which steps and how many rows, Adam's stability threshold, and what to know of figures.
+
+    Args:
+        steps: updates of the stage in all.
+        notes: of `AdaptedLayers`.
+    """
+    return {
+        "format": 1,
+        "stage": stage,
+        "steps": list(recorded_steps(recording.record, steps)),
+        "rows": {split: len(examples) for split, examples in recording.splits.items()},
+        "noisy": None if recording.flipped is None else int(recording.flipped.mask.sum()),
+        "sharpness_rows": len(recording.curved),
+        "stability_threshold": stability_threshold(optimizer.betas[0]),
+        "notes": list(notes),
+    }

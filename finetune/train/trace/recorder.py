@@ -1,0 +1,219 @@
+"""Takes a stage's figures after the recorded updates and writes them down; training goes on as if it had not.
+
+Everything is measured at the weights themselves, between two updates, with dropout off and without a random draw from
+a global generator; gradients and weights are left as they were, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from ...atomic import write_json
+from ...config import Evaluate, Optimizer, Record, Task, Train
+from ...data import Example, iterate_eval, limit_rows
+from ...devices.precision import autocast_dtype
+from ...errors import UserError
+from ...launch import watchdog
+from ...parallel.engine import Engine
+from ...run_directory import RunDirectory, disk_full_interrupts
+from ...seeds import derive
+from ..loss import Head, batch_loss
+from ..optimizer import AdapterOptimizer
+from ..schedule import learning_rate
+from .examples import per_example
+from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figures, is_factor_a, is_factor_b
+from .figures import Flipped, Judged, split_figures
+from .files import ABOUT, about
+from .steps import recorded_steps
+
+if TYPE_CHECKING:
+    from ..checkpointer import Progress
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is recorded of a stage: the settings, and the rows that are judged."""
+
+    record: Record
+    splits: Mapping[str, Sequence[Example]]
+    """`train`, `dev` and `test`, those that have rows."""
+    flipped: Flipped | None = None
+    """Which rows of `train` bear a wrong label; None without label noise."""
+    curved: Sequence[Example] = ()
+    """Training rows whose mean loss the curvature is of."""
+
+    @classmethod
+    def choose(
+        cls,
+        record: Record,
+        *,
+        train: Sequence[Example],
+        dev: Sequence[Example],
+        test: Sequence[Example],
+        seed: int,
+        flipped: Sequence[str] | None = None,
+        true_labels: Mapping[str, int] | None = None,
+    ) -> Recording:
+        """The rows that `record` asks for.
+
+        Args:
+            seed: of the choice of training rows (`train.seed`); that of held-out rows is the same for every run.
+            flipped: ids of the training rows with a wrong label; None without label noise.
+            true_labels: the class that each of them had, by id, where rows have classes.
+        """
+        rows = _some(train, record.train_rows, seed=derive(seed, "record", "train"))
+        splits = {"train": rows}
+        for name, examples in (("dev", dev), ("test", test)):
+            splits[name] = _some(examples, record.heldout_rows, seed=derive(0, "record", name))
+        noise = None
+        if flipped is not None:
+            wrong, true = set(flipped), true_labels or {}
+            classes = [true.get(row.id, row.labels) for row in rows]
+            noise = Flipped(
+                np.array([row.id in wrong for row in rows], dtype=bool),
+                np.array(classes, dtype=np.int64) if all(isinstance(each, int) for each in classes) else None,
+            )
+        curved = (
+            _some(rows, record.sharpness_rows, seed=derive(seed, "record", "sharpness")) if record.sharpness else []
+        )
+        return cls(record, {name: part for name, part in splits.items() if part}, noise, curved)
+
+
+def _some(examples: Sequence[Example], count: int | None, *, seed: int) -> list[Example]:
+    return limit_rows(examples, count if count is not None and count < len(examples) else None, seed=seed)
+
+
+class Recorder:
+    """Drives a `Recording` through one stage; without one it does nothing."""
+
+    def __init__(
+        self,
+        recording: Recording | None,
+        engine: Engine,
+        optimizer: AdapterOptimizer,
+        *,
+        task: Task,
+        settings: Optimizer,
+        train: Train,
+        evaluate: Evaluate,
+        head: Head | None,
+        pad_id: int,
+        run: RunDirectory,
+        stage: str,
+        seed: int,
+    ) -> None:
+        """Raises UserError on a mesh: what is recorded is of whole tensors in one process."""
+        self._recording = recording
+        self._steps: frozenset[int] = frozenset()
+        if recording is None:
+            return
+        if engine.world.size > 1:
+            raise UserError(
+                "record: a run on a mesh is not recorded; leave every axis of mesh at 1, or leave the block out"
+            )
+        self._engine, self._optimizer, self._task = engine, optimizer, task
+        self._settings, self._train, self._evaluate = settings, train, evaluate
+        self._head, self._pad_id, self._run, self._stage, self._seed = head, pad_id, run, stage, seed
+        self._steps = frozenset(recorded_steps(recording.record, train.steps))
+        self._layers = AdaptedLayers(engine.model) if recording.record.dynamics else None
+        self._update: dict[str, float | None] = {}
+        notes = self._layers.notes if self._layers is not None else ()
+        with disk_full_interrupts(f"writing {run.path / ABOUT}"):
+            write_json(
+                run.path / ABOUT, about(recording, stage=stage, steps=train.steps, optimizer=settings, notes=notes)
+            )
+
+    @contextlib.contextmanager
+    def update(self, step: int) -> Iterator[None]:
+        """Wraps what makes update number `step` (from 1) of the gradients: clipping and the optimizer's step."""
+        self._update = {}
+        if step not in self._steps or self._layers is None:
+            yield
+            return
+        parameters = self._engine.parameters
+        factors = {name: p for name, p in parameters.items() if is_factor_a(name) or is_factor_b(name)}
+        self._update = gradient_figures({name: p.grad for name, p in factors.items() if p.grad is not None})
+        before = {name: p.detach().clone() for name, p in factors.items()}
+        yield
+        moved = global_norm(p.detach() - before[name] for name, p in factors.items())
+        self._update["update.relative"] = moved / global_norm(before.values())
+
+    def wants(self, progress: Progress) -> bool:
+        """Whether figures of the state after `progress.step` updates are wanted."""
+        return self._recording is not None and (progress.step in self._steps or progress.stopped_early)
+
+    def at(self, progress: Progress, attempt: int) -> None:
+        """Record the state after `progress.step` updates, if figures of it are wanted (or the stage ends early)."""
+        if self._recording is None or not self.wants(progress):
+            return
+        started = time.monotonic()
+        with watchdog.unhurried("recording"):
+            figures = self._figures(self._recording, progress.step)
+        last = progress.step - 1
+        rate = learning_rate(last, steps=self._train.steps, optimizer=self._settings) if last >= 0 else None
+        self._run.log_trace(
+            self._stage,
+            attempt=attempt,
+            step=progress.step,
+            tokens=progress.tokens,
+            lr=rate,
+            time_s=round(progress.seconds, 4),
+            record_s=round(time.monotonic() - started, 4),
+            **figures,
+        )
+
+    def _figures(self, recording: Recording, step: int) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        for split, examples in recording.splits.items():
+            figures |= split_figures(split, self._judge(examples), recording.flipped if split == "train" else None)
+        if self._layers is not None:
+            figures |= self._update | adapter_figures(self._layers.factors())
+        if step in recording.record.sharpness:
+            figures |= self._curvature(recording.curved)
+        return figures
+
+    def _judge(self, examples: Sequence[Example]) -> Judged:
+        return per_example(
+            self._engine.model,
+            examples,
+            task=self._task,
+            batch_size=self._evaluate.batch_size,
+            pad_id=self._pad_id,
+            device=self._engine.device,
+            autocast_dtype=autocast_dtype(self._train),
+            head=self._head,
+        )
+
+    def _curvature(self, rows: Sequence[Example]) -> dict[str, float | None]:
+        from regularizers.errors import RegularizerError
+
+        from .curvature import curvature_figures
+
+        micros = [
+            micro.to(self._engine.device)
+            for micro in iterate_eval(rows, task=self._task, batch_size=self._evaluate.batch_size, pad_id=self._pad_id)
+        ]
+        supervised = sum(micro.supervised for micro in micros)
+
+        def loss() -> Iterator[Tensor]:
+            for micro in micros:
+                yield batch_loss(self._engine.model, micro, task=self._task, head=self._head) / supervised
+
+        try:
+            return curvature_figures(
+                self._engine.model,
+                loss,
+                parameters=self._engine.parameters,
+                preconditioner=self._optimizer.preconditioner(),
+                seed=derive(self._seed, "record", "sharpness"),
+            )
+        except RegularizerError as error:  # a figure that is missing is no reason to lose the run
+            self._run.log(f"warning: no curvature of {self._stage} here: {error}")
+            return {}

@@ -1,0 +1,217 @@
+"""Trackers beside metrics.jsonl: each takes the same lines through one `log(dict)`.
+
+    trackers = open_trackers(Tracker(kinds=("tensorboard",)), run, config={...}, say=print)
+    trackers.log({"stage": "fine-tune", "split": "train", "step": 3, "loss": 2.1})
+    trackers.close()
+
+metrics.jsonl stays the source of truth: a tracker that fails is let go with a warning, and training goes on. Only the
+main rank has trackers. Nothing leaves the machine unless `tracker.online` says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ..errors import UserError
+from ..run_directory import ENVIRONMENT, RunDirectory
+
+TrackerKind = Literal["tensorboard", "wandb", "trackio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracker:
+    """Where the lines of metrics.jsonl go besides; nothing is sent anywhere unless it is asked for here."""
+
+    kinds: tuple[TrackerKind, ...] = ()
+    """`tensorboard` (event files in the run directory), `wandb`, `trackio`: the extras `track-tensorboard`,
+    `track-wandb`, `track-trackio`."""
+    project: str = "flatshift"
+    """Project of wandb and trackio."""
+    online: bool = False
+    """Whether wandb may send what it is given to its server; else its files stay in the run directory (`wandb sync`).
+    trackio keeps its own database on this machine."""
+
+
+FOLDER = "trackers"
+_SENDING = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
+"""Variables that make trackio send what it is given."""
+
+
+class Sink(Protocol):
+    """What a tracker is here."""
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Take a line of metrics.jsonl: `stage`, `split`, `step` and figures."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+def check_trackers(settings: Tracker) -> None:
+    """Raise UserError where a tracker's package is missing, or where it would send what is to stay here."""
+    for kind in settings.kinds:
+        if importlib.util.find_spec(kind) is None:
+            raise UserError(
+                f"tracker.kinds: {kind} needs the package {kind}; pip install 'flatshift[track-{kind}]', or drop it"
+            )
+    told = [name for name in _SENDING if os.environ.get(name)]
+    if "trackio" in settings.kinds and told and not settings.online:
+        raise UserError(
+            f"tracker.online: {told[0]} is set, so trackio would send; unset it, or set tracker.online: true"
+        )
+
+
+def open_trackers(
+    settings: Tracker, run: RunDirectory, *, config: Mapping[str, Any], say: Callable[[str], None]
+) -> Trackers:
+    """The trackers of a run; none on ranks that do not write.
+
+    config: the whole recipe, shown beside the curves. say: takes the warning of a tracker that failed.
+    """
+    trackers = Trackers(say)
+    for kind in settings.kinds if run.writes else ():
+        trackers.add(kind, lambda kind=kind: _SINKS[kind](settings, run.path, config))  # type: ignore[misc]
+    return trackers
+
+
+class Trackers:
+    """Any number of sinks, none of which can stop what it watches."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._sinks: dict[str, Sink] = {}
+
+    def add(self, name: str, make: Callable[[], Sink]) -> None:
+        """Open one more."""
+        try:
+            self._sinks[name] = make()
+        except Exception as error:
+            self._lose(name, error)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Hand a line to all of them."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.log(line)
+            except Exception as error:
+                self._lose(name, error)
+
+    def close(self) -> None:
+        """Write out what is left."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.close()
+            except Exception as error:
+                self._lose(name, error)
+        self._sinks = {}
+
+    def _lose(self, name: str, error: Exception) -> None:
+        self._sinks.pop(name, None)
+        self._say(
+            f"warning: the tracker {name} failed and is left out from here on ({error}); metrics.jsonl has everything"
+        )
+
+
+def figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line, by `split/name`."""
+    return {
+        f"{line['split']}/{name}": float(value)
+        for name, value in line.items()
+        if name not in ("attempt", "step") and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+class TensorBoard:
+    """Event files under `trackers/tensorboard/<stage>`. Where a run was resumed or went back, the steps that are taken
+    again hide what was written of them before (`purge_step`)."""
+
+    def __init__(self, settings: Tracker, path: Path, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make, self._folder = SummaryWriter, path / FOLDER / "tensorboard"
+        self._writers: dict[str, Any] = {}
+        self._last: dict[str, int] = {}
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        stage, step = line["stage"], line["step"]
+        if step < self._last.get(stage, step + 1):
+            if stage in self._writers:
+                self._writers[stage].close()
+            self._writers[stage] = self._make(log_dir=str(self._folder / stage), purge_step=step)
+        self._last[stage] = step
+        for name, value in figures(line).items():
+            self._writers[stage].add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, offline unless `tracker.online`; resumed under the same id."""
+
+    def __init__(self, settings: Tracker, path: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        folder = path / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=settings.project,
+            name=path.name,
+            id=run_id(path),
+            resume="allow",
+            dir=str(folder),
+            mode="online" if settings.online else "offline",
+            config=dict(config),
+        )
+        self._stages: set[str] = set()
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        stage = line["stage"]
+        if stage not in self._stages:  # its own axis: wandb's step may not go back, where a resumed run's does
+            self._stages.add(stage)
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+        named = {f"{stage}/{name}": value for name, value in figures(line).items()}
+        self._run.log({f"{stage}/step": line["step"], **named})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio, in its own database on this machine."""
+
+    def __init__(self, settings: Tracker, path: Path, config: Mapping[str, Any]) -> None:
+        import trackio
+
+        self._library: Any = trackio
+        name = f"{path.name}-{run_id(path)}"
+        trackio.init(project=settings.project, name=name, config=dict(config), resume="allow", embed=False)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        named = {f"{line['stage']}/{name}": value for name, value in figures(line).items()}
+        self._library.log(named, step=line["step"])
+
+    def close(self) -> None:
+        self._library.finish()
+
+
+def run_id(path: Path) -> str:
+    """A name for the run in `path` that it keeps when it is resumed, or moved."""
+    file = path / ENVIRONMENT
+    about = file.read_bytes() if file.is_file() else str(path.resolve()).encode()
+    return hashlib.sha256(about).hexdigest()[:12]
+
+
+_SINKS: dict[TrackerKind, Callable[[Tracker, Path, Mapping[str, Any]], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
