@@ -27,7 +27,7 @@ APART = {
     "finetune.evaluate.mode": "a model's forward pass, which finds leaks of packing",
     "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
     "experiments.room": "a refusal and a note, of rows as they come from the cache too",
-    "finetune.train.trace": "which rows a run looks at",
+    "finetune.train.trace.recorder": "which rows a run looks at",
     "finetune.devices.capabilities": "how rows that are made already come to a device",
     "finetune.devices.cuda": "how rows that are made already come to a device",
     "finetune.devices.packed_attention": "a model's forward pass over rows that are made already",
