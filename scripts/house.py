@@ -1,0 +1,150 @@
+"""The house in figures: lines and modules of each room, and its import circles.
+
+    python scripts/house.py            # a line a room, the sum, every circle
+    python scripts/house.py --rooms    # a line a folder
+
+Product is the five rooms; tests, benchmarks and scripts are not counted. A circle is a set of modules that can reach
+each other by imports, lazy ones within functions included; imports under TYPE_CHECKING are not executed and do not
+count. An import of a name that a package only re-exports leads to the module that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Every product module by its dotted name; a package is its `__init__`."""
+    found = {}
+    for room in ROOMS:
+        for file in sorted((root / room).rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """All below `node` but what stands under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for other in child.orelse:
+                yield from _executed(other)
+            continue
+        yield child
+        yield from _executed(child)
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _asked(name: str, file: Path, *, all_of_it: bool = False) -> Iterator[tuple[str, str | None]]:
+    """(module, name asked of it or None) of every import of the module `name`; all_of_it: TYPE_CHECKING as well, by
+    which a package with a lazy `__getattr__` says where its names live."""
+    package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
+    tree = _tree(file)
+    for node in ast.walk(tree) if all_of_it else _executed(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, None
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield module, alias.name
+
+
+def imports(known: dict[str, Path]) -> dict[str, set[str]]:
+    """Which of the known modules each of them imports."""
+    exported: dict[str, dict[str, str]] = {}
+    for name, file in known.items():
+        if file.name == "__init__.py":
+            stub = file.with_suffix(".pyi")
+            asked = _asked(name, stub, all_of_it=True) if stub.is_file() else _asked(name, file, all_of_it=True)
+            exported[name] = {what: module for module, what in asked if what and module in known}
+
+    def home(module: str, what: str | None) -> str | None:
+        if what is None:
+            return module if module in known else None
+        if f"{module}.{what}" in known:
+            return f"{module}.{what}"
+        while what in exported.get(module, {}):
+            module = exported[module][what]
+        return module if module in known else None
+
+    found: dict[str, set[str]] = {}
+    for name, file in known.items():
+        found[name] = {h for module, what in _asked(name, file) if (h := home(module, what)) and h != name}
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected parts of more than one module, the largest first (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(start: str) -> None:
+        work = [(start, iter(sorted(graph[start])))]
+        index[start] = low[start] = len(index)
+        stack.append(start)
+        while work:
+            node, rest = work[-1]
+            for other in rest:
+                if other not in index:
+                    index[other] = low[other] = len(index)
+                    stack.append(other)
+                    work.append((other, iter(sorted(graph[other]))))
+                    break
+                if other in stack:
+                    low[node] = min(low[node], index[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    part: list[str] = []
+                    while not part or part[-1] != node:
+                        part.append(stack.pop())
+                    if len(part) > 1:
+                        found.append(sorted(part))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return sorted(found, key=len, reverse=True)
+
+
+def lines(file: Path) -> int:
+    """Lines of a source file, blank ones and docstrings included."""
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--rooms", action="store_true", help="a line for each folder")
+    asked = parser.parse_args()
+    known = modules()
+    depth: dict[str, list[int]] = {}
+    for file in known.values():
+        folder = file.parent.relative_to(ROOT).as_posix()
+        depth.setdefault(folder if asked.rooms else folder.split("/")[0], []).append(lines(file))
+    for folder, counts in sorted(depth.items()):
+        print(f"{folder:<32} {len(counts):>4} modules {sum(counts):>7,} lines")
+    print(f"{'product':<32} {len(known):>4} modules {sum(map(lines, known.values())):>7,} lines")
+    for part in circles(imports(known)):
+        print(f"circle of {len(part)}: {', '.join(part)}")
+
+
+if __name__ == "__main__":
+    main()
