@@ -74,13 +74,12 @@ from finetune.lock import owned
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.parallel.rules import Settings, check_settings
-from finetune.planner.memory import plan_lines
-from finetune.planner.plan import mesh_lines
+from finetune.planner.memory import mesh_lines, plan_lines
 from finetune.run_directory import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
 from finetune.train.loop import train_stage
 from finetune.train.numerics import cpu_threads
-from finetune.train.rates import rate_text
+from finetune.train.throughput import rate_text
 from finetune.train.trackers import Trackers, open_trackers
 from regularizers import build as build_regularizer
 

@@ -34,9 +34,8 @@ from .config import (
     Task,
 )
 from .devices.capabilities import kept_draws
-from .devices.cuda import read_straight_to
 from .devices.precision import loading_dtype
-from .devices.presence import look, missing
+from .devices.presence import look, missing, read_straight_to
 from .devices.widened import widen_on_use
 from .errors import UserError, first_line, is_out_of_memory, user_path
 from .quantised import check_available, import_library, loading_options, settle

@@ -159,9 +159,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    from finetune.launch import failure
+    from finetune.launch import failure, watchdog
 
-    return failure.speak_of(error)
+    return failure.speak_of(error, watchdog.missing)
 
 
 def _set_allocator() -> None:

@@ -8,7 +8,7 @@ from experiments.report import findings, formats, plots_run
 from experiments.report.blocks import Block, Card, Cards, Figures, Notes, Pairs, Section, Table, Tile
 from experiments.report.load import Run, Selection
 from finetune.run_directory import SPIKE
-from finetune.train.rates import rate_text
+from finetune.train.throughput import rate_text
 
 _TILES = (
     "accuracy", "f1_micro", "spearman", "exact_match", "rmse", "chrf", "perplexity", "pseudo_perplexity", "f1_macro",

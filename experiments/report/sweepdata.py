@@ -164,7 +164,7 @@ def read_sweep(folder: Path) -> SweepData | None:
     column that is not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
     """
     from experiments.report.sweepderived import derive
-    from finetune.train.trace.steps import stability_threshold
+    from finetune.train.trace.files import stability_threshold
 
     if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
         return None

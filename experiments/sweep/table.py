@@ -78,8 +78,7 @@ def final_figures(directory: Path) -> Row:
 
 def _planned(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
     """The trace of a cell at the steps that its recipe records, those that it did not reach marked."""
-    from finetune.train.trace.files import as_planned
-    from finetune.train.trace.steps import recorded_steps
+    from finetune.train.trace.files import as_planned, recorded_steps
 
     recipe = cell.resolved.recipe
     if recipe.record is None or (result["status"] == "done" and not trace):

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..config import Train
-from ..devices.cuda import is_cuda
-from ..devices.packed_attention import as_mask, rows_apart, starts
+from ..devices.attention import as_mask, rows_apart, starts
+from ..devices.presence import is_cuda
 from .batches import MicroBatch
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Prefetch:
     """
 
     def __init__(self, source: Source, lane: Lane, *, apart: bool = False) -> None:
-        """apart: the model is told where the samples of packed rows begin (`finetune.devices.packed_attention`)."""
+        """apart: the model is told where the samples of packed rows begin (`finetune.devices.attention`)."""
         self.packed = source.packed
         self._source, self._lane, self._apart = source, lane, apart
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")

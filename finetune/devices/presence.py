@@ -11,7 +11,12 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 _PROC = Path("/proc")
 _LIBRARY = "libcuda.so.1"
@@ -113,3 +118,26 @@ def _hides_all(visible: str) -> bool:
     """Whether a value of CUDA_VISIBLE_DEVICES leaves no device: CUDA stops at the first empty or negative one."""
     first = visible.split(",")[0].strip()
     return not first or first.startswith("-") or first == "NoDevFiles"
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether kernels run on `device` beside the host: streams, pinned copies and kernels of its own pay there."""
+    return device.type == "cuda"
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that products of `tensor` are made in: autocast's inside of it, else its own."""
+    import torch
+
+    device = tensor.device.type
+    inside = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if inside else tensor.dtype
+
+
+def read_straight_to(device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` is told so that each tensor goes from its safetensors file to `device`.
+
+    A model that is built on the host and moved lies in host memory whole at first, which a machine that hosts GPUs may
+    not have. Nothing is told for a CPU.
+    """
+    return {"device_map": {"": device}} if is_cuda(device) else {}

@@ -11,7 +11,7 @@ import torch
 
 from ..config import ByExample, Classify, Seq2Seq, Task
 from ..data.batches import iterate_eval
-from ..devices import masks
+from ..devices import attention
 from ..train.deferred_metrics import read
 from ..train.loss import Head, answered_right, batch_loss, loss_sum
 from .mode import evaluating
@@ -57,7 +57,7 @@ def dev_figures(
             batch = micro.to(engine.device)
             with precision():
                 if isinstance(judged, ByExample):
-                    with masks.reading(batch) as inputs:
+                    with attention.reading(batch) as inputs:
                         logits = model(**inputs).logits
                     loss = loss_sum(logits, batch.labels, task=judged)
                     right = answered_right(logits, batch.labels, judged).sum() if isinstance(judged, Classify) else None

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..config import LanguageModel, MaskedLM, Task
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
-from ..devices.capabilities import capabilities
-from ..train.loss import Head, aligned, find_head, slice_rows
+from ..devices.capabilities import capabilities, slice_rows
+from ..train.loss import Head, aligned, find_head
 from .mode import forward_precision
 from .share import ALONE, Share
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -116,8 +117,11 @@ def _be_deaf() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def speak_of(error: Exception) -> int:
-    """Say what an unexpected `error` (in an except block) means; returns the exit code to end with."""
+def speak_of(error: Exception, missing: Callable[[], list[str]]) -> int:
+    """Say what an unexpected `error` (in an except block) means; returns the exit code to end with.
+
+    missing: the ranks that nobody hears of any more (`finetune.launch.watchdog.missing`).
+    """
     _be_deaf()
     who = f"rank {rank()} " if several() else ""
     if is_out_of_memory(error):
@@ -126,8 +130,6 @@ def speak_of(error: Exception) -> int:
         standing = wait_for_cause()
         if standing is not None:
             return standing.code
-        from .watchdog import missing
-
         other = ", ".join(missing()) or "another rank"
         return speak(
             f"flatshift: interrupted: {who}lost contact with {other}, which ended or cannot be reached "

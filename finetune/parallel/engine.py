@@ -32,8 +32,8 @@ from ..adapters.adapter import (
 )
 from ..backbone import position_limit
 from ..config import Task
+from ..devices.attention import without_starts
 from ..devices.capabilities import copied
-from ..devices.packed_attention import without_starts
 from ..errors import UserError
 from ..evaluate.share import Share
 from ..train.dropout import KeyedDropout, Pass

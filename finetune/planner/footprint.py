@@ -1,7 +1,7 @@
 """What a rank of a mesh will hold in memory, in closed form: from config.json and the headers of the weight files.
 
 Nothing is loaded and torch is not imported. What a run really holds is counted once its model is laid out
-(`finetune.planner.plan`, `finetune.planner.memory`); this is for choosing the layout. The formulas are those of ZeRO
+(`finetune.planner.memory`); this is for choosing the layout. The formulas are those of ZeRO
 (1910.02054), Megatron-LM (1909.08053) and Korthikanti et al. (2205.05198), for frozen weights.
 """
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from ..atomic import write_json
 from ..config import Task, Train
-from ..devices.cuda import is_cuda, product_dtype
 from ..devices.precision import autocast, compute_dtype
+from ..devices.presence import is_cuda, product_dtype
 from ..evaluate.mode import evaluating
 from .loss import IGNORED, Head, aligned, linear_cross_entropy, smoothing
 from .numerics import attention

@@ -22,7 +22,7 @@ from regularizers.fused import FusedLayers
 from ..atomic import write_json
 from ..compiling import Compiled
 from ..config import Classify, Evaluate, Optimizer, Task, Train
-from ..devices import masks
+from ..devices import attention
 from ..devices.precision import autocast, settled
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
@@ -40,16 +40,14 @@ from .deferred_metrics import Line, Unread, read
 from .fused_loss import with_kernel
 from .loss_scale import LossScale
 from .numerics import seeded, uses_dropout, without_input_casts
-from .optimizer import AdapterOptimizer
-from .rates import rate_text
-from .schedule import learning_rate
+from .optimizer import AdapterOptimizer, learning_rate
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict
 from .stage import Stage as Stage  # users know these by this module's name
 from .stage import StageResult as StageResult
 from .stage import Work as Work
 from .stage import alone, check_best, check_length, ended, on_device
-from .throughput import Meter
+from .throughput import Meter, rate_text
 from .trace.recorder import Recorder, Recording
 
 if TYPE_CHECKING:
@@ -132,7 +130,7 @@ def stage_work(
         try:
             loop.keeper.restore()
             plain = without_input_casts(engine.model, train)
-            with plain, watchdog.hurried(stage), masks.known(engine.model, engine.device):
+            with plain, watchdog.hurried(stage), attention.known(engine.model, engine.device):
                 yield from loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
         except KeyboardInterrupt as error:
             inside = loop.keeper.progress.step + 1

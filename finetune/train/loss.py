@@ -20,27 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ByExample, Classify, MaskedLM, Regress, Seq2Seq, Task
-from ..devices import masks
-from ..devices.capabilities import capabilities
+from ..devices import attention as packed_attention
+from ..devices.capabilities import capabilities, slice_rows
 from ..devices.widened import WidenedLinear
 from .numerics import attention
 
 IGNORED = -100
 _PROBE = 64
 """Tokens of the row that the head is watched on."""
-
-
-def slice_rows(vocabulary: int, device: str) -> int:
-    """Rows of one slice of logits (rows, `vocabulary`), on a device of this kind.
-
-    A product of few rows streams the whole head through the processor for them: below 128 rows that is what it costs,
-    above 256 a CPU gains nothing, but its caches lose the slice where the vocabulary is small. So a CPU gets 256 rows,
-    fewer where these are above 2²⁴ logits (64 MiB in float32), never below 128; more where they are below 2²⁰, which
-    the calls of a slice would cost. A GPU gets 2²⁷ logits (`benchmarks.any_machine`).
-    """
-    if device != "cpu":
-        return max((1 << 27) // vocabulary, 128)
-    return min(max(256, (1 << 20) // vocabulary), max(128, (1 << 24) // vocabulary))
 
 
 class Batch(Protocol):
@@ -127,7 +114,7 @@ def smoothing(task: Task) -> float:
 def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
     """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`."""
     if head is None:
-        with attention(batch.inputs), masks.reading(batch) as inputs:
+        with attention(batch.inputs), packed_attention.reading(batch) as inputs:
             logits = model(**inputs).logits
         return loss_sum(logits, batch.labels, task=task, chosen=_chosen(batch))
 
@@ -135,7 +122,7 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
         # FSDP2 hooks what a unit returns and warns of views
         return _head_loss(hidden, head, batch, task).view(1, 1, 1).clone()
 
-    with head.computing(cost), attention(batch.inputs), masks.reading(batch) as inputs:
+    with head.computing(cost), attention(batch.inputs), packed_attention.reading(batch) as inputs:
         return model(**inputs).logits.sum()
 
 

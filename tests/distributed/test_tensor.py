@@ -14,13 +14,13 @@ import transformers
 from torch import Tensor, nn
 
 from finetune.config import Mesh
+from finetune.devices.capabilities import slice_rows
 from finetune.parallel.keys import Checkpoint
 from finetune.parallel.layout import Layout, canonical
 from finetune.parallel.mesh import World
 from finetune.parallel.skeleton import empty_model
 from finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
 from finetune.parallel.weights import load_weights, materialize
-from finetune.train.loss import slice_rows
 from tests.distributed_ranks import run_ranks
 from tests.tensor_models import KINDS, VOCABULARY, adapted, backbone, inputs
 

@@ -20,7 +20,7 @@ from finetune.fingerprint import checksum
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked import Host, cell_engine, run_together
 from finetune.train.loop import stage_work, train_stage
-from finetune.train.rates import RATES
+from finetune.train.throughput import RATES
 from finetune.train.trace.files import read_trace
 from finetune.train.trace.recorder import Recording
 from regularizers import BAR, GGPO, MGPO, FlatLora, LoraSAM, Plain, RegularizerConfig, build

@@ -8,15 +8,15 @@ import torch
 from finetune import backbone as loading
 from finetune.backbone import load_backbone
 from finetune.config import Classify, LanguageModel
-from finetune.devices import cuda
+from finetune.devices import presence
 from tests.finetune_models import save_backbone
 
 
 def test_a_cpu_is_told_nothing():
     for device in ("cpu", "meta"):
-        assert cuda.read_straight_to(torch.device(device)) == {}
+        assert presence.read_straight_to(torch.device(device)) == {}
     device = torch.device("cuda", 1)
-    assert cuda.read_straight_to(device) == {"device_map": {"": device}}
+    assert presence.read_straight_to(device) == {"device_map": {"": device}}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Completion, LanguageModel, Optimizer, Train
 from finetune.data import Batches, encode, prefetch, refuse_leaks
 from finetune.data.prefetch import Prefetch
-from finetune.devices import packed_attention
-from finetune.devices.packed_attention import NAME, as_mask, rows_apart, starts, without_starts
+from finetune.devices import attention
+from finetune.devices.attention import NAME, as_mask, rows_apart, starts, without_starts
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
@@ -56,9 +56,7 @@ def absent(*args, **how):
 @pytest.fixture
 def on_cuda(monkeypatch):
     """The CPU taken for a capable CUDA device."""
-    monkeypatch.setattr(
-        packed_attention, "unusable", lambda engine, train, device: packed_attention._unsuited(engine, train)
-    )
+    monkeypatch.setattr(attention, "unusable", lambda engine, train, device: attention._unsuited(engine, train))
 
 
 def engine_of(kind="llama", **overrides):
@@ -126,7 +124,7 @@ def test_a_kernel_that_leaks_or_fails_is_not_taken(on_cuda):
         assert len(said) == 1 and said[0].startswith("packed rows: a dense mask of T² (") and words in said[0]
         assert "more words" not in said[0]
     with pytest.raises(UserError, match="see each other"):
-        packed_attention._register(leaking)
+        attention._register(leaking)
         engine.peft.get_base_model().set_attn_implementation(NAME)
         refuse_leaks(engine.judged, starts=True)
 
@@ -205,7 +203,7 @@ def test_torchs_kernel_takes_what_it_is_given_on_meta():
     key = torch.empty(12, 2, 16, device="meta", dtype=torch.bfloat16)
     begins = torch.empty(4, dtype=torch.int32, device="meta")
     for window in (None, 5):
-        out = packed_attention.flash(query, key, key, begins, 5, scale=0.25, window=window)
+        out = attention.flash(query, key, key, begins, 5, scale=0.25, window=window)
         assert out.shape == query.shape and out.is_meta and out.dtype == torch.bfloat16
 
 
@@ -230,7 +228,7 @@ def test_a_packed_step_on_meta_goes_through_torchs_kernel_and_waits_for_nothing(
     """Forward and backward with the real kernel's schema; a tensor of the host that strayed in would raise."""
     engine = engine_of()
     base = engine.peft.get_base_model()
-    packed_attention._register(packed_attention.flash)
+    attention._register(attention.flash)
     base.set_attn_implementation(NAME)
     model = engine.model.to("meta").to(torch.bfloat16).train()
     checkpoint_activations(model, checkpointing)
@@ -253,7 +251,7 @@ def test_the_kernel_is_the_naive_one_on_a_device():
     made = [torch.randn(64, heads, 32, generator=generator) for heads in (4, 2, 2)]
     for window in (None, 6):
         ours = [tensor.cuda().bfloat16().requires_grad_() for tensor in made]
-        out = packed_attention.flash(*ours, begins.cuda(), 32, scale=0.2, window=window)
+        out = attention.flash(*ours, begins.cuda(), 32, scale=0.2, window=window)
         theirs = [tensor.bfloat16().float().requires_grad_() for tensor in made]
         wanted = naive(*theirs, begins, 32, scale=0.2, window=window)
         torch.testing.assert_close(out.float().cpu(), wanted, rtol=0, atol=2e-2)

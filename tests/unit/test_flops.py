@@ -15,8 +15,7 @@ from finetune.config import Adapter, Classify, LanguageModel
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
 from finetune.train import throughput
-from finetune.train.rates import rate_text
-from finetune.train.throughput import EVERY, Meter
+from finetune.train.throughput import EVERY, Meter, rate_text
 from tests.finetune_models import Micro, RandomBatches, save_backbone
 
 LM = LanguageModel()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, LanguageModel
+from finetune.devices.capabilities import slice_rows
 from finetune.train import loss as loss_module
 from finetune.train.loss import (
     batch_loss,
@@ -16,7 +17,6 @@ from finetune.train.loss import (
     linear_cross_entropies,
     linear_cross_entropy,
     loss_sum,
-    slice_rows,
 )
 from tests.finetune_models import IGNORED, RandomBatches, save_backbone
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from finetune.config import Optimizer
-from finetune.train.schedule import learning_rate
+from finetune.train.optimizer import learning_rate
 
 
 def rates(steps, **settings):

@@ -18,11 +18,10 @@ from finetune.errors import UserError
 from finetune.train.loss import find_head
 from finetune.train.optimizer import AdapterOptimizer
 from finetune.train.trace.curvature import curvature_figures
-from finetune.train.trace.examples import per_example
+from finetune.train.trace.examples import Flipped, Judged, per_example, split_figures
 from finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_figures, gradient_figures
-from finetune.train.trace.figures import Flipped, Judged, split_figures
+from finetune.train.trace.files import recorded_steps, stability_threshold
 from finetune.train.trace.recorder import Recording
-from finetune.train.trace.steps import recorded_steps, stability_threshold
 from tests.data_models import row
 from tests.finetune_models import IGNORED, save_backbone
 from tests.seq2seq_models import save_encoder_decoder

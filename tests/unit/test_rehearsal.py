@@ -23,7 +23,7 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Evaluate, LanguageModel, MaskedLM, Optimizer, Seq2Seq, Spikes, Train
 from finetune.data import Batches
-from finetune.devices import masks
+from finetune.devices import attention
 from finetune.devices.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
 from finetune.evaluate.generation import Decoding, continue_prompts
 from finetune.parallel.mesh import World
@@ -364,7 +364,7 @@ def test_masks_of_what_the_host_knows_are_those_of_a_look(tmp_path):
             found = []
             for record in (CPU, replace(CPU, reads_masks=False)):
                 model.zero_grad()
-                with rehearsed(record, on="cpu"), masks.known(model, torch.device("cpu")):
+                with rehearsed(record, on="cpu"), attention.known(model, torch.device("cpu")):
                     loss = batch_loss(model, micro, task=made)
                 loss.backward()
                 found.append(
@@ -380,15 +380,15 @@ def test_the_mask_function_is_put_back_and_a_padded_causal_row_has_no_mask(llama
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
     model = load_backbone(llama, task=LM)
-    with rehearsed(replace(CPU, reads_masks=False), on="cpu"), masks.known(model, torch.device("cpu")):
+    with rehearsed(replace(CPU, reads_masks=False), on="cpu"), attention.known(model, torch.device("cpu")):
         changed = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         assert changed is not sdpa_mask
         causal = {"batch_size": 1, "q_length": 4, "kv_length": 4, "mask_function": causal_mask_function}
         causal["attention_mask"] = torch.tensor([[1, 1, 1, 0]]).bool()
         assert changed(**causal) is not None  # nothing is known of it: as transformers has it
-        token = masks._READ.set(masks.Rows(padded=True, positions=None))
+        token = attention._READ.set(attention.Rows(padded=True, positions=None))
         assert changed(**causal) is None
-        masks._READ.reset(token)
+        attention._READ.reset(token)
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
 
 

@@ -216,7 +216,7 @@ def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_s
     from experiments.descent.curves import judge
     from experiments.sweep.cell import Outcome
     from experiments.sweep.table import write_table
-    from finetune.train.trace.steps import recorded_steps
+    from finetune.train.trace.files import recorded_steps
 
     out = tmp_path / "s"
     diverged = Outcome("failed", "the loss is not a finite number", diverged=True)

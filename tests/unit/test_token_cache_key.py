@@ -29,8 +29,8 @@ APART = {
     "experiments.room": "a refusal and a note, of rows as they come from the cache too",
     "finetune.train.trace.recorder": "which rows a run looks at",
     "finetune.devices.capabilities": "how rows that are made already come to a device",
-    "finetune.devices.cuda": "how rows that are made already come to a device",
-    "finetune.devices.packed_attention": "a model's forward pass over rows that are made already",
+    "finetune.devices.presence": "how rows that are made already come to a device",
+    "finetune.devices.attention": "a model's forward pass over rows that are made already",
     "finetune.parallel.engine": "whose device rows that are made already are copied to",
 }
 """What the digested source imports, and why another version of it makes no other rows."""

@@ -10,8 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...devices.capabilities import capabilities
-from ...train.loss import slice_rows
+from ...devices.capabilities import capabilities, slice_rows
 from . import borders
 
 

@@ -1,12 +1,15 @@
-"""Loss and errors of each example, in evaluation mode and without gradients."""
+"""Loss and errors of each example, in evaluation mode and without gradients, and the figures of a split made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...config import ByExample, Classify, Regress, Task
@@ -14,7 +17,6 @@ from ...data import Example, MicroBatch, iterate_eval
 from ...evaluate.mode import evaluating, forward_precision
 from ...evaluate.perplexity import vocabulary_size
 from ..loss import IGNORED, Head, aligned, answered_right, example_losses
-from .figures import Judged
 
 _LOGITS = 1 << 26
 """Logits that exist at once, at most (one row always may): 256 MiB in float32."""
@@ -109,3 +111,59 @@ def _judge(
         nats[part] = F.cross_entropy(logits, wanted[part], reduction="none")
         misses[part] = logits.argmax(-1) != wanted[part]
     return nats, misses, rows
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a model makes of n examples, in their order, against the labels they were encoded with."""
+
+    loss: NDArray[np.float64]
+    """(n,) −log p summed over the example's supervised tokens (or its class), nats."""
+    wrong: NDArray[np.int64]
+    """(n,) supervised tokens that are not the likeliest (0 or 1 for classification)."""
+    supervised: NDArray[np.int64]
+    """(n,) supervised tokens (1 for classification)."""
+    predicted: NDArray[np.int64] | None = None
+    """(n,) the likeliest class; None for tasks that predict tokens or sets of classes."""
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """Which of n training examples bear a wrong label."""
+
+    mask: NDArray[np.bool_]
+    """(n,) whether the label was replaced by noise."""
+    true: NDArray[np.int64] | None = None
+    """(n,) the class before it was; None for tasks that predict tokens."""
+
+
+def split_figures(split: str, judged: Judged, flipped: Flipped | None = None) -> dict[str, float | None]:
+    """`<split>.loss, .error` and, for tasks that predict tokens, `.exact_error`; with `flipped` also the error on clean
+    and on noisy examples, and which of the latter were memorised or recovered.
+
+    A share of no examples is None. Means are over supervised tokens, or examples for classification; `exact_error`,
+    `memorised` and `recovered` count examples.
+    """
+    exact = judged.wrong > 0
+    figures: dict[str, float | None] = {
+        "loss": _ratio(judged.loss.sum(), judged.supervised.sum()),
+        "error": _ratio(judged.wrong.sum(), judged.supervised.sum()),
+    }
+    if judged.predicted is None:
+        figures["exact_error"] = _ratio(exact.sum(), len(exact))
+    if flipped is not None:
+        noisy = flipped.mask
+        recovered = None
+        if judged.predicted is not None and flipped.true is not None:
+            recovered = _ratio((judged.predicted == flipped.true)[noisy].sum(), noisy.sum())
+        figures |= {
+            "error_clean": _ratio(judged.wrong[~noisy].sum(), judged.supervised[~noisy].sum()),
+            "error_noisy": _ratio(judged.wrong[noisy].sum(), judged.supervised[noisy].sum()),
+            "memorised": _ratio((~exact[noisy]).sum(), noisy.sum()),
+            "recovered": recovered,
+        }
+    return {f"{split}.{name}": value for name, value in figures.items()}
+
+
+def _ratio(total: Any, count: Any) -> float | None:
+    return float(total) / float(count) if count else None

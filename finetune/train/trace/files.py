@@ -1,7 +1,7 @@
 """The trace of a run: `trace.jsonl`, a line per recorded step, and `trace.json`, what these lines are about.
 
 A line has `stage, attempt, step, tokens, lr, time_s, record_s` and the figures of `finetune.train.trace`, flat; what
-has no value is null. After a resume the last line of a step wins.
+has no value is null. After a resume the last line of a step wins. `recorded_steps` says after which updates there is one.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config import Optimizer
+from ...config import Optimizer, Record
 from ...run_directory import TRACE, read_metrics
-from .steps import recorded_steps, stability_threshold
 
 if TYPE_CHECKING:
     from .recorder import Recording
+
 
 ABOUT = "trace.json"
 
@@ -63,3 +63,27 @@ def about(
         "stability_threshold": stability_threshold(optimizer.betas[0]),
         "notes": list(notes),
     }
+
+
+def recorded_steps(record: Record, total_steps: int) -> tuple[int, ...]:
+    """Ascending numbers of completed updates, from 0 (before any) to `total_steps`.
+
+    `log`: the powers of 2^(1/per_doubling), rounded. Steps that are listed beyond `total_steps` are left out.
+    """
+    if record.steps == "log":
+        wanted, power = [], 0
+        while (step := round(2 ** (power / record.per_doubling))) <= total_steps:
+            wanted.append(step)
+            power += 1
+    else:
+        wanted = [step for step in record.steps if step <= total_steps]
+    curved = [step for step in record.sharpness if step <= total_steps]
+    return tuple(sorted({0, *wanted, *curved, total_steps}))
+
+
+def stability_threshold(beta1: float) -> float:
+    """λ_max(P^-½ H P^-½) · lr above which Adam oscillates: (2 + 2β1)/(1 − β1), which is 38 for β1 = 0.9.
+
+    P is the preconditioner √v̂ + ε, taken as frozen (Cohen et al., arXiv 2207.14484).
+    """
+    return (2 + 2 * beta1) / (1 - beta1)

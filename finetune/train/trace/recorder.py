@@ -25,13 +25,10 @@ from ...parallel.engine import Engine
 from ...run_directory import RunDirectory, disk_full_interrupts
 from ...seeds import derive
 from ..loss import Head, batch_loss
-from ..optimizer import AdapterOptimizer
-from ..schedule import learning_rate
-from .examples import per_example
+from ..optimizer import AdapterOptimizer, learning_rate
+from .examples import Flipped, Judged, per_example, split_figures
 from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figures, is_factor_a, is_factor_b
-from .figures import Flipped, Judged, split_figures
-from .files import ABOUT, about
-from .steps import recorded_steps
+from .files import ABOUT, about, recorded_steps
 
 if TYPE_CHECKING:
     from ..checkpointer import Progress
