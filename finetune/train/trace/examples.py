@@ -1,4 +1,4 @@
-"""Loss and errors of each example, in evaluation mode and without gradients, and the figures of a split made of them."""
+"""Loss and errors of each example, in evaluation mode and without gradients, and a split's figures made of them."""
 
 from __future__ import annotations
 
