@@ -26,7 +26,7 @@ from finetune.data.encoding import Example
 from finetune.errors import Interrupted
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
-from finetune.parallel.gather import local
+from finetune.parallel.layout import local
 from finetune.parallel.mesh import World
 from finetune.parallel.rules import Settings, check_settings
 from finetune.run_directory import RunDirectory

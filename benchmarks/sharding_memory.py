@@ -137,7 +137,7 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
 
 def _held(engine: Any) -> dict[str, float]:
     """Bytes of parameters on this rank, and of the largest unit as it is gathered."""
-    from finetune.parallel.gather import local
+    from finetune.parallel.layout import local
 
     mine = {id(p): local(p).untyped_storage().nbytes() for p in engine.model.parameters()}
     units = engine.sharding.units if engine.sharding is not None else ()

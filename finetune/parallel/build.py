@@ -208,7 +208,7 @@ def _initialise(
     engine: Engine, shapes: dict[str, torch.Size], unread: Sequence[str], *, seed: int, deviation: float
 ) -> None:
     """Give every parameter that no file has its value by name: adapters, new heads and PEFT's frozen copy of them."""
-    from . import gather
+    from . import layout as gather
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
@@ -225,7 +225,7 @@ def _initialise(
 @torch.no_grad()
 def _set_magnitudes(engine: Engine, parameters: dict[str, torch.nn.Parameter]) -> None:
     """DoRA starts at the row norms of the backbone, gathered one layer at a time."""
-    from . import gather
+    from . import layout as gather
 
     for name, module in engine.model.named_modules():
         vectors = getattr(module, "lora_magnitude_vector", None)

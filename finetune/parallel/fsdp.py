@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..config import Mesh
 from ..devices.capabilities import capabilities
 from ..errors import UserError
-from .gather import local
-from .layout import canonical
+from .layout import canonical, local
 from .mesh import World
 
 # A first dim that does not divide is still cut if it is this many times the ranks: the remainder is then negligible.

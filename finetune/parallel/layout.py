@@ -1,19 +1,29 @@
-"""Which part of each tensor this tensor-parallel rank holds.
+"""Which part of each tensor this rank holds, and the way from the part to the whole and back, bit for bit.
 
 Tensor parallelism replaces parameters by plain local tensors (no DTensor): a layer then computes on what it has, and
 the collectives sit at the borders of its region. What was cut out of the whole is written down here, by canonical
 parameter name, for loading, saving, gradient norms and regularizers. FSDP2 shards the local tensors afterwards as if
-they were whole, along its own mesh axes.
+they were whole, along its own mesh axes: the local part is the tensor-parallel `Slice` first and FSDP2's chunk (a
+DTensor's placements) of that slice second. What holds for a parameter holds for its gradient and its optimizer moments.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from .mesh import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 _WRAPPER = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 # not where PEFT nests adapters of stacked experts: `experts.base_layer.lora_A` beside `experts.lora_A`
@@ -89,3 +99,156 @@ class Layout:
         if name in self.slices:
             shape[self.slices[name].dim] = self.slices[name].size
         return tuple(shape)
+
+
+Runs = tuple[tuple[int, int], ...]
+# Entries of a packed buffer start at a multiple of this many bytes, so that they can be viewed as any dtype.
+_ALIGNED = 16
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of `tensor` in memory: writing to it writes to `tensor`."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held(like: Tensor, cut: Slice | None) -> list[Runs]:
+    """Per dim, the half-open runs of whole indices that the local part of parameter `like` consists of, in order."""
+    runs: list[Runs] = [((0, size),) for size in like.shape]
+    if cut is not None:
+        runs[cut.dim] = cut.runs
+    if isinstance(like, DTensor):
+        for mesh_dim, dim in _sharded(like):
+            start, stop = _chunk(like.shape[dim], like.device_mesh.get_local_rank(mesh_dim), _width(like, mesh_dim))
+            runs[dim] = _window(runs[dim], start, stop)
+    return runs
+
+
+def _sharded(tensor: DTensor) -> list[tuple[int, int]]:
+    """Pairs of mesh dim and tensor dim along which `tensor` is sharded."""
+    pairs = [(i, p.dim) for i, p in enumerate(tensor.placements) if isinstance(p, Shard)]
+    assert len({dim for _, dim in pairs}) == len(pairs), tensor.placements
+    return pairs
+
+
+def _width(tensor: DTensor, mesh_dim: int) -> int:
+    return tensor.device_mesh.size(mesh_dim)
+
+
+def _chunk(size: int, rank: int, width: int) -> tuple[int, int]:
+    """The indices of `size` that a `Shard` gives to `rank`: chunks of ⌈size / width⌉, the last ones short or empty."""
+    step = -(-size // width)
+    return min(rank * step, size), min((rank + 1) * step, size)
+
+
+def _window(runs: Runs, start: int, stop: int) -> Runs:
+    """The indices number `start` to `stop` of those that `runs` lists one after another."""
+    kept, offset = [], 0
+    for first, last in runs:
+        low, high = max(first, first + start - offset), min(last, first + stop - offset)
+        if low < high:
+            kept.append((low, high))
+        offset += last - first
+    return tuple(kept)
+
+
+@torch.no_grad()
+def put(tensor: Tensor, whole: Tensor, cut: Slice | None = None, *, like: Tensor | None = None) -> None:
+    """Copy this rank's part of `whole` into `tensor`, a parameter or what belongs to the parameter `like`."""
+    target = local(tensor)
+    for dim, runs in enumerate(held(tensor if like is None else like, cut)):
+        parts = [whole.narrow(dim, start, stop - start) for start, stop in runs] or [whole.narrow(dim, 0, 0)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    assert target.shape == whole.shape, (target.shape, whole.shape)
+    target.copy_(whole)
+
+
+def whole(tensor: Tensor, cut: Slice | None = None, *, world: World, like: Tensor | None = None) -> Tensor:
+    """The whole of one tensor on every rank (see `whole_all`)."""
+    slices = {} if cut is None else {"it": cut}
+    like = tensor if like is None else like
+    return whole_all({"it": tensor}, like={"it": like}, layout=Layout(slices), world=world)["it"]
+
+
+@torch.no_grad()
+def whole_all(
+    tensors: Mapping[str, Tensor], *, like: Mapping[str, Tensor], layout: Layout, world: World
+) -> dict[str, Tensor]:
+    """Gather `tensors`, one collective for each axis along which any of them is cut.
+
+    Collective over the FSDP axis and over tp: every rank there calls it with the same names in the same order.
+
+    Args:
+        tensors: by canonical name: parameters, gradients or moments.
+        like: the parameter to which each of them belongs.
+
+    Returns:
+        Whole tensors on `world.device`, the same on every rank. What is not cut is returned as it is, not copied.
+    """
+    parts = {name: local(tensor).to(world.device) for name, tensor in tensors.items()}
+    meshes: dict[tuple[DeviceMesh, int], dict[str, int]] = {}
+    for name in parts:
+        parameter = like[name]
+        if isinstance(parameter, DTensor):
+            for mesh_dim, dim in _sharded(parameter):
+                meshes.setdefault((parameter.device_mesh, mesh_dim), {})[name] = dim
+    for (mesh, mesh_dim), dims in meshes.items():
+        width = mesh.size(mesh_dim)
+        shapes = {name: _chunk_shapes(like[name].shape, dim, width) for name, dim in dims.items()}
+        chunks = _gather({name: parts[name] for name in dims}, shapes, mesh.get_group(mesh_dim), width)
+        parts |= {name: torch.cat(chunks[name], dim) for name, dim in dims.items()}
+    tp = world.width("tp")
+    cut = {name: layout.slices[name] for name in parts if name in layout.slices}
+    if tp > 1 and cut:
+        shapes = {name: [parts[name].shape] * tp for name in cut}
+        chunks = _gather({name: parts[name] for name in cut}, shapes, world.group("tp"), tp)
+        parts |= {name: _join(chunks[name], piece, world.index("tp")) for name, piece in cut.items()}
+    return parts
+
+
+def _chunk_shapes(shape: torch.Size, dim: int, width: int) -> list[torch.Size]:
+    """The shape of each rank's chunk."""
+    bounds = [_chunk(shape[dim], rank, width) for rank in range(width)]
+    return [torch.Size([*shape[:dim], stop - start, *shape[dim + 1 :]]) for start, stop in bounds]
+
+
+def _gather(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, list[torch.Size]], group: dist.ProcessGroup, width: int
+) -> dict[str, list[Tensor]]:
+    """Every rank's `tensors`, by name in rank order, through one all-gather of bytes."""
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    room = {name: -(-max(s.numel() for s in shapes[name]) * t.itemsize // _ALIGNED) for name, t in tensors.items()}
+    device = next(iter(tensors.values())).device
+    ours = torch.zeros(sum(room.values()) * _ALIGNED, dtype=torch.uint8, device=device)
+    starts, offset = {}, 0
+    for name, tensor in tensors.items():
+        starts[name] = offset
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        ours[offset : offset + len(flat)].copy_(flat)
+        offset += room[name] * _ALIGNED
+    everyone = torch.empty(width * len(ours), dtype=torch.uint8, device=device)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(everyone, ours, group=group)
+    gathered: dict[str, list[Tensor]] = {name: [] for name in tensors}
+    for rank in range(width):
+        for name, dtype in dtypes.items():
+            shape = shapes[name][rank]
+            start = rank * len(ours) + starts[name]
+            piece = everyone[start : start + shape.numel() * dtype.itemsize]
+            gathered[name].append(piece.view(dtype).view(shape))
+    return gathered
+
+
+def _join(parts: list[Tensor], cut: Slice, rank: int) -> Tensor:
+    """The whole tensor of which each tensor-parallel rank has the part that `Slice.even` gives it."""
+    fused, dim = len(cut.runs), cut.dim
+    slices = [Slice.even(dim, cut.size, rank=r, width=len(parts), fused=fused) for r in range(len(parts))]
+    assert slices[rank] == cut, (slices[rank], cut)
+    shape = [*parts[0].shape[:dim], cut.size, *parts[0].shape[dim + 1 :]]
+    joined = parts[0].new_empty(shape)
+    for part, own in zip(parts, slices, strict=True):
+        offset = 0
+        for start, stop in own.runs:
+            joined.narrow(dim, start, stop - start).copy_(part.narrow(dim, offset, stop - start))
+            offset += stop - start
+    return joined

@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ..backbone import quiet_transformers
 from ..errors import UserError, is_out_of_memory
-from .gather import Runs, held, local, put
 from .keys import Checkpoint
-from .layout import Layout, canonical
+from .layout import Layout, Runs, canonical, held, local, put
 from .mesh import World
 
 Progress = Callable[[int, int, float], None]

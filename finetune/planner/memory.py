@@ -24,7 +24,7 @@ from ..devices.capabilities import kept_draws
 from ..devices.precision import autocast, settled
 from ..parallel.engine import Engine
 from ..parallel.fsdp import blocks
-from ..parallel.gather import local
+from ..parallel.layout import local
 from ..parallel.pipeline.plan import bubble, full_pieces, pieces_per_micro, virtual_stages
 from ..quantised import scales
 from ..train.adam8bit import state_bytes

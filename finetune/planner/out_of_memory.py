@@ -23,7 +23,7 @@ from torch import nn
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
 from ..parallel.fsdp import blocks
-from ..parallel.gather import local
+from ..parallel.layout import local
 from ..quantised import scales
 from ..train.adam8bit import state_bytes
 from ..train.checkpoint import steps

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..parallel.gather import local
+from ..parallel.layout import local
 from .deferred_metrics import read
 
 FIRST = 2.0**16

@@ -154,7 +154,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
 
     from finetune.config import Classify, LanguageModel, Mesh
     from finetune.parallel.fsdp import shard
-    from finetune.parallel.gather import whole_all
+    from finetune.parallel.layout import whole_all
     from finetune.parallel.mesh import World
     from finetune.parallel.pipeline import PipelineRunner, cut_parts
     from finetune.parallel.tensor import tensor_parallel

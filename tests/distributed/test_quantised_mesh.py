@@ -16,7 +16,7 @@ from finetune.config import Adapter, LanguageModel, Mesh, Quantization, Train
 from finetune.devices.precision import autocast
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
-from finetune.parallel.gather import local
+from finetune.parallel.layout import local
 from finetune.parallel.mesh import World
 from finetune.quantised import scales
 from regularizers import GGPO, build

@@ -14,9 +14,8 @@ from finetune.config import Mesh
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.fsdp import shard
-from finetune.parallel.gather import put, whole_all
 from finetune.parallel.keys import Checkpoint
-from finetune.parallel.layout import Layout, Slice, canonical
+from finetune.parallel.layout import Layout, Slice, canonical, put, whole_all
 from finetune.parallel.mesh import World
 from finetune.parallel.skeleton import empty_model
 from finetune.parallel.weights import load_weights, materialize

@@ -17,9 +17,8 @@ from finetune.config import Adapter, Classify, LanguageModel, Mesh
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.fsdp import blocks, shard
-from finetune.parallel.gather import held, put, whole
 from finetune.parallel.index import read_index
-from finetune.parallel.layout import Layout, Slice
+from finetune.parallel.layout import Layout, Slice, held, put, whole
 from finetune.parallel.mesh import World
 from finetune.parallel.skeleton import build_skeleton
 from finetune.parallel.weights import load_weights, materialize

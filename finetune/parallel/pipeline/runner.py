@@ -21,11 +21,10 @@ from ...train.loss import Batch, Head, batch_loss, find_head
 from ..mesh import DATA, World
 from .absent import Absent
 from .families import Anatomy
-from .passing import Passing
+from .passing import Passing, StandIn
 from .pieces import cut_micros
 from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
 from .stage import Around, Parts, Stage
-from .standin import StandIn
 
 if TYPE_CHECKING:
     from ..context import ContextParallel
