@@ -208,7 +208,7 @@ def _initialise(
     engine: Engine, shapes: dict[str, torch.Size], unread: Sequence[str], *, seed: int, deviation: float
 ) -> None:
     """Give every parameter that no file has its value by name: adapters, new heads and PEFT's frozen copy of them."""
-    from . import layout as gather
+    from .layout import put
 
     parameters = dict(engine.model.named_parameters())
     for full in unread:
@@ -218,21 +218,21 @@ def _initialise(
         parameter = parameters[full]
         shape = shapes.get(name, engine.layout.shape(name, parameter.shape))
         value = initial_value(name, shape, seed, deviation).to(parameter.dtype)
-        gather.put(parameter, value, engine.layout.slices.get(name))
+        put(parameter, value, engine.layout.slices.get(name))
     _set_magnitudes(engine, parameters)
 
 
 @torch.no_grad()
 def _set_magnitudes(engine: Engine, parameters: dict[str, torch.nn.Parameter]) -> None:
     """DoRA starts at the row norms of the backbone, gathered one layer at a time."""
-    from . import layout as gather
+    from .layout import put, whole
 
     for name, module in engine.model.named_modules():
         vectors = getattr(module, "lora_magnitude_vector", None)
         if not vectors or "default" not in vectors:
             continue
         base = module.get_base_layer()
-        weight = gather.whole(base.weight, world=engine.world)
+        weight = whole(base.weight, world=engine.world)
         norms = torch.linalg.vector_norm(weight, dim=0 if type(base).__name__ == "Conv1D" else 1)
         magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
-        gather.put(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))
+        put(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))

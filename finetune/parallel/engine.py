@@ -38,8 +38,7 @@ from ..errors import UserError
 from ..evaluate.share import Share
 from ..train.dropout import KeyedDropout, Pass
 from ..train.loss import Head, batch_loss, find_head
-from . import layout as gather
-from .layout import Layout, Slice, canonical
+from .layout import Layout, Slice, canonical, local, put, whole_all
 from .mesh import DATA, TOKENS, World
 
 if TYPE_CHECKING:
@@ -267,7 +266,7 @@ class Engine:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
-                grad = gather.local(parameter.grad)
+                grad = local(parameter.grad)
                 by_type.setdefault(grad.dtype, []).append(grad)
         for grads in by_type.values():
             flat = torch.cat([grad.flatten() for grad in grads])
@@ -292,7 +291,7 @@ class Engine:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            grad = gather.local(parameter.grad)
+            grad = local(parameter.grad)
             grads.append(grad)
             kind = int(isinstance(parameter, DTensor)), int(name in self.layout.slices)
             if grad.device not in squares_at:
@@ -321,7 +320,7 @@ class Engine:
         if self.world.size == 1:
             return {name: tensor.detach() for name, tensor in tensors.items()}
         self.settle()
-        found = gather.whole_all(tensors, like=tensors, layout=self.layout, world=self.world)
+        found = whole_all(tensors, like=tensors, layout=self.layout, world=self.world)
         found = {name: tensor.cpu() for name, tensor in found.items()}
         return {name: t for part in self._gather_objects(found, "pp") for name, t in part.items()}
 
@@ -347,7 +346,7 @@ class Engine:
                     f"{where}: {name} has the shape {tuple(wholes[name].shape)} and the model wants {wanted}"
                 )
         for name, tensor in tensors.items():
-            gather.put(tensor, wholes[name], self.layout.slices.get(name))
+            put(tensor, wholes[name], self.layout.slices.get(name))
         return None
 
     def union(self, items: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -441,11 +440,11 @@ class MeshPlacement:
         keys = {canonical(name): name for name in tensors}
         parts = {key: tensors[name] for key, name in keys.items()}
         like = {key: self._parameters[key] for key in keys}
-        found = gather.whole_all(parts, like=like, layout=self._layout, world=self._world)
+        found = whole_all(parts, like=like, layout=self._layout, world=self._world)
         return {keys[key]: tensor for key, tensor in found.items()}
 
     def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             key = canonical(name)
             whole = wholes[name].to(tensor.device)
-            gather.put(tensor, whole, self._layout.slices.get(key), like=self._parameters[key])
+            put(tensor, whole, self._layout.slices.get(key), like=self._parameters[key])
