@@ -210,13 +210,15 @@ def test_a_record_is_lent_for_a_while():
 
 _MAY_ASK = {
     "backbone.py": "which device `train.device` names",
-    "parallel/launch.py": "sets a process up",
-    "parallel/devices.py": "counts devices",
-    "parallel/plan.py": "prints the type",
-    "parallel/world.py": "names the mesh's type",
-    "parallel/shard.py": "names a mesh's type",
-    "keeping.py": "writes the type down",
-    "rundir.py": "writes the device's name down",
+    "launch/spawn.py": "sets a process up",
+    "planner/devices.py": "counts devices",
+    "planner/out_of_memory.py": "says whose memory was short",
+    "train/fused_loss.py": "kernels of a CUDA device are tried on one",
+    "planner/memory.py": "prints the type",
+    "parallel/mesh.py": "names the mesh's type",
+    "parallel/fsdp.py": "names a mesh's type",
+    "train/checkpointer.py": "writes the type down",
+    "run_directory.py": "writes the device's name down",
 }
 """Files outside of `finetune.devices` that read a device's type, and why."""
 
