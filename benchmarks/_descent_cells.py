@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks._harness import ROOT
-from experiments.config import Sweep
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.config import Sweep
 from experiments.recipe.key import recipe_key
 from experiments.recipe.tree import Branch
 from experiments.report.sweepdata import STEP

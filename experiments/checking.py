@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.config import Select
-from experiments.console import Console
 from experiments.reading import PoolRecords, Records
+from experiments.recipe.config import Select
+from experiments.run.console import Console
 from finetune.errors import Interrupted
 from finetune.seeds import derive
 from selection import Pool, build_selector

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from experiments.config import Recipe, WarmUp
-from experiments.preparing import warm_up_task
-from experiments.sources import check_data
+from experiments.data.sources import check_data
+from experiments.data.splits import warm_up_task
+from experiments.recipe.config import Recipe, WarmUp
 from finetune.backbone import resolve_device
 from finetune.compiling import refuse_compile
 from finetune.config import Chat, MaskedLM

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.config import Recipe, Select
-from experiments.console import Console
-from experiments.preparing import read_splits
+from experiments.data.splits import read_splits
+from experiments.recipe.config import Recipe, Select
+from experiments.run.console import Console
 from finetune.atomic import json_text
 from finetune.config import Columns, Files
 from finetune.data import Row, RowView, limit_rows, read_rows, require_rows

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from experiments.config import Recipe, Select
-from experiments.console import Console, Task
+from experiments.recipe.config import Recipe, Select
+from experiments.run.console import Console, Task
 from finetune.config import LanguageModel
 from finetune.data import Row
 from finetune.errors import UserError

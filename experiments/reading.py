@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.config import Recipe, Select
-from experiments.console import Console
-from experiments.preparing import read_splits
+from experiments.data.splits import read_splits
+from experiments.recipe.config import Recipe, Select
+from experiments.run.console import Console
 from finetune.config import Files
 from finetune.data import Row, RowView, limit_rows, read_rows, require_rows, spill_rows
 from finetune.errors import UserError

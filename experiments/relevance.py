@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from experiments.blanks import known_rows
-from experiments.config import Select
-from experiments.console import Console
 from experiments.embedding import Vectors
 from experiments.reading import PoolRecords
+from experiments.recipe.config import Select
+from experiments.run.console import Console
 from finetune.errors import UserError
 from finetune.seeds import derive
 from selection.config import Features, GotD, GotDContrast, Relevance, ranking

@@ -20,8 +20,6 @@ import numpy as np
 from experiments.blanks import drops_blanks, without_blank, without_unknown
 from experiments.checking import can_check, check_choice
 from experiments.cleaning import clean_rows
-from experiments.config import Recipe, Select
-from experiments.console import Console
 from experiments.embedding import Vectors, check_unread, check_vectors, naming_rows
 from experiments.methods import (
     backbone_surprise,
@@ -35,8 +33,10 @@ from experiments.methods import (
 )
 from experiments.reading import chunked, domains_of, read_pool, read_records, training_rows
 from experiments.recipe import Resolved
+from experiments.recipe.config import Recipe, Select
 from experiments.relevance import check_relevance, judge_domains
-from experiments.unfinished import unfinished
+from experiments.run.console import Console
+from experiments.run.resumable_directory import unfinished
 from finetune.atomic import json_text, write_json
 from finetune.data import Row, describe
 from finetune.digests import DONE, FILES, sums

@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.config import Recipe as Recipe
-    from experiments.evaluating import evaluate_run as evaluate_run
-    from experiments.pipeline import resume as resume
-    from experiments.pipeline import train as train
     from experiments.recipe import load_recipe as load_recipe
+    from experiments.recipe.config import Recipe as Recipe
     from experiments.report import build_report as build_report
     from experiments.selecting import select as select
     from experiments.sweep import sweep as sweep
+    from experiments.workflows.evaluate import evaluate_run as evaluate_run
+    from experiments.workflows.train import resume as resume
+    from experiments.workflows.train import train as train
     from finetune.data import read_rows as read_rows
     from finetune.errors import UserError as UserError
     from regularizers import GGPO as GGPO
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Recipe": "experiments.config",
+    "Recipe": "experiments.recipe.config",
     "load_recipe": "experiments.recipe",
-    "train": "experiments.pipeline",
-    "resume": "experiments.pipeline",
+    "train": "experiments.workflows.train",
+    "resume": "experiments.workflows.train",
     "select": "experiments.selecting",
     "sweep": "experiments.sweep",
-    "evaluate_run": "experiments.evaluating",
+    "evaluate_run": "experiments.workflows.evaluate",
     "build_report": "experiments.report",
     "sinkhorn_potentials": "selection",
     "GotDSelector": "selection",

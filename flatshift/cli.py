@@ -102,7 +102,7 @@ def _end(message: str, code: int, *, patient: bool = False) -> int:
 def _examine(argv: Sequence[str]) -> None:
     """What the doctor says where packages of ours are not: it needs only its own file."""
     try:
-        from experiments.doctor import doctor, render
+        from experiments.workflows.doctor import doctor, render
     except ImportError:
         return
     import json

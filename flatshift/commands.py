@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Recipe
-from experiments.meshing import axis_flags, mesh_flags, named_axes
 from experiments.recipe import (
     from_override,
     load_recipe,
@@ -24,6 +22,8 @@ from experiments.recipe import (
     shipped_recipe,
     shipped_recipes,
 )
+from experiments.recipe.config import Recipe
+from experiments.recipe.mesh import axis_flags, mesh_flags, named_axes
 from finetune.errors import UserError
 from finetune.launch import consistency, failure, spawn
 from finetune.parallel.rules import Settings, check_settings
@@ -71,7 +71,7 @@ def _split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]
 
 def _demo(argv: list[str]) -> int:
     flags = _parse(DemoFlags, "demo", argv)
-    from experiments.demo import demo
+    from experiments.workflows.demo import demo
 
     return demo(flags.out)
 
@@ -166,7 +166,7 @@ def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
 
 
 def _pipeline() -> Any:
-    from experiments import pipeline
+    from experiments.workflows import train as pipeline
 
     return pipeline
 
@@ -252,7 +252,7 @@ def _eval(argv: list[str]) -> int:
         return _eval([*argv, *chosen])
     if spawn.wants_ranks(recipe.mesh):
         return _spawn("eval", argv, recipe, flags.run)
-    from experiments.evaluating import evaluate_run, render
+    from experiments.workflows.evaluate import evaluate_run, render
 
     result = evaluate_run(flags.run, data=flags.data, overrides=overrides, quiet=flags.json)
     if failure.rank() == 0:
@@ -272,7 +272,7 @@ def _sharpness(flags: EvalFlags, overrides: list[Any]) -> int:
     given = {name: value for name, value in given.items() if value is not None}
     own = {field.name for field in dataclasses.fields(Sharpness)}
     settings = Sharpness(**{name: value for name, value in given.items() if name in own})
-    from experiments.sharpness import measure_run, render
+    from experiments.workflows.sharpness import measure_run, render
 
     rest = {name: value for name, value in given.items() if name not in own}
     result = measure_run(flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, **rest)
@@ -328,7 +328,7 @@ def _recipes(argv: list[str]) -> int:
 
 def _doctor(argv: list[str]) -> int:
     flags: DoctorFlags = _parse(DoctorFlags, "doctor", argv)
-    from experiments.doctor import doctor, render
+    from experiments.workflows.doctor import doctor, render
 
     result = doctor(deep=flags.deep)
     print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))

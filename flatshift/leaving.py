@@ -24,7 +24,7 @@ def generate(argv: list[str]) -> int:
         prompts = _lines_of_input()
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "num_beams")
     given = {name: getattr(flags, name) for name in names}
-    from experiments.generating import generate_from_run, render
+    from experiments.workflows.generate import generate_from_run, render
 
     records = generate_from_run(
         flags.run,
@@ -60,7 +60,7 @@ def merge(argv: list[str]) -> int:
     """`flatshift merge`."""
     flags: MergeFlags = _parse(MergeFlags, "merge", argv)
     out = flags.out or flags.run / "merged"
-    from experiments.merging import merge as merge_run
+    from experiments.workflows.merge import merge as merge_run
 
     result = merge_run(flags.run, out, check=flags.check)
     if flags.json:
@@ -88,7 +88,7 @@ def merge(argv: list[str]) -> int:
 def export(argv: list[str]) -> int:
     """`flatshift export`."""
     flags: ExportFlags = _parse(ExportFlags, "export", argv)
-    from experiments.exporting import export as export_run
+    from experiments.workflows.export import export as export_run
 
     out = flags.out or flags.run / "export"
     print(export_run(flags.run, out, base_model=flags.base_model, license=flags.license, add=flags.add))
@@ -109,7 +109,7 @@ def harness(flags: EvalFlags, overrides: list[Any]) -> int:
         if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:
             raise UserError(f"{tree.where} does not go with --harness, which runs in one process; leave it out")
     own = {name.removeprefix("harness_"): getattr(flags, name) for name in harness_flags(flags)}
-    from experiments.harness import render, run_harness
+    from experiments.workflows.lm_eval import render, run_harness
 
     given_own = {name: value for name, value in own.items() if value is not None}
     record = run_harness(flags.run, flags.harness, overrides=overrides, quiet=flags.json, **given_own)

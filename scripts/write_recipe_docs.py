@@ -13,7 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any, Union
 
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 HEAD = """# Recipes

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.interrupts import graceful_stop
+from experiments.run.console import graceful_stop
 from finetune.config import Mesh
 from finetune.errors import Interrupted, UserError
 from finetune.launch import consistency, spawn, watchdog

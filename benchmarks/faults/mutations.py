@@ -61,8 +61,8 @@ class Count:
 
 def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     """Name → what reads a file of that kind, given its bytes."""
-    from experiments.config import Recipe
     from experiments.recipe.build import build
+    from experiments.recipe.config import Recipe
     from experiments.recipe.resolve import Resolved
     from experiments.recipe.tree import parse, parse_file
     from experiments.report import load

@@ -54,11 +54,11 @@ def serve() -> None:
 
 
 _COMMANDS = (
-    "experiments.pipeline",
+    "experiments.workflows.train",
     "experiments.selecting",
-    "experiments.merging",
-    "experiments.exporting",
-    "experiments.generating",
+    "experiments.workflows.merge",
+    "experiments.workflows.export",
+    "experiments.workflows.generate",
     "experiments.report.page",
     "experiments.sweep.command",
     "experiments.comparison.compare",

@@ -26,8 +26,20 @@ from benchmarks.faults.scenarios import SCENARIOS, digest, leavings, write_input
 LONGEST = 300
 BUG = 70
 REFUSED = 2
-_HEAVY = ("experiments.merging", "experiments.exporting", "experiments.evaluating", "experiments.sharpness")
-_HEAVY += ("experiments.report", "experiments.pipeline", "experiments.sweep", "experiments.selecting", "peft", "pandas")
+_HEAVY = (
+    "experiments.workflows.merge",
+    "experiments.workflows.export",
+    "experiments.workflows.evaluate",
+    "experiments.workflows.sharpness",
+)
+_HEAVY += (
+    "experiments.report",
+    "experiments.workflows.train",
+    "experiments.sweep",
+    "experiments.selecting",
+    "peft",
+    "pandas",
+)
 
 Runner = Callable[[Sequence[str], Path], int]
 """Runs a command with its output in a file; returns its exit code."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 from finetune.config import DATA_INITS
 from finetune.errors import UserError
 
@@ -26,7 +26,9 @@ def refuse_in_study(recipe: Recipe) -> None:
         raise UserError("adapter.projector: a study's cells encode their rows without features; leave it out")
     if recipe.train.compile:
         raise UserError("train.compile: a study's cells are too short to be compiled; leave it off")
-    from experiments.sources import check_data  # numpy: the plan of a sweep, which leaves thread pools alone, has none
+    from experiments.data.sources import (
+        check_data,  # numpy: the plan of a sweep, which leaves thread pools alone, has none
+    )
 
     check_data(recipe)
     refuse_beginning(recipe)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from experiments.console import Console
 from experiments.recipe import Resolved
 from experiments.recipe.resolve import recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Tree, merge
+from experiments.run.console import Console
 from finetune.atomic import write_json, write_text
 from finetune.errors import Interrupted, UserError
 from finetune.lock import owned

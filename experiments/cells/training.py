@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.cells.refusing import refuse_beginning
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 from finetune.config import Chat, Classify, Completion, Optimizer, Task, Train
 from finetune.errors import UserError
 from finetune.lock import scratch

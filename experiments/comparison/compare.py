@@ -11,8 +11,8 @@ from experiments.comparison.analysis import analyse
 from experiments.comparison.page import page
 from experiments.comparison.plan import Plan
 from experiments.comparison.runner import run_study
-from experiments.console import Console
 from experiments.recipe.tree import Branch
+from experiments.run.console import Console
 
 DOCUMENT = "comparison.json"
 

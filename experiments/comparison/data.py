@@ -12,7 +12,7 @@ from typing import Any
 from experiments.cells.rows import split_rows
 from experiments.cells.training import kept_tokenizer
 from experiments.comparison.plan import StudyCell
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 from finetune.data import Example, Row, encode, limit_rows
 from finetune.seeds import derive
 

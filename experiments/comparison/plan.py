@@ -13,8 +13,8 @@ from experiments.cells.refusing import refuse_in_study
 from experiments.cells.study import study_recipe
 from experiments.comparison.settings import Comparison
 from experiments.comparison.tuning import Setting, first_trials
-from experiments.config import Recipe
 from experiments.recipe import from_override, recipe_key
+from experiments.recipe.config import Recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch

@@ -27,7 +27,7 @@ from experiments.comparison.tuning import (
     on_edge,
     together,
 )
-from experiments.console import Console
+from experiments.run.console import Console
 from finetune.atomic import write_json
 from finetune.errors import UserError
 

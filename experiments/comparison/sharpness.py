@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experiments.comparison.data import Material
-    from experiments.config import Recipe
+    from experiments.recipe.config import Recipe
     from finetune.parallel.engine import Engine
 
 PAIRS = 3

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from experiments.cells.refusing import refuse_in_study
-from experiments.config import Recipe, Select
 from experiments.quality.settings import Quality
+from experiments.recipe.config import Recipe, Select
 from finetune.config import Classify, Data
 from finetune.errors import UserError
 from selection.config import needs

@@ -9,11 +9,11 @@ from typing import Any
 
 from experiments.cells.inputs import chosen, digest, locate
 from experiments.cells.study import study_recipe
-from experiments.config import Recipe
 from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
 from experiments.quality.checks import check_cells, check_method, check_study
 from experiments.quality.settings import Quality
 from experiments.recipe import from_override, recipe_key
+from experiments.recipe.config import Recipe
 from experiments.recipe.key import settings_tree, short_hash
 from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree

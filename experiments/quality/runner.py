@@ -15,10 +15,10 @@ from typing import Any
 from experiments.cells.files import Result, write_result
 from experiments.cells.runner import Runner, claim_study
 from experiments.comparison.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
-from experiments.console import Console
 from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
 from experiments.quality.plan import Plan
 from experiments.recipe.build import nearest
+from experiments.run.console import Console
 from finetune.atomic import sweep_leftovers
 from finetune.errors import UserError
 

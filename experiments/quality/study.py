@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells.study import carry_out
-from experiments.console import Console
 from experiments.quality.analysis import analyse
 from experiments.quality.page import page
 from experiments.quality.plan import Plan
 from experiments.quality.runner import run_study
 from experiments.recipe.tree import Branch
+from experiments.run.console import Console
 
 DOCUMENT = "quality.json"
 

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.config import Recipe
+    from experiments.recipe.config import Recipe
 
 _PLANS = ("sweep", "comparison", "quality", "extends")  # what decides which runs there are, not what one of them gives
 _PLACES = ("device", "threads")

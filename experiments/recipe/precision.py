@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Recipe
 from experiments.recipe.build import build
+from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import Resolved, read_origins, resolve_tree
 from experiments.recipe.tree import Tree, from_override, merge, parse_file
 from finetune.config import Precision, Train
@@ -131,7 +131,7 @@ def _decide(
 
 def _kept_in(recipe: Recipe) -> tuple[str, str]:
     """`train.backbone_precision` for `auto`, and why: narrow weights only where wide ones do not fit."""
-    from experiments.meshing import backbone_directory
+    from experiments.recipe.mesh import backbone_directory
     from finetune.parallel.rules import Settings, broken_rule
     from finetune.planner.devices import at_hand
     from finetune.planner.footprint import Backbone, footprint, gib

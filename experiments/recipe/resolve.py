@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.config import Recipe
 from experiments.recipe.build import Origins, build, nearest
+from experiments.recipe.config import Recipe
 from experiments.recipe.template import names_file, with_own_template
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse, parse_file
 from finetune.config import Chat, Files, Source, TrainFiles

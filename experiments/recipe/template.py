@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 from finetune.atomic import read_object
 from finetune.config import Chat
 from finetune.data.chat import shipped_templates, template_record, template_text

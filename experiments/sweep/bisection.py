@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 from experiments.sweep.axes import Range, parse_range
 from experiments.sweep.cell import Cell, label_of, read_result
 from experiments.sweep.plan import Base
@@ -71,7 +71,7 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
 
 def _rows(recipe: Recipe) -> int:
     """Training rows that a cell gets at most: without bad rows and those set apart."""
-    from experiments.preparing import read_splits
+    from experiments.data.splits import read_splits
 
     train = dataclasses.replace(recipe.data.train, limit=None)
     rows = len(read_splits(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train))).train)

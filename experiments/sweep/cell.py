@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.console import Console
 from experiments.recipe import Resolved, recipe_key
+from experiments.run.console import Console
 from experiments.sweep.source import flatshift_version, source_digest
 from finetune.atomic import write_json
 from finetune.digests import digest
@@ -30,7 +30,7 @@ from finetune.errors import Interrupted, UserError, is_out_of_memory, user_path
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
-    from experiments.config import Recipe
+    from experiments.recipe.config import Recipe
 
 RESULT = "result.json"
 _DONE = Path("stages", "fine-tune", "done.json")
@@ -94,8 +94,8 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     here), and the bytes of the input files, of a backbone
     that is a local directory (its tokenizer too), and of an adapter that it begins with.
     """
-    from experiments.parts import recipe_inputs
     from experiments.recipe.precision import settled
+    from experiments.workflows.run_parts import recipe_inputs
     from finetune.config import Chat
     from finetune.data.chat import template_record
 
@@ -145,9 +145,9 @@ def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | N
     Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
     goes on failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
     """
-    from experiments.parts import remove_weights
-    from experiments.pipeline import execute
-    from experiments.preparing import prepare
+    from experiments.data.splits import prepare
+    from experiments.workflows.run_parts import remove_weights
+    from experiments.workflows.train import execute
 
     recipe = without_cache(cell.resolved.recipe)
     if threads is not None and recipe.train.threads is None:

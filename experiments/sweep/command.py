@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Sweep
-from experiments.console import Console
+from experiments.recipe.config import Sweep
 from experiments.recipe.tree import Branch
+from experiments.run.console import Console
 from experiments.sweep.axes import Axes, Design, as_values, count_of, parse_grid
 from experiments.sweep.bisection import Bisection, bisect, parse_bisection
 from experiments.sweep.cell import Cell
@@ -169,7 +169,7 @@ class _Asked:
 
 def _could_record(asked: _Asked) -> bool:
     """Whether the cells record nothing along the steps, and might."""
-    from experiments.pipeline import check_recipe
+    from experiments.workflows.train import check_recipe
 
     recipe = asked.base.recipe
     if recipe.record is not None or any(key.partition(".")[0] == "record" for key in asked.axes):

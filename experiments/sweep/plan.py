@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells.refusing import refuse_tracked
-from experiments.config import Recipe
 from experiments.recipe import Resolved, from_override
+from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import get_dotted, recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse
 from experiments.sweep.axes import Axes, Design, Range, Values, points_of
@@ -163,8 +163,8 @@ def _fields(cls: type) -> set[str]:
 
 
 def _check_point(recipe: Recipe, written: str) -> None:
-    from experiments.pipeline import check_recipe
-    from experiments.sources import parts_of
+    from experiments.data.sources import parts_of
+    from experiments.workflows.train import check_recipe
 
     try:
         parts_of(recipe.data)  # refuses a recipe without training files

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from experiments.console import Console
+from experiments.run.console import Console
 from experiments.sweep.cell import Cell, label_of
 from experiments.sweep.cost import CostModel
 

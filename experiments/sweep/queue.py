@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from experiments.console import Console
+from experiments.run.console import Console
 from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
 from experiments.sweep.directory import await_orphans, results_of
 from experiments.sweep.placing import Places, memory_of, on_cuda, place

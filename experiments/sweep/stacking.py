@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Recipe
-from experiments.console import Console
-from experiments.interrupts import graceful_stop
-from experiments.preparing import Prepared, prepare
+from experiments.data.splits import Prepared, prepare
+from experiments.recipe.config import Recipe
+from experiments.run.console import Console, graceful_stop
 from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of, run_cell, without_cache
 from finetune.atomic import write_json
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
@@ -295,7 +294,7 @@ def _train(group: Sequence[_Member], clock: _Clock, stop: Callable[[], bool], st
 
 def _arguments(member: _Member, tokenizer: Any, clock: _Clock, stacked: int) -> bool:
     """Make its batches and say what `flatshift train` would say; False if that already is its end."""
-    from experiments.pipeline import FINE_TUNE, stage_arguments
+    from experiments.workflows.train import FINE_TUNE, stage_arguments
 
     def measure() -> None:
         assert member.run is not None and member.prepared is not None
@@ -318,8 +317,8 @@ def _arguments(member: _Member, tokenizer: Any, clock: _Clock, stacked: int) -> 
 
 def _judged(member: _Member, tokenizer: Any, end: Any) -> Callable[[], dict[str, Any]]:
     """What evaluates a cell whose stage came to its `end`, by the ordinary code on its own PEFT model."""
-    from experiments.judging import judge_splits
-    from experiments.parts import remove_weights
+    from experiments.workflows.build import judge_splits
+    from experiments.workflows.run_parts import remove_weights
 
     def measure() -> dict[str, Any]:
         if isinstance(end, ValueError):

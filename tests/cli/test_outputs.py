@@ -16,9 +16,9 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from experiments.card import _settings, code, fenced
-from experiments.judging import lay_out
 from experiments.recipe import resume_recipe
+from experiments.workflows.build import lay_out
+from experiments.workflows.model_card import _settings, code, fenced
 from finetune.assets import backbone
 from finetune.atomic import write_json
 from flatshift.cli import run
@@ -312,7 +312,7 @@ def test_the_card_names_other_adapters_by_their_own_names(written: Path) -> None
 
 
 def test_a_local_backbone_gets_its_hub_name(tmp_path: Path, capsys) -> None:
-    from experiments.card import _without_paths, published_name
+    from experiments.workflows.model_card import _without_paths, published_name
 
     own = tmp_path / "private" / "mine"
     own.mkdir(parents=True)

@@ -96,13 +96,13 @@ def test_a_finished_selection_outlives_what_fails_after_it(tmp_path: Path, capsy
 
 
 def test_a_run_in_which_nothing_was_finished_goes(tmp_path: Path, monkeypatch, capsys) -> None:
-    from experiments import pipeline
+    from experiments.workflows import train
     from finetune.errors import UserError
 
     def fail(*_: object, **__: object) -> None:
         raise UserError("no such thing")
 
-    monkeypatch.setattr(pipeline, "select_into", fail)
+    monkeypatch.setattr(train, "select_into", fail)
     assert run(["train", "warmup", "--out", str(tmp_path / "deep" / "out"), *flags(WARM)]) == 2
     assert not list(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import preparing
+from experiments.data import splits
 from flatshift.cli import run
 from tests.data_models import write_jsonl
 
@@ -104,7 +104,7 @@ def test_block_by_block_from_parquet_and_the_cache(
     out = train(folder, "blocks", **made, data__cache=folder / "cache")
     assert "token cache: kept in" in (out / "log.txt").read_text(encoding="utf-8")
     capsys.readouterr()
-    monkeypatch.delattr(preparing, "encode_rows")  # what lies in the cache is encoded no more
+    monkeypatch.delattr(splits, "encode_rows")  # what lies in the cache is encoded no more
     assert run(["eval", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((out / "eval.json").read_text(encoding="utf-8"))
 

@@ -39,5 +39,7 @@ def test_mistakes_exit_with_2_and_leave_nothing(tmp_path: Path, capsys) -> None:
 
 
 def test_settings_do_not_import_torch() -> None:
-    code = "import sys; import experiments.quality.settings, experiments.config; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import experiments.quality.settings, experiments.recipe.config; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

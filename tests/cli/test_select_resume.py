@@ -167,9 +167,9 @@ def test_a_full_disk_keeps_the_pass_before(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None:
-    from experiments import pipeline
-    from experiments.config import Recipe, Select
-    from experiments.console import Console
+    from experiments.recipe.config import Recipe, Select
+    from experiments.run.console import Console
+    from experiments.workflows import train
     from finetune.backbone import resolve_device
     from finetune.errors import Interrupted
     from finetune.parallel.mesh import World
@@ -185,14 +185,14 @@ def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None
             raise KeyboardInterrupt
         (directory / "manifest.json").write_text("{}", encoding="utf-8")
 
-    monkeypatch.setattr(pipeline, "select_into", select_into)
+    monkeypatch.setattr(train, "select_into", select_into)
     recipe, console = Recipe(select=Select()), Console(quiet=True)
     place = (RunDirectory(tmp_path), recipe, console, World.alone(resolve_device("cpu")))
     with pytest.raises(Interrupted, match="flatshift train --resume"):
-        pipeline._selection(*place)
+        train._selection(*place)
     assert [path.name for path in (tmp_path / "selection").iterdir()] == ["state"]
     for _ in range(2):
-        pipeline._selection(*place)
+        train._selection(*place)
     assert found == [[], ["pass-0001-process-0.npz"]], "what is finished is not made again"
     assert [path.name for path in (tmp_path / "selection").iterdir()] == ["manifest.json"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.sharpness import measure_run
+from experiments.workflows.sharpness import measure_run
 from flatshift.cli import run
 from regularizers.sharpness import Sharpness
 from tests.data_models import byte_tokenizer

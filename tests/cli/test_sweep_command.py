@@ -13,14 +13,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-import experiments.pipeline
-import experiments.preparing
+import experiments.data.splits
 import experiments.report
 import experiments.sweep.cell
-from experiments.console import Console
-from experiments.pipeline import execute
-from experiments.preparing import prepare
+import experiments.workflows.train
+from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
+from experiments.run.console import Console
+from experiments.workflows.train import execute
 from finetune.lock import owned
 from finetune.run_directory import RunDirectory
 from finetune.train.loop import Diverged
@@ -46,8 +46,8 @@ def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
         error = max(0.0, 1 - 40 * rank / rows)
         return {"train": {"error": {"value": error}}, "test": {"accuracy": {"value": 1 - error}}}
 
-    monkeypatch.setattr(experiments.pipeline, "execute", fitted)
-    monkeypatch.setattr(experiments.preparing, "prepare", lambda recipe: None)
+    monkeypatch.setattr(experiments.workflows.train, "execute", fitted)
+    monkeypatch.setattr(experiments.data.splits, "prepare", lambda recipe: None)
     monkeypatch.setattr(experiments.sweep.cell.gc, "collect", lambda: 0)  # there are no models to collect
     monkeypatch.setattr(experiments.report, "write_plots", lambda out: [])
     monkeypatch.setattr(experiments.report, "build_report", lambda runs, out: out)

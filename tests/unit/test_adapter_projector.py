@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.config import Recipe
-from experiments.tokens import is_large
+from experiments.data.encode import is_large
+from experiments.recipe.config import Recipe
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone, position_limit
 from finetune.compiling import refuse_compile

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from experiments import exporting, merging, pipeline
-from experiments.beginnings import backbone_record, check_backbone
-from experiments.evaluating import evaluate_run
-from experiments.generating import generate_from_run
 from experiments.recipe import resume_recipe
-from experiments.sharpness import measure_run
+from experiments.workflows import export, merge, train
+from experiments.workflows.evaluate import evaluate_run
+from experiments.workflows.generate import generate_from_run
+from experiments.workflows.initial_adapter import backbone_record, check_backbone
+from experiments.workflows.sharpness import measure_run
 from finetune.errors import UserError
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
@@ -42,12 +42,12 @@ def overwrite(run: Path) -> None:
 
 
 COMMANDS = {
-    "resume": lambda run, out: pipeline.resume(run, quiet=True),
+    "resume": lambda run, out: train.resume(run, quiet=True),
     "eval": lambda run, out: evaluate_run(run, quiet=True),
     "sharpness": lambda run, out: measure_run(run, quiet=True),
     "generate": lambda run, out: generate_from_run(run, prompts=["the cat"], quiet=True),
-    "merge": merging.merge,
-    "export": exporting.export,
+    "merge": merge.merge,
+    "export": export.export,
 }
 
 

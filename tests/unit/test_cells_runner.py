@@ -8,7 +8,7 @@ import pytest
 
 from experiments.cells.files import is_final, read_result
 from experiments.cells.runner import Runner, claim_study
-from experiments.console import Console
+from experiments.run.console import Console
 from finetune.errors import UserError
 from tests.kill_points import kill_points
 from tests.study_cells import StandIn, run_stand_in

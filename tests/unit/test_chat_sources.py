@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from experiments import tokens
-from experiments.preparing import prepare
+from experiments.data import encode as tokens
+from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
 from finetune.config import Chat
 from finetune.data import Examples, encode

@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from experiments import tokens
-from experiments.preparing import prepare
+from experiments.data import encode
+from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
 from finetune.data import Mixture, read_rows
 from finetune.errors import UserError
@@ -33,7 +33,7 @@ def recipe_of(tmp_path, monkeypatch):
 
     def made(train, *, task="language-model", streamed=False, **overrides):
         if streamed:
-            monkeypatch.setattr(tokens, "IN_MEMORY", 0)
+            monkeypatch.setattr(encode, "IN_MEMORY", 0)
         path = tmp_path / "recipe.yaml"
         path.write_text(BASE.replace("TRAIN", train).replace("DIR", str(tmp_path)).replace("TASK", task))
         typed = [from_override(k, v if isinstance(v, str) else json.dumps(v)) for k, v in overrides.items()]

@@ -8,12 +8,13 @@ from collections import Counter
 
 import pytest
 
-from experiments import preparing, tokens
-from experiments.parts import recipe_inputs
-from experiments.pipeline import check_recipe
-from experiments.preparing import prepare, read_splits
+from experiments.data import encode as tokens
+from experiments.data import splits
+from experiments.data.sources import judged_train, supply, supply_lines
+from experiments.data.splits import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
-from experiments.sources import judged_train, supply, supply_lines
+from experiments.workflows.run_parts import recipe_inputs
+from experiments.workflows.train import check_recipe
 from finetune.backbone import load_tokenizer
 from finetune.data import Batches, Examples, describe, encode, read_rows
 from finetune.errors import UserError
@@ -131,7 +132,7 @@ def test_streamed_and_cached_examples_are_those_of_rows_in_memory(text, more, fo
     plain = prepare(recipe)
     kept = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, cache=str(folder / "cache")))
     assert same(prepare(kept), plain)
-    monkeypatch.setattr(preparing, "encode_rows", None)  # the second time, nothing is encoded
+    monkeypatch.setattr(splits, "encode_rows", None)  # the second time, nothing is encoded
     again = prepare(kept)
     assert same(again, plain) and "read from" in again.notes[0]
     monkeypatch.undo()
@@ -140,7 +141,7 @@ def test_streamed_and_cached_examples_are_those_of_rows_in_memory(text, more, fo
         raise AssertionError("a large input is not read into memory")
 
     monkeypatch.setattr(tokens, "IN_MEMORY", 0)
-    monkeypatch.setattr(preparing, "read_splits", refuse)
+    monkeypatch.setattr(splits, "read_splits", refuse)
     streamed = prepare(recipe)
     assert same(streamed, plain) and isinstance(streamed.train, Examples)
     assert (plain.dropped > 0) == ("train.overlong" in more)

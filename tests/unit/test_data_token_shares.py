@@ -9,9 +9,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from experiments.preparing import prepare
+from experiments.data.sources import mixture_record, supply, supply_lines
+from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe, recipe_key
-from experiments.sources import mixture_record, supply, supply_lines
 from finetune.config import Classify, LanguageModel, Source, TrainFiles
 from finetune.data import Batches, Mixture, Proportions, encode
 from finetune.data.mixture import Mixed

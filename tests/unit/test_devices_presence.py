@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments import doctor as doctor_module
+from experiments.workflows import doctor as doctor_module
 from finetune.backbone import resolve_device
 from finetune.devices import presence
 from finetune.devices.presence import Presence, absence, missing

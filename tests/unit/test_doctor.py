@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from experiments import doctor as module
-from experiments.doctor import check_shadows, doctor, render
+from experiments.workflows import doctor as module
+from experiments.workflows.doctor import check_shadows, doctor, render
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +33,7 @@ def package(folder: Path, name: str, *, body: bool = True) -> Path:
 
 def test_this_environment_is_described_without_torch() -> None:
     code = (
-        "import sys, json; from experiments.doctor import doctor; result = doctor();"
+        "import sys, json; from experiments.workflows.doctor import doctor; result = doctor();"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; print(json.dumps(result))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -175,7 +175,7 @@ def test_run_as_a_module_answers_by_exit_code(tmp_path: Path) -> None:
     (tmp_path / "regularizers.py").touch()
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", "import runpy; runpy.run_module('experiments.doctor', run_name='__main__')"],
+        [sys.executable, "-c", "import runpy; runpy.run_module('experiments.workflows.doctor', run_name='__main__')"],
         capture_output=True,
         text=True,
         cwd=tmp_path,

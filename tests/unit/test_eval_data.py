@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import evaluating, sharpness, tokens
-from experiments.console import Console
-from experiments.preparing import learnt_record, prepare, prepare_apart
+from experiments.data import encode
+from experiments.data.splits import learnt_record, prepare, prepare_apart
 from experiments.recipe import from_override, load_recipe
+from experiments.run.console import Console
+from experiments.workflows import evaluate, sharpness
 from finetune.data import describe
 from finetune.errors import UserError
 from finetune.parallel.mesh import World
@@ -63,10 +64,10 @@ def judged(monkeypatch, tmp_path):
             told.examples, told.names = examples, label_names
             return {}
 
-        monkeypatch.setattr(evaluating, "lay_out", lambda *_, **__: (None, None))
-        monkeypatch.setattr(evaluating, "judge", judge)
+        monkeypatch.setattr(evaluate, "lay_out", lambda *_, **__: (None, None))
+        monkeypatch.setattr(evaluate, "judge", judge)
         console = Console(quiet=True, log=told.said.append)
-        evaluating._evaluated(tmp_path, recipe, files, console, World.alone("cpu"))
+        evaluate._evaluated(tmp_path, recipe, files, console, World.alone("cpu"))
         return told
 
     return of
@@ -94,7 +95,7 @@ def test_a_run_that_noted_no_units_has_those_of_its_own_training_rows(
     for name in ("dev", "test"):  # they were read when the run trained; now only its training rows are
         (folder / f"{name}.jsonl").unlink()
     if streamed:
-        monkeypatch.setattr(tokens, "IN_MEMORY", 0)
+        monkeypatch.setattr(encode, "IN_MEMORY", 0)
     told = judged(recipe, str(folder / "more.jsonl"))
     assert len(told.examples) == 5
     assert {example.units for example in told.examples} == {trained.units}
@@ -150,7 +151,7 @@ def test_what_was_cut_is_said(folder, encoder, judged):
 def test_one_class_is_none(streamed, folder, encoder, monkeypatch):
     write_jsonl(folder / "train.jsonl", [{"text": "the cat", "label": "x"}] * 4)
     if streamed:
-        monkeypatch.setattr(tokens, "IN_MEMORY", 0)
+        monkeypatch.setattr(encode, "IN_MEMORY", 0)
     for task in ("classify", "{kind: completion, score: rank}"):
         recipe = recipe_of(folder, encoder, task=task, backbone="flatshift-5m")
         with pytest.raises(

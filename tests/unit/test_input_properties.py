@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments.config import Recipe
 from experiments.recipe.build import build
+from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import parse
 from experiments.sweep.axes import count_of, parse_grid, points_of

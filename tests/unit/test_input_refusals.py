@@ -32,8 +32,8 @@ GENEROUS_S = 10.0
 
 def refused(text: str) -> str:
     with pytest.raises(UserError) as caught:
-        from experiments.config import Recipe
         from experiments.recipe.build import build
+        from experiments.recipe.config import Recipe
 
         build(Recipe, parse(text, "r.yaml"))
     return str(caught.value)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from experiments.cells.refusing import refuse_in_study, refuse_tracked
-from experiments.config import Recipe
-from experiments.pipeline import check_recipe
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.config import Recipe
 from experiments.report.load import read_metrics
+from experiments.workflows.train import check_recipe
 from finetune.config import (
     Adapter,
     Classify,

@@ -15,11 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from experiments.card import _hub_sources
-from experiments.config import Recipe
-from experiments.exporting import export
-from experiments.merging import _drawn_inputs, _merge_in_memory, _some_rows, merge
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.config import Recipe
+from experiments.workflows.export import export
+from experiments.workflows.merge import _drawn_inputs, _merge_in_memory, _some_rows, merge
+from experiments.workflows.model_card import _hub_sources
 from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
 from finetune.adapters.merge import merge_files, read_changes, spot_check
 from finetune.backbone import load_backbone

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import tokens
-from experiments.preparing import prepare
+from experiments.data import encode as tokens
+from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
 from finetune.config import Classify, MaskedLM, Regress, Seq2Seq
 from finetune.data import Batches, Examples, Masking, encode

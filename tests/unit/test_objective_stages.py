@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from experiments.pipeline import check_recipe
-from experiments.preparing import warm_up_task
+from experiments.data.splits import warm_up_task
 from experiments.recipe import from_override, load_recipe
 from experiments.sweep.stacking import stackable
+from experiments.workflows.train import check_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Classify, Evaluate, MaskedLM, Optimizer, Regress, Train

@@ -244,7 +244,7 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
 
     resolved = load_recipe("classify", [from_override("train.precision", "fp32")])
     recipe = resolved.recipe
-    from experiments.meshing import backbone_directory
+    from experiments.recipe.mesh import backbone_directory
 
     backbone = footprint.Backbone.read(backbone_directory(recipe.backbone), recipe.adapter)
     narrow = dataclasses.replace(recipe.train, backbone_precision="bf16")

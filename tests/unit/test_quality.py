@@ -314,8 +314,8 @@ def test_a_pool_that_cannot_serve_is_one_clear_error(made, tmp_path: Path) -> No
 
 def inputs_of(plan: Plan, out: Path, monkeypatch) -> None:
     """The first cells of a study: its pool and features."""
-    from experiments.console import Console
     from experiments.quality import runner
+    from experiments.run.console import Console
 
     monkeypatch.setattr(plan, "arms_with_budget", list)
     for later in ("tune", "finals", "embedders"):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import Recipe
 from experiments.recipe import from_override, load_recipe, resume_recipe, shipped_recipes
+from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Leaf, parse
 from finetune.config import Classify
 from finetune.errors import UserError

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from experiments.pipeline import LABEL_NOISE, check_recipe, train
-from experiments.preparing import prepare
+from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
+from experiments.workflows.train import LABEL_NOISE, check_recipe, train
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Record, Train

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.config import Select
+from experiments.recipe.config import Select
 from experiments.relevance import judge_domains
 from selection import SelectionError
 from selection.config import KNN, Domains, GotD, GotDContrast, Relevance

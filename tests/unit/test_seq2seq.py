@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.preparing import prepare, prepare_apart
+from experiments.data.splits import prepare, prepare_apart
 from experiments.recipe import from_override, load_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone

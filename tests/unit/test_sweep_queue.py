@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.console import Console
 from experiments.recipe import load_recipe
+from experiments.run.console import Console
 from experiments.sweep import queue, run_cells, sweep
 from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
 from experiments.sweep.cost import CostModel, work_of

@@ -11,11 +11,11 @@ import pytest
 import finetune.backbone
 import finetune.data.units
 import finetune.seeds
-from experiments import tokens
+from experiments.data import encode
 
-ROOT = Path(tokens.__file__).resolve().parent.parent
+ROOT = Path(encode.__file__).resolve().parents[2]
 APART = {
-    "experiments.config": "settings: their values are in the key",
+    "experiments.recipe.config": "settings: their values are in the key",
     "finetune.config": "settings: their values are in the key",
     "finetune.adapters.settings": "which layer answers a regression: the layer is in the key",
     "finetune.parallel.skeleton": "which layer answers a regression: the layer is in the key",
@@ -26,7 +26,7 @@ APART = {
     "finetune.headtokens": "a refusal, of rows as they come from the cache too",
     "finetune.evaluate.mode": "a model's forward pass, which finds leaks of packing",
     "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
-    "experiments.room": "a refusal and a note, of rows as they come from the cache too",
+    "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
     "finetune.train.trace.recorder": "which rows a run looks at",
     "finetune.devices.capabilities": "how rows that are made already come to a device",
     "finetune.devices.presence": "how rows that are made already come to a device",
@@ -59,25 +59,25 @@ def source(name: str) -> Path | None:
 
 
 def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing():
-    digested = {file.resolve() for file in tokens._code_files()}
+    digested = {file.resolve() for file in encode._code_files()}
     roots = [file for file in digested if file != Path(finetune.backbone.__file__).resolve()]  # of it: the tokenizer
     names = set().union(*map(imported, roots))
     outside = {name for name in names if source(name) not in digested and name not in APART}
-    assert not outside, f"say in APART why {sorted(outside)} changes no row, or digest it in experiments/tokens.py"
+    assert not outside, f"say in APART why {sorted(outside)} changes no row, or digest it in experiments/data/encode.py"
     assert names >= APART.keys()
     assert all(importlib.util.find_spec(name) for name in APART)
 
 
 @pytest.mark.parametrize("module", [finetune.seeds, finetune.backbone, finetune.data.units], ids=lambda m: m.__name__)
 def test_another_version_of_it_is_another_entry(module, tmp_path, monkeypatch):
-    before = tokens._code_digest()
+    before = encode._code_digest()
     other = tmp_path / "changed.py"
     other.write_bytes(Path(module.__file__).read_bytes() + b"\n# changed\n")
     monkeypatch.setattr(module, "__file__", str(other))
-    tokens._code_digest.cache_clear()
+    encode._code_digest.cache_clear()
     try:
-        assert tokens._code_digest() != before
+        assert encode._code_digest() != before
     finally:
         monkeypatch.undo()
-        tokens._code_digest.cache_clear()
-    assert tokens._code_digest() == before
+        encode._code_digest.cache_clear()
+    assert encode._code_digest() == before

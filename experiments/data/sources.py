@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 from finetune.config import (
     ByExample,
     Chat,

@@ -1,4 +1,4 @@
-"""Rows to encoded examples on disk or in memory, and the cache that spares it: what `experiments.preparing` stands on.
+"""Rows to encoded examples on disk or in memory, and the cache that spares it.
 
 Small inputs are read once, into memory. Large ones, and hub data sets, are read as a stream (twice where the classes or
 the number of rows must be known first), so that memory does not grow with them.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.config import Recipe
-from experiments.sources import SPLITS, Split, choose, parts_of
+from experiments.data.sources import SPLITS, Split, choose, parts_of
+from experiments.recipe.config import Recipe
 from finetune.assets import beside_weights
 from finetune.cache_directory import cache_root
 from finetune.config import Chat, Classify, Completion, Regress, Seq2Seq, Task
@@ -386,5 +386,5 @@ def _code_files() -> list[Path]:
     return [
         *sorted(Path(finetune.data.__file__).resolve().parent.rglob("*.py")),
         *map(Path, single),
-        *(here / name for name in ("preparing.py", "sources.py", "tokens.py")),
+        *(here / name for name in ("encode.py", "sources.py", "splits.py")),
     ]

@@ -17,11 +17,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.config import Recipe
-from experiments.exporting import known_labels, require_finished
-from experiments.judging import lay_out
+from experiments.data.sources import parts_of
 from experiments.recipe import resume_recipe
-from experiments.sources import parts_of
+from experiments.recipe.config import Recipe
+from experiments.workflows.build import lay_out
+from experiments.workflows.export import known_labels, require_finished
 from finetune.adapters.adapter import WEIGHTS
 from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import write_json

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from finetune import assets
 from finetune.config import Mesh

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.beginnings import check_run
-from experiments.config import Recipe
-from experiments.console import Console
-from experiments.judging import lay_out, lost_lines
-from experiments.preparing import prepare, prepare_apart
+from experiments.data.splits import prepare, prepare_apart
 from experiments.recipe import resume_recipe
+from experiments.recipe.config import Recipe
 from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
 from experiments.report.sections_sharpness import adapter_digest, measure_name
+from experiments.run.console import Console
+from experiments.workflows.build import lay_out, lost_lines
+from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
 from finetune.config import ByExample, Regress
 from finetune.data import Example, iterate_eval

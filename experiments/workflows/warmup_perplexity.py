@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Recipe
-from experiments.judging import judge, lay_out
-from experiments.preparing import read_splits, warm_up_task
+from experiments.data.splits import read_splits, warm_up_task
+from experiments.recipe.config import Recipe
+from experiments.workflows.build import judge, lay_out
 from finetune.config import LanguageModel, MaskedLM
 from finetune.data import encode, limit_rows
 from finetune.parallel.mesh import World

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.config import Recipe
-from experiments.room import beyond_positions, check_answers
-from experiments.sources import SPLITS, Part, Split, check_classes, check_ends, choose, mixture_of, parts_of
-from experiments.tokens import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
+from experiments.data.encode import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
+from experiments.data.lengths import beyond_positions, check_answers
+from experiments.data.sources import SPLITS, Part, Split, check_classes, check_ends, choose, mixture_of, parts_of
+from experiments.recipe.config import Recipe
 from finetune.atomic import read_object
 from finetune.config import Chat, Classify, Columns, Completion, LanguageModel, MaskedLM, Regress, Task
 from finetune.data import (

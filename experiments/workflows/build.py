@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Recipe
-from experiments.preparing import Prepared
-from experiments.sources import judged_train
+from experiments.data.sources import judged_train
+from experiments.data.splits import Prepared
+from experiments.recipe.config import Recipe
 from finetune.adapters.initial_values import Calibration
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Task

@@ -19,30 +19,11 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.beginnings import (
-    backbone_record,
-    beginning,
-    check_backbone,
-    check_beginning,
-    settle_beginning,
-)
 from experiments.cells.refusing import refuse_tracked
 from experiments.checkrecipe import check_recipe as check_recipe
-from experiments.config import Recipe
-from experiments.console import Console
-from experiments.interrupts import graceful_stop
-from experiments.judging import judge_splits, lay_out, lost_lines
-from experiments.parts import (
-    FINE_TUNE,
-    WARM_UP,
-    check_inputs,
-    is_finished,
-    leave,
-    recipe_inputs,
-    refuse_fewer,
-    run_sums,
-)
-from experiments.preparing import (
+from experiments.data.lengths import check_memory
+from experiments.data.sources import check_supply, mixture_record, padding_line, supply, supply_lines
+from experiments.data.splits import (
     Prepared,
     learnt_record,
     noise_record,
@@ -52,14 +33,32 @@ from experiments.preparing import (
     warm_up_task,
 )
 from experiments.recipe import Resolved, resume_recipe
+from experiments.recipe.config import Recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
-from experiments.room import check_memory
+from experiments.run.console import Console, graceful_stop
+from experiments.run.resumable_directory import unfinished
 from experiments.selecting import select_into
-from experiments.shift import text_perplexity
-from experiments.sources import check_supply, mixture_record, padding_line, supply, supply_lines
-from experiments.unfinished import unfinished
+from experiments.workflows.build import judge_splits, lay_out, lost_lines
+from experiments.workflows.initial_adapter import (
+    backbone_record,
+    beginning,
+    check_backbone,
+    check_beginning,
+    settle_beginning,
+)
+from experiments.workflows.run_parts import (
+    FINE_TUNE,
+    WARM_UP,
+    check_inputs,
+    is_finished,
+    leave,
+    recipe_inputs,
+    refuse_fewer,
+    run_sums,
+)
+from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train

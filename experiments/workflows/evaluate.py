@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.beginnings import check_run
-from experiments.config import Recipe
-from experiments.console import Console
-from experiments.generating import adapted_recipe
-from experiments.judging import judge, judge_splits, lay_out, lost_lines, shown
-from experiments.preparing import prepare, prepare_apart
+from experiments.data.splits import prepare, prepare_apart
+from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
+from experiments.run.console import Console
+from experiments.workflows.build import judge, judge_splits, lay_out, lost_lines, shown
+from experiments.workflows.generate import adapted_recipe
+from experiments.workflows.initial_adapter import check_run
 from finetune.launch import spawn, watchdog
 from finetune.parallel.mesh import World
 from finetune.train.numerics import cpu_threads

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Recipe
-from experiments.console import Console
-from experiments.generating import alone, finished_recipe
-from experiments.judging import lay_out
+from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
+from experiments.run.console import Console
+from experiments.workflows.build import lay_out
+from experiments.workflows.generate import alone, finished_recipe
 from finetune.atomic import write_json
 from finetune.config import Chat, Seq2Seq
 from finetune.data.prompts import writer_of

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.config import Recipe
-from experiments.preparing import Prepared, warm_up_task
+from experiments.data.splits import Prepared, warm_up_task
+from experiments.recipe.config import Recipe
 from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter, Regress, Task
 from finetune.digests import check_files
@@ -117,7 +117,7 @@ def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> No
 def beginning(
     path: Path, recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Callable[[], Any]
 ) -> tuple[Path | None, Calibration | None]:
-    """(`initial/` of the run directory `path`, rows to look at), as `experiments.judging.lay_out` takes them."""
+    """(`initial/` of the run directory `path`, rows to look at), as `lay_out` takes them."""
     if not begins_elsewhere(recipe.adapter) or recipe.adapter.start is not None:
         return None, None
     if (path / INITIAL).is_dir():

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
-from experiments.config import Recipe
-from experiments.sources import Split, judged_train
+from experiments.data.sources import Split, judged_train
+from experiments.recipe.config import Recipe
 from finetune.data import Example, Examples
 from finetune.errors import UserError
 

@@ -1,7 +1,7 @@
 """What is here, what is missing and how to get it: the answer of `flatshift doctor`.
 
 Imports nothing but the standard library at module level, and torch only when asked: a doctor that needs a healthy
-installation to start is no doctor. `python -m experiments.doctor` runs it without the front door.
+installation to start is no doctor. `python -m experiments.workflows.doctor` runs it without the front door.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "flatshift"
 IMPORT_NAMES = ("flatshift", "experiments", "finetune", "selection", "regularizers")
-HOME = Path(__file__).resolve().parent.parent
+HOME = Path(__file__).resolve().parents[2]
 EXTRAS = {
     "zstd": "read .zst input",
     "hf": "read hub data sets and `datasets` directories",

@@ -12,13 +12,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from experiments.beginnings import check_run
-from experiments.config import Recipe
-from experiments.console import Console
-from experiments.judging import lay_out
 from experiments.recipe import resume_recipe
+from experiments.recipe.config import Recipe
 from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
+from experiments.run.console import Console
+from experiments.workflows.build import lay_out
+from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import replacing
 from finetune.config import Chat, Mesh
 from finetune.data import Row, read_rows, require_rows, required_columns

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.console import Console
-from experiments.pipeline import resume, train
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.tree import Branch
+from experiments.run.console import Console
 from experiments.study import study
 from experiments.sweep import sweep
+from experiments.workflows.train import resume, train
 from finetune.atomic import write_json
 from finetune.lock import owned
 from finetune.run_directory import refuse_nonempty, write_provenance

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from experiments.config import Recipe
+from experiments.recipe.config import Recipe
 from experiments.report.formats import FLOORS
 from finetune import assets
 from finetune.atomic import read_object
@@ -55,7 +55,7 @@ def card(
     added: Sequence[tuple[str, float]] = (),
     rank: int | None = None,
 ) -> str:
-    """README.md for the exported adapter of the run directory `path`; arguments as `experiments.exporting.export`.
+    """README.md for the exported adapter of the run directory `path`; arguments as `export`.
 
     added: names and weights of the adapters that were added to the run's. rank: of the written adapter.
     """

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.beginnings import check_run
-from experiments.card import card, own_name, published_name
-from experiments.config import Recipe
-from experiments.preparing import learnt
+from experiments.data.splits import learnt
 from experiments.recipe import resume_recipe
+from experiments.recipe.config import Recipe
+from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.model_card import card, own_name, published_name
 from finetune.atomic import write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_backbone
 from finetune.config import Regress

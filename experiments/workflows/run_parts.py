@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from experiments.beginnings import INITIAL, check_unchanged
-from experiments.config import Recipe
-from experiments.console import Console
+from experiments.recipe.config import Recipe
+from experiments.run.console import Console
+from experiments.workflows.initial_adapter import INITIAL, check_unchanged
 from finetune.atomic import read_object
 from finetune.data import describe
 from finetune.digests import DONE, sums

@@ -1,8 +1,11 @@
-"""What a person sees while work runs: rich bars with rate and ETA on a terminal, plain lines elsewhere."""
+"""What a person sees while work runs (rich bars with rate and ETA on a terminal, plain lines elsewhere), and how he
+stops it: Ctrl-C and SIGTERM as a request to stop at the next step, with state saved; a second one stops at once."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,3 +87,26 @@ class Console:
 
         yield update
         self.say(line(*latest))
+
+
+@contextmanager
+def graceful_stop(announce: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Yield `stop()`, true once a signal came. Outside the main thread signals cannot be caught: never true there."""
+    asked = False
+
+    def on_signal(number: int, _frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        announce(f"{signal.Signals(number).name}: stopping after this step and saving; once more to stop at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

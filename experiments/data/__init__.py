@@ -1,0 +1,1 @@
+"""From a recipe's files to the encoded examples of each split."""
