@@ -241,13 +241,13 @@ def constant_times(what: str, rounds: int) -> dict[str, list[float]]:
 
 def attention_times(tokens: int, rounds: int) -> dict[str, list[float]]:
     """CPU-seconds of attention, forward and backward in bf16 over 16 rows and 8 heads of 32: as
-    `finetune.train.numerics.attention` has it (`ours`), by batched products (`products`) and as torch chooses
+    `finetune.compute.numerics.attention` has it (`ours`), by batched products (`products`) and as torch chooses
     (`torch`)."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from finetune.train.numerics import attention
+    from finetune.compute.numerics import attention
 
     limit_threads(1)
     generator = torch.Generator().manual_seed(0)

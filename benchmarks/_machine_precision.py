@@ -53,8 +53,8 @@ def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
     import torch
 
     from finetune.backbone import resolve_backbone
+    from finetune.compute.precision import block_shape, choose
     from finetune.config import Train
-    from finetune.devices.precision import block_shape, choose
 
     torch.set_num_threads(1)
     directory = _backbone(backbone)
@@ -99,11 +99,11 @@ def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: boo
 
     from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone
+    from finetune.compute.loss import batch_loss, find_head
+    from finetune.compute.precision import autocast
     from finetune.config import Adapter, Classify, LanguageModel, Train
     from finetune.data.batches import MicroBatch
-    from finetune.devices.precision import autocast
     from finetune.seeds import torch_generator
-    from finetune.train.loss import batch_loss, find_head
 
     task = Classify() if "encoder" in backbone else LanguageModel()
     names = ("a", "b", "c") if isinstance(task, Classify) else None

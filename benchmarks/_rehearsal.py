@@ -22,6 +22,8 @@ import torch
 
 from benchmarks.cuda_rehearsal import Rehearsal, Wait
 from finetune.adapters.adapter import attach_adapter
+from finetune.compute.capabilities import CUDA, T4, Capabilities
+from finetune.compute.matmul_rate import DTYPES
 from finetune.config import (
     Adapter,
     Chat,
@@ -38,8 +40,6 @@ from finetune.config import (
 )
 from finetune.data import Batches, Example
 from finetune.data.masking import Masking
-from finetune.devices.capabilities import CUDA, T4, Capabilities
-from finetune.devices.matmul_rate import DTYPES
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory

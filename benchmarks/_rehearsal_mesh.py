@@ -49,9 +49,9 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from benchmarks._collectives import Collectives
     from benchmarks._rehearsal import REGULARIZERS, _Pad, rows
     from benchmarks.cuda_rehearsal import Rehearsal
+    from finetune.compute.capabilities import CUDA, rehearsed
     from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
     from finetune.data import Batches
-    from finetune.devices.capabilities import CUDA, rehearsed
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.run_directory import RunDirectory

@@ -70,7 +70,7 @@ def loss_times(vocabulary: int, width: int, tokens: int, precision: str, rounds:
     import torch
     import torch.nn.functional as F
 
-    from finetune.train import loss
+    from finetune.compute import loss
 
     limit_threads(1)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -169,7 +169,7 @@ def has_bf16(environment: Environment) -> bool:
 
 def bf16_here() -> bool:
     """The same of this process."""
-    from finetune.train.numerics import bf16_instructions
+    from finetune.compute.numerics import bf16_instructions
 
     return bf16_instructions()
 

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from finetune.devices.capabilities import CUDA, Capabilities, rehearsed
+from finetune.compute.capabilities import CUDA, Capabilities, rehearsed
 from regularizers import layers, signs
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Dropout whose masks are counted (`finetune.train.dropout`) beside torch's, which are drawn from a generator.
+"""Dropout whose masks are counted (`finetune.compute.dropout`) beside torch's, which are drawn from a generator.
 
     python -m benchmarks.dropout
 
@@ -26,7 +26,7 @@ def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[], None], Call
     """One dropout layer, `calls` times: counted, and by torch."""
     import torch
 
-    from finetune.train.dropout import KeyedDropout
+    from finetune.compute.dropout import KeyedDropout
 
     module = torch.nn.Dropout(RATE)
     x = torch.ones(ROWS, tokens, width, requires_grad=True)

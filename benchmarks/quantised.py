@@ -74,10 +74,10 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
 
     from finetune.adapters.adapter import attach_adapter, trainable
     from finetune.backbone import load_backbone
-    from finetune.devices.precision import autocast
+    from finetune.compute.numerics import without_input_casts
+    from finetune.compute.precision import autocast
     from finetune.planner.memory import saved_bytes
     from finetune.quantised import scales
-    from finetune.train.numerics import without_input_casts
     from finetune.train.optimizer import AdapterOptimizer
 
     limit_threads(1)

@@ -122,9 +122,9 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     import torch
 
     from benchmarks._collectives import Collectives
+    from finetune.compute.precision import autocast
     from finetune.config import Adapter, LanguageModel, Mesh, Optimizer, Train
     from finetune.data.batches import MicroBatch
-    from finetune.devices.precision import autocast
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.train.optimizer import AdapterOptimizer

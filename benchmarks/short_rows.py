@@ -4,7 +4,7 @@
 
 Forward and backward pass of one update, LoRA on all layers of the shipped encoder and decoder (8 heads of 32), 32 rows
 of 8 to 256 tokens, one thread. The peer is the same pass with the kernel left to torch, which takes flash attention.
-Above `finetune.train.numerics.SHORT` tokens, and on a CPU without bf16 instructions, both are the same.
+Above `finetune.compute.numerics.SHORT` tokens, and on a CPU without bf16 instructions, both are the same.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def update(backbone: str, tokens: int, precision: Any) -> Callable[[], None]:
 
     from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone
+    from finetune.compute.loss import batch_loss
+    from finetune.compute.precision import autocast
     from finetune.config import Adapter, Classify, LanguageModel, Train
     from finetune.data.batches import MicroBatch
-    from finetune.devices.precision import autocast
     from finetune.seeds import torch_generator
-    from finetune.train.loss import batch_loss
 
     task = Classify() if "encoder" in backbone else LanguageModel()
     names = ("a", "b", "c") if isinstance(task, Classify) else None
@@ -57,7 +57,7 @@ def torch_chooses(run: Callable[[], None]) -> Callable[[], None]:
     from unittest import mock
 
     def theirs() -> None:
-        with mock.patch("finetune.train.loss.attention", lambda inputs: contextlib.nullcontext()):
+        with mock.patch("finetune.compute.loss.attention", lambda inputs: contextlib.nullcontext()):
             run()
 
     return theirs

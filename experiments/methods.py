@@ -102,8 +102,8 @@ def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
     from finetune.backbone import load_backbone, load_tokenizer, resolve_device
+    from finetune.compute.precision import autocast_dtype, settled
     from finetune.data import encode
-    from finetune.devices.precision import autocast_dtype, settled
     from finetune.evaluate import document_nats
 
     task = LanguageModel(pack=False)

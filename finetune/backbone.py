@@ -21,6 +21,11 @@ from . import assets
 from .architecture import quiet_transformers as quiet_transformers
 from .architecture import refuse_remote_code, sound_config
 from .atomic import read_object
+from .compute.capabilities import kept_draws
+from .compute.numerics import dropout_rates, uses_dropout
+from .compute.precision import loading_dtype
+from .compute.presence import look, missing, read_straight_to
+from .compute.widened import widen_on_use
 from .config import (
     ByExample,
     Chat,
@@ -33,13 +38,8 @@ from .config import (
     Seq2Seq,
     Task,
 )
-from .devices.capabilities import kept_draws
-from .devices.precision import loading_dtype
-from .devices.presence import look, missing, read_straight_to
-from .devices.widened import widen_on_use
 from .errors import UserError, first_line, is_out_of_memory, user_path
 from .quantised import check_available, import_library, loading_options, settle
-from .train.numerics import dropout_rates, uses_dropout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -220,7 +220,7 @@ def load_backbone(
         label_names: class names in head order, kept in the config.
         precision: what the whole backbone is cast to as it is read (`auto`: what `device` does faster); the
             adapter attached later is float32 in either case.
-        narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.devices.widened`).
+        narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.compute.widened`).
         quantization: keep its linear layers in 4 or 8 bits (`finetune.quantised`).
         dropout: its own dropout rates while it trains; None for those of config.json.
 
@@ -433,7 +433,7 @@ def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, 
 
 def resolve_device(name: str) -> torch.device:
     """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there, with the reason
-    (`finetune.devices.presence`)."""
+    (`finetune.compute.presence`)."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from .compute.numerics import uses_dropout
 from .config import Adapter, Mesh, Seq2Seq, Task, Train
 from .errors import UserError
 from .parallel.fsdp import blocks
-from .train.numerics import uses_dropout
 
 REGULARIZERS = frozenset({"plain", "ggpo", "flat-lora"})
 """Those whose compiled steps are compared with eager ones in the tests."""

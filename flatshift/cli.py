@@ -168,7 +168,7 @@ def _set_allocator() -> None:
     """Before anything imports torch; ranks and cells of a sweep inherit it."""
     if installation.foreign() is not None:  # of which `run` tells
         return
-    from finetune.devices.allocator import fixed_workspaces, growing_segments
+    from finetune.compute.allocator import fixed_workspaces, growing_segments
 
     os.environ.update(growing_segments(os.environ) | fixed_workspaces(os.environ))
 

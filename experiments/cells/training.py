@@ -32,7 +32,7 @@ _SETTLING = 3
 def fresh_engine(recipe: Recipe, task: Task, labels: tuple[str, ...] | None) -> Engine:
     """A copy of the pristine backbone with a fresh adapter, as `finetune.parallel.build.build_engine` lays it out."""
     from finetune.adapters.adapter import attach_adapter
-    from finetune.devices.precision import adapter_dtype
+    from finetune.compute.precision import adapter_dtype
     from finetune.parallel.activation_checkpoint import checkpoint_activations
     from finetune.parallel.engine import Engine
 
@@ -131,7 +131,7 @@ def judge_examples(
     recipe: Recipe, engine: Engine, tokenizer: Any, examples: Sequence[Example], task: Task
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
-    from finetune.devices.precision import autocast_dtype
+    from finetune.compute.precision import autocast_dtype
     from finetune.evaluate import class_scores, document_nats, evaluating, judge_classes
 
     how: dict[str, Any] = {

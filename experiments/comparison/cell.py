@@ -33,7 +33,7 @@ def run_cell(directory: Path, cell: StudyCell, threads: int, *, died: str | None
 
 
 def _measure(cell: StudyCell, threads: int) -> dict[str, Any]:
-    from finetune.train.numerics import cpu_threads
+    from finetune.compute.numerics import cpu_threads
 
     recipe = cell.recipe
     with cpu_threads(recipe.train.threads or threads):

@@ -21,9 +21,9 @@ ROWS = 48
 
 def rise_of(engine: Engine, found: Material, recipe: Recipe, *, sigma: float, seed: int) -> float:
     """Mean rise of the loss (nats per supervised token or example) over `PAIRS` antithetic pairs, on `ROWS` rows."""
+    from finetune.compute.loss import batch_loss
+    from finetune.compute.precision import autocast
     from finetune.data import iterate_eval
-    from finetune.devices.precision import autocast
-    from finetune.train.loss import batch_loss
     from regularizers.sharpness import FullSpace, Objective, expected_rise
 
     batches = list(

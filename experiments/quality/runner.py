@@ -61,7 +61,7 @@ def run_cell(directory: Path, cell: Any, threads: int, *, died: str | None = Non
 
 
 def _measure(root: Path, cell: Any, threads: int) -> Mapping[str, Any]:
-    from finetune.train.numerics import cpu_threads
+    from finetune.compute.numerics import cpu_threads
 
     with cpu_threads(cell.recipe.train.threads or threads):
         if isinstance(cell, PoolCell):

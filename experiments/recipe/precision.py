@@ -112,9 +112,9 @@ def _decide(
 ) -> dict[str, str | None]:
     """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
     from finetune.backbone import resolve_backbone, resolve_device
-    from finetune.devices.precision import block_shape, choose
+    from finetune.compute.numerics import cpu_threads
+    from finetune.compute.precision import block_shape, choose
     from finetune.launch import failure
-    from finetune.train.numerics import cpu_threads
 
     if failure.rank() != 0:
         return {}

@@ -26,11 +26,11 @@ from experiments.run.console import Console, graceful_stop
 from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of, run_cell, without_cache
 from finetune.atomic import write_json
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
+from finetune.compute.numerics import cpu_threads
 from finetune.data.units import fold_units
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 from finetune.stacked.footprint import estimate
 from finetune.stacked.refusing import NotStackable, refusal
-from finetune.train.numerics import cpu_threads
 
 WIDTH = 32
 """Cells of a stack where nobody says how many."""

@@ -85,7 +85,7 @@ def judge(
     label_names: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
     """`finetune.evaluate.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
-    from finetune.devices.precision import autocast_dtype
+    from finetune.compute.precision import autocast_dtype
 
     return evaluate(
         engine.judged,

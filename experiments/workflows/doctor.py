@@ -290,7 +290,7 @@ def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -
     """Why torch sees no CUDA device, in the words that a run gets: a problem where both a driver and a build for CUDA
     are here, a note where one of them is missing, nothing on a machine that has neither."""
     try:
-        from finetune.devices.presence import absence, look
+        from finetune.compute.presence import absence, look
 
         found = look()
         reason = absence(found)
@@ -338,9 +338,9 @@ def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
     """What `train.precision: auto` comes to on the device that `train.device: auto` takes, and by which figures."""
     try:
         from finetune.backbone import resolve_device
+        from finetune.compute.matmul_rate import Shape
+        from finetune.compute.precision import choose
         from finetune.config import Train
-        from finetune.devices.matmul_rate import Shape
-        from finetune.devices.precision import choose
 
         choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))
     except Exception as error:  # a foreign `finetune`, which check_shadows has named, or a device that fails

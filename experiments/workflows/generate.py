@@ -20,6 +20,7 @@ from experiments.run.console import Console
 from experiments.workflows.build import lay_out
 from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import replacing
+from finetune.compute.numerics import cpu_threads
 from finetune.config import Chat, Mesh
 from finetune.data import Row, read_rows, require_rows, required_columns
 from finetune.data.chat import ask, question
@@ -27,7 +28,6 @@ from finetune.data.formats import has_half_pair
 from finetune.data.prompts import Writer, end_token, writer_of
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.train.numerics import cpu_threads
 
 
 def generate_from_run(
@@ -107,7 +107,7 @@ def _generate(
     if not asked:
         raise UserError("there is no prompt: give --prompt TEXT, --data FILE, or lines on standard input")
 
-    from finetune.devices.precision import autocast_dtype
+    from finetune.compute.precision import autocast_dtype
 
     start = decoder_start(recipe.backbone) if recipe.task.kind == "seq2seq" else None
     with cpu_threads(recipe.train.threads), console.task("generating", len(asked), "prompts") as bar:

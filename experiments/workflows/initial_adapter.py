@@ -131,7 +131,7 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
 
     from finetune.adapters.initial_values import Calibration, needs_rows
     from finetune.backbone import resolve_device
-    from finetune.devices.precision import autocast
+    from finetune.compute.precision import autocast
 
     count = needs_rows(recipe.adapter)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))[:count]

@@ -26,12 +26,12 @@ from experiments.run.console import Console
 from experiments.workflows.build import lay_out
 from experiments.workflows.generate import alone, finished_recipe
 from finetune.atomic import write_json
+from finetune.compute.numerics import cpu_threads
 from finetune.config import Chat, Seq2Seq
 from finetune.data.prompts import writer_of
 from finetune.data.specials import Specials
 from finetune.errors import UserError, first_line
 from finetune.seeds import derive
-from finetune.train.numerics import cpu_threads
 
 RECORD = "harness.json"
 GET = "pip install 'flatshift[harness]'"
@@ -130,7 +130,7 @@ def _evaluated(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
-    from finetune.devices.precision import autocast_dtype
+    from finetune.compute.precision import autocast_dtype
 
     manager = TaskManager(include_path=None if include is None else str(include))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:

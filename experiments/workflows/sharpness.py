@@ -22,12 +22,12 @@ from experiments.run.console import Console
 from experiments.workflows.build import lay_out, lost_lines
 from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
+from finetune.compute.loss import batch_loss
+from finetune.compute.numerics import cpu_threads
 from finetune.config import ByExample, Regress
 from finetune.data import Example, iterate_eval
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
-from finetune.train.loss import batch_loss
-from finetune.train.numerics import cpu_threads
 from regularizers.sharpness import Measured, Sharpness, measure
 
 if TYPE_CHECKING:

@@ -61,11 +61,12 @@ from experiments.workflows.run_parts import (
 from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_device
+from finetune.compute.matmul_rate import peak_rate
+from finetune.compute.numerics import cpu_threads
 from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
 from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
 from finetune.data.chat import template_record
 from finetune.data.units import fold_units
-from finetune.devices.matmul_rate import peak_rate
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
 from finetune.launch import consistency, spawn, watchdog
@@ -77,7 +78,6 @@ from finetune.planner.memory import mesh_lines, plan_lines
 from finetune.run_directory import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
 from finetune.train.loop import train_stage
-from finetune.train.numerics import cpu_threads
 from finetune.train.throughput import rate_text
 from finetune.train.trackers import Trackers, open_trackers
 from regularizers import build as build_regularizer

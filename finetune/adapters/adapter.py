@@ -17,8 +17,8 @@ from torch import nn
 
 from ..atomic import replacing_directory
 from ..backbone import resolve_backbone
+from ..compute.capabilities import kept_draws
 from ..config import Adapter, Task
-from ..devices.capabilities import kept_draws
 from ..digests import check_adapter
 from ..errors import UserError
 from ..parallel.layout import canonical

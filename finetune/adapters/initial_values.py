@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..compute.numerics import seeded
 from ..config import DATA_INITS, Adapter, Task
 from ..errors import UserError
 from ..parallel.index import read_index
 from ..seeds import derive
-from ..train.numerics import seeded
 from .offsets import ADAPTER, Offset, fold, lora_layers
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibra
     from peft.tuners.lora.config import LoraGAConfig
     from peft.tuners.lora.loraga import preprocess_loraga
 
-    from ..train.loss import batch_loss
+    from ..compute.loss import batch_loss
 
     batches = calibration.batches(backbone.device)
     count = sum(micro.supervised for micro in batches)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compute.numerics import seeded
 from ..config import Adapter, Mesh, Task, Train
 from ..errors import UserError
 from ..parallel.rules import Settings, check_settings
 from ..seeds import torch_generator
-from ..train.numerics import seeded
 from .projector import attach_projector
 
 if TYPE_CHECKING:

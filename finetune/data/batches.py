@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..compute.capabilities import copied
 from ..config import ByExample, Chat, Completion, LanguageModel, MaskedLM, Task
-from ..devices.capabilities import copied
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .columns import Examples

@@ -63,7 +63,7 @@ def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None, star
     Arguments:
         tolerance: share of the largest logit that rounding may move; by default 1e-3, and 5e-2 for half precision.
             A leak moves logits by their own size.
-        starts: tell the model where samples begin (`finetune.devices.attention`), as the loop does on CUDA.
+        starts: tell the model where samples begin (`finetune.compute.attention`), as the loop does on CUDA.
     Raises:
         UserError: the logits differ by more than `tolerance`, or the model takes no positions; names the setting that
             turns packing off.
@@ -83,7 +83,7 @@ def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None, star
     advice = "set task.pack: false"
     told = {}
     if starts:
-        from ..devices.attention import as_mask
+        from ..compute.attention import as_mask
 
         told = {"attention_mask": as_mask(torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)}
     with evaluating(model), torch.no_grad():

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from ..compute.attention import as_mask, rows_apart, starts
+from ..compute.presence import is_cuda
 from ..config import Train
-from ..devices.attention import as_mask, rows_apart, starts
-from ..devices.presence import is_cuda
 from .batches import MicroBatch
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Prefetch:
     """
 
     def __init__(self, source: Source, lane: Lane, *, apart: bool = False) -> None:
-        """apart: the model is told where the samples of packed rows begin (`finetune.devices.attention`)."""
+        """apart: the model is told where the samples of packed rows begin (`finetune.compute.attention`)."""
         self.packed = source.packed
         self._source, self._lane, self._apart = source, lane, apart
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")

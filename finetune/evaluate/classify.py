@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..compute.loss import example_losses
 from ..config import ByExample, Classify
 from ..data.batches import iterate_eval
 from ..data.encoding import Example
-from ..train.loss import example_losses
 from .mode import forward_precision
 from .share import ALONE, Share
 
@@ -51,7 +51,7 @@ def head_scores(
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`finetune.train.loss.example_losses` (N,) float64 and the head's outputs (N, C) float64 of the examples, in
+    """`finetune.compute.loss.example_losses` (N,) float64 and the head's outputs (N, C) float64 of the examples, in
     order."""
     losses, outputs = np.zeros(len(examples)), np.zeros((len(examples), 0))
     for micro in iterate_eval(

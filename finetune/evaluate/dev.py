@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compute import attention
+from ..compute.loss import Head, answered_right, batch_loss, loss_sum
 from ..config import ByExample, Classify, Seq2Seq, Task
 from ..data.batches import iterate_eval
-from ..devices import attention
 from ..train.deferred_metrics import read
-from ..train.loss import Head, answered_right, batch_loss, loss_sum
 from .mode import evaluating
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def dev_figures(
     Where reading makes the host wait for the device it is read once, at the end. Every rank of a mesh calls this.
 
     Args:
-        head: as the stage found it (`finetune.train.loss.find_head`).
+        head: as the stage found it (`finetune.compute.loss.find_head`).
         precision: what surrounds each forward pass.
     """
     share, model = engine.evaluation, engine.judged

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..devices.capabilities import capabilities
+from ..compute.capabilities import capabilities
 
 
 @contextlib.contextmanager

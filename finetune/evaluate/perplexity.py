@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compute.capabilities import capabilities, slice_rows
+from ..compute.loss import Head, aligned, find_head
 from ..config import LanguageModel, MaskedLM, Task
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
-from ..devices.capabilities import capabilities, slice_rows
-from ..train.loss import Head, aligned, find_head
 from .mode import forward_precision
 from .share import ALONE, Share
 
@@ -64,7 +64,7 @@ def document_nats(
 
     The model is called as it stands: put it into evaluation mode before (`evaluating`). `task` says how the examples
     were encoded; all causal tasks are alike here. In one process, where the head is a plain one
-    (`finetune.train.loss.find_head`), logits are made of some supervised tokens at a time.
+    (`finetune.compute.loss.find_head`), logits are made of some supervised tokens at a time.
 
     Returns:
         nats (N,) float64 and tokens (N,) int64, in the order of `examples`.

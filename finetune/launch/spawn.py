@@ -28,8 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from ..compute.allocator import growing_segments
 from ..config import Mesh
-from ..devices.allocator import growing_segments
 from ..errors import UserError
 from ..lock import scratch
 from ..planner.devices import machine_memory

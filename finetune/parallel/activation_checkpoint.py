@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from ..compute.dropout import recomputed
 from ..errors import UserError
-from ..train.dropout import recomputed
 from .fsdp import blocks
 
 _NO_CACHE = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
@@ -123,5 +123,5 @@ class _Again(AbstractContextManager[None]):
 
 
 def _kernels() -> list[SDPBackend]:
-    """Those that `scaled_dot_product_attention` may choose from here (`finetune.train.numerics.attention`)."""
+    """Those that `scaled_dot_product_attention` may choose from here (`finetune.compute.numerics.attention`)."""
     return [kernel for kernel, enabled in _ENABLED.items() if enabled()]

@@ -18,12 +18,12 @@ import torch
 
 from ..adapters.adapter import Calibration, attach_adapter, attach_on_meta, initial_value
 from ..backbone import load_backbone
+from ..compute.numerics import dropout_rates, uncounted_dropout, uses_dropout
+from ..compute.precision import adapter_dtype
 from ..config import Adapter, Mesh, Task, Train
-from ..devices.precision import adapter_dtype
 from ..errors import UserError
 from ..planner.memory import size
 from ..quantised import describe, unwrap_packed
-from ..train.numerics import dropout_rates, uncounted_dropout, uses_dropout
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
 from .layout import canonical
@@ -48,7 +48,7 @@ def build_engine(
 ) -> Engine:
     """The frozen `backbone` with a fresh adapter, laid out on `mesh`; collective.
 
-    Commands settle `train.precision` before (`finetune.devices.precision.choose`); `auto` that nobody has settled is
+    Commands settle `train.precision` before (`finetune.compute.precision.choose`); `auto` that nobody has settled is
     float32, as `load_backbone` takes it unasked.
 
     Args:

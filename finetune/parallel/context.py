@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..compute.dropout import queries_from
+from ..compute.loss import IGNORED, Batch
 from ..errors import UserError
-from ..train.dropout import queries_from
-from ..train.loss import IGNORED, Batch
 from .mesh import World
 from .tensor import borders
 

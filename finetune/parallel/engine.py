@@ -31,13 +31,13 @@ from ..adapters.adapter import (
     write_adapter,
 )
 from ..backbone import position_limit
+from ..compute.attention import without_starts
+from ..compute.capabilities import copied
+from ..compute.dropout import KeyedDropout, Pass
+from ..compute.loss import Head, batch_loss, find_head
 from ..config import Task
-from ..devices.attention import without_starts
-from ..devices.capabilities import copied
 from ..errors import UserError
 from ..evaluate.share import Share
-from ..train.dropout import KeyedDropout, Pass
-from ..train.loss import Head, batch_loss, find_head
 from .layout import Layout, Slice, canonical, local, put, whole_all
 from .mesh import DATA, TOKENS, World
 
@@ -186,7 +186,7 @@ class Engine:
         return head if self.runner is None else None
 
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
-        """The head whose loss needs no logits (`finetune.train.loss.find_head`), agreed by all ranks that share a
+        """The head whose loss needs no logits (`finetune.compute.loss.find_head`), agreed by all ranks that share a
         stage."""
         inputs = without_starts(inputs)
         if self.runner is not None:

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from ..compute.capabilities import capabilities
 from ..config import Mesh
-from ..devices.capabilities import capabilities
 from ..errors import UserError
 from .layout import canonical, local
 from .mesh import World

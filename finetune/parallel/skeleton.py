@@ -24,8 +24,8 @@ from ..backbone import (
     refusal,
     resolve_backbone,
 )
+from ..compute.matmul_rate import DTYPES
 from ..config import Precision, Task
-from ..devices.matmul_rate import DTYPES
 from ..errors import UserError
 from .keys import Checkpoint
 

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from ..adapters.adapter import trainable
 from ..adapters.projector import blank_features
+from ..compute.capabilities import kept_draws
+from ..compute.numerics import SHORT, attention, without_input_casts
+from ..compute.precision import autocast, settled
 from ..config import WIDTHS, Mesh, Optimizer, OptimizerKind, Train
-from ..devices.capabilities import kept_draws
-from ..devices.precision import autocast, settled
 from ..parallel.engine import Engine
 from ..parallel.fsdp import blocks
 from ..parallel.layout import local
 from ..parallel.pipeline.plan import bubble, full_pieces, pieces_per_micro, virtual_stages
 from ..quantised import scales
 from ..train.adam8bit import state_bytes
-from ..train.numerics import SHORT, attention, without_input_casts
 
 _PROBE = (SHORT + 8, SHORT + 24)
 """Tokens: on a CPU shorter rows are attended to in another way."""

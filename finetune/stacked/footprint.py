@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..compute.capabilities import capabilities
+from ..compute.precision import autocast
 from ..config import Adapter, ByExample, Classify, Mesh, Regress, Train
 from ..data.batches import MicroBatch
-from ..devices.capabilities import capabilities
-from ..devices.precision import autocast
 from ..planner.memory import at_length, saved_bytes
 from .passes import SHARED_TOKENS, split
 

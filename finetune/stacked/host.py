@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..compute.capabilities import capabilities
+from ..compute.loss import Head, aligned, example_losses, linear_cross_entropies
+from ..compute.numerics import attention, uses_dropout
 from ..config import ByExample, Task
 from ..data.encoding import IGNORE
-from ..devices.capabilities import capabilities
 from ..parallel.engine import Engine
 from ..parallel.layout import canonical
-from ..train.loss import Head, aligned, example_losses, linear_cross_entropies
-from ..train.numerics import attention, uses_dropout
 from .frozen import Distinct, blocks_below, once_a_row
 from .group import Group, Run
 from .linear import HeadPart, Noise, Part, StackedLinear, StackedLora
@@ -264,7 +264,7 @@ class Host:
     ) -> tuple[Tensor, Pass]:
         """The forward pass of these neighbours' micro-batches: each one's loss, summed, float32 (cells,).
 
-        plain: whether the backbone's own head gives the logits and nothing else (`finetune.train.loss.find_head`).
+        plain: whether the backbone's own head gives the logits and nothing else (`finetune.compute.loss.find_head`).
         """
         device = self.backbone.device
         batch = [micros[seat].to(device) for seat in seats]

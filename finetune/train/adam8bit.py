@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compute.capabilities import capabilities
 from ..config import Optimizer, OptimizerKind
-from ..devices.capabilities import capabilities
 from ..errors import UserError
 from ..quantised import GET, import_library
 

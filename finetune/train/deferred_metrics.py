@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..devices.capabilities import capabilities
+from ..compute.capabilities import capabilities
 
 if TYPE_CHECKING:
     from regularizers.protocol import Figures

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compute.loss import Head
 from ..parallel.activation_checkpoint import attention_modules
-from .loss import Head
 
 _FUSED = ("qkv", "query_key_value", "c_attn", "in_proj")
 

@@ -21,9 +21,11 @@ from regularizers.fused import FusedLayers
 
 from ..atomic import write_json
 from ..compiling import Compiled
+from ..compute import attention
+from ..compute.fused_loss import with_kernel
+from ..compute.numerics import seeded, uses_dropout, without_input_casts
+from ..compute.precision import autocast, settled
 from ..config import Classify, Evaluate, Optimizer, Task, Train
-from ..devices import attention
-from ..devices.precision import autocast, settled
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
 from ..evaluate.dev import dev_figures
@@ -37,9 +39,7 @@ from .checkpoint import clone
 from .checkpointer import Keeper
 from .data_order import batch_index
 from .deferred_metrics import Line, Unread, read
-from .fused_loss import with_kernel
 from .loss_scale import LossScale
-from .numerics import seeded, uses_dropout, without_input_casts
 from .optimizer import AdapterOptimizer, learning_rate
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..compute.capabilities import capabilities
 from ..config import Optimizer
-from ..devices.capabilities import capabilities
 from .adam8bit import LowBitAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -15,15 +15,15 @@ from regularizers.fused import FusedLayers
 from ..adapters.soft_tokens import before_text
 from ..atomic import read_object
 from ..compiling import Compiled
+from ..compute.loss import Head
+from ..compute.numerics import cpu_threads, deterministic
+from ..compute.precision import float32_products
 from ..config import Classify, Optimizer, Task, Train
 from ..data.prefetch import fed
-from ..devices.precision import float32_products
 from ..errors import UserError
 from ..parallel.engine import Context, Engine
 from ..planner.out_of_memory import Shortage
 from ..run_directory import RunDirectory
-from .loss import Head
-from .numerics import cpu_threads, deterministic
 from .throughput import Meter
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Work:
     count: int
     """Supervised tokens (examples) of the update, over all ranks: the divisor of its loss."""
     head: Head | None
-    """What the loss may be made in slices of (`finetune.train.loss.find_head`)."""
+    """What the loss may be made in slices of (`finetune.compute.loss.find_head`)."""
     context: Context
     """What surrounds the forward pass of each micro-batch."""
     meter: Meter

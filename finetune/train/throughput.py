@@ -15,11 +15,11 @@ from torch import Tensor
 
 from regularizers.protocol import Figures
 
+from ..compute.capabilities import copied
+from ..compute.loss import Head, batch_loss
 from ..config import Task
-from ..devices.capabilities import copied
 from ..parallel.mesh import DATA, TOKENS
 from .flops import Cost, Tally, attention_width
-from .loss import Head, batch_loss
 
 if TYPE_CHECKING:
     from ..data import MicroBatch

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.compiling import Compiled
+from finetune.compute.capabilities import capabilities
 from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
-from finetune.devices.capabilities import capabilities
 from finetune.parallel import fsdp as sharding
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine

@@ -152,13 +152,13 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     """Train the whole model and the stages; figures of the difference, the same on every rank."""
     import torch.distributed as dist
 
+    from finetune.compute.loss import batch_loss
     from finetune.config import Classify, LanguageModel, Mesh
     from finetune.parallel.fsdp import shard
     from finetune.parallel.layout import whole_all
     from finetune.parallel.mesh import World
     from finetune.parallel.pipeline import PipelineRunner, cut_parts
     from finetune.parallel.tensor import tensor_parallel
-    from finetune.train.loss import batch_loss
 
     mesh = Mesh(pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces)
     world = World.of(mesh, torch.device("cpu"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.compute.precision import autocast
 from finetune.config import Adapter, LanguageModel, Mesh, Quantization, Train
-from finetune.devices.precision import autocast
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.layout import local

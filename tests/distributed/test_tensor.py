@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from finetune.compute.capabilities import slice_rows
 from finetune.config import Mesh
-from finetune.devices.capabilities import slice_rows
 from finetune.parallel.keys import Checkpoint
 from finetune.parallel.layout import Layout, canonical
 from finetune.parallel.mesh import World

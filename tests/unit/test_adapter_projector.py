@@ -21,6 +21,7 @@ from experiments.recipe.config import Recipe
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone, position_limit
 from finetune.compiling import refuse_compile
+from finetune.compute.loss import batch_loss, find_head
 from finetune.config import (
     Adapter,
     Classify,
@@ -42,7 +43,6 @@ from finetune.parallel.engine import Engine
 from finetune.planner.memory import memory_plan
 from finetune.run_directory import read_metrics
 from finetune.stacked.refusing import refusal
-from finetune.train.loss import batch_loss, find_head
 from finetune.train.stage import check_length
 from regularizers import GGPO, Plain, RegularizerError, build
 from tests.finetune_models import IGNORED, Micro, RandomBatches, save_backbone

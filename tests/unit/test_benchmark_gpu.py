@@ -101,7 +101,7 @@ def test_operations_in_closed_form_are_those_that_hooks_count(tied):
         head = engine.find_head(micro.inputs, task=task)
         tally = Tally()
         with tally.watching(model, width=attention_width(model.config), head=head):
-            from finetune.train.loss import batch_loss
+            from finetune.compute.loss import batch_loss
 
             batch_loss(model, micro, task=task, head=head)
     assert head is not None and micro.supervised == rows * (sequence - 1)

@@ -10,13 +10,13 @@ from torch.backends import cuda
 
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
+from finetune.compute.capabilities import CUDA, rehearsed
+from finetune.compute.fused_loss import with_kernel
+from finetune.compute.loss import Head
+from finetune.compute.numerics import deterministic
 from finetune.config import Adapter, LanguageModel, Optimizer, Train
-from finetune.devices.capabilities import CUDA, rehearsed
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
-from finetune.train.fused_loss import with_kernel
-from finetune.train.loss import Head
-from finetune.train.numerics import deterministic
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from finetune.devices.allocator import NAMES, WORKSPACES, fixed_workspaces, growing_segments
+from finetune.compute.allocator import NAMES, WORKSPACES, fixed_workspaces, growing_segments
 
 ASK = (
     "import os, sys; from unittest import mock; from flatshift import cli; "

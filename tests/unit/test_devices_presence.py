@@ -7,8 +7,8 @@ import torch
 
 from experiments.workflows import doctor as doctor_module
 from finetune.backbone import resolve_device
-from finetune.devices import presence
-from finetune.devices.presence import Presence, absence, missing
+from finetune.compute import presence
+from finetune.compute.presence import Presence, absence, missing
 from finetune.errors import UserError
 from selection.errors import SelectionError
 from selection.transport import sinkhorn_potentials

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.cuda_rehearsal import Rehearsal
-from finetune.devices.capabilities import CUDA
+from finetune.compute.capabilities import CUDA
+from finetune.compute.dropout import KeyedDropout, queries_from
 from finetune.errors import UserError
 from finetune.parallel.build import refuse_parameters
-from finetune.train.dropout import KeyedDropout, queries_from
 from regularizers.signs import mix64, mix64_
 
 ROWS, TOKENS, WIDTH, HEADS = 6, 8, 24, 4

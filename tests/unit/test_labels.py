@@ -10,6 +10,7 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
+from finetune.compute.loss import answered_right
 from finetune.config import Adapter, Classify, Regress
 from finetune.data import (
     Batches,
@@ -24,7 +25,6 @@ from finetune.data import (
 from finetune.data.labels import read_classes, read_number
 from finetune.data.units import OutputLayer, Units, fold_units, output_layer, units_of
 from finetune.errors import UserError
-from finetune.train.loss import answered_right
 from tests.data_models import byte_tokenizer, row, write_jsonl
 from tests.finetune_models import save_backbone
 from tests.objective_models import CLASSES, numbered_rows, save_encoder, scatter, several_rows

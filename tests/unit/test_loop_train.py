@@ -11,6 +11,7 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, read_adapter, trainable
 from finetune.backbone import load_backbone, position_limit
+from finetune.compute.numerics import uses_dropout
 from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Optimizer, Train
 from finetune.data import Batches, Example
 from finetune.errors import Interrupted, UserError
@@ -19,7 +20,6 @@ from finetune.planner.memory import memory_plan, plan_lines
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.train.checkpoint import steps as saved_steps
 from finetune.train.loop import Diverged, train_stage
-from finetune.train.numerics import uses_dropout
 from regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, ListBatches, PadOnly, RandomBatches, save_backbone
 

@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
+from finetune.compute import loss as loss_module
+from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, LanguageModel
 from finetune.data import Example
 from finetune.evaluate import document_nats, evaluating, perplexity
-from finetune.train import loss as loss_module
-from finetune.train.loss import batch_loss, find_head
 from tests.finetune_models import IGNORED, Micro, save_backbone
 
 LM = LanguageModel()

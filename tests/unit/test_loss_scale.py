@@ -9,15 +9,15 @@ from torch import nn
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
+from finetune.compute.loss import batch_loss, find_head
+from finetune.compute.precision import settled
+from finetune.compute.widened import WidenedEmbedding, WidenedLinear, widen_on_use
 from finetune.config import Adapter, LanguageModel, Optimizer, Train
-from finetune.devices.precision import settled
-from finetune.devices.widened import WidenedEmbedding, WidenedLinear, widen_on_use
 from finetune.errors import UserError
 from finetune.fingerprint import checksum
 from finetune.parallel.engine import Engine
 from finetune.run_directory import read_metrics
 from finetune.train.loop import Diverged
-from finetune.train.loss import batch_loss, find_head
 from finetune.train.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
 from regularizers import GGPO, MGPO, LoraSAM, Plain, build
 from tests.finetune_models import RandomBatches, save_backbone

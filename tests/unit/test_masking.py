@@ -11,13 +11,13 @@ import torch.nn.functional as F
 
 from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from finetune.backbone import is_encoder, load_backbone
+from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Classify, Evaluate, MaskedLM
 from finetune.data import Batches, Masking, encode, first_batch_panel, iterate_eval
 from finetune.data.masking import SPECIAL, unmasked
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, evaluate
 from finetune.seeds import numpy_generator
-from finetune.train.loss import batch_loss, find_head
 from tests.data_models import byte_tokenizer, row, text_rows
 from tests.finetune_models import save_backbone
 from tests.objective_models import masked_tokenizer, save_encoder, scatter

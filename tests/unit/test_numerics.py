@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from finetune.compute import numerics
+from finetune.compute.numerics import SHORT, attention
+from finetune.compute.precision import autocast
 from finetune.config import Train
-from finetune.devices.precision import autocast
-from finetune.train import numerics
-from finetune.train.numerics import SHORT, attention
 
 
 @pytest.fixture(autouse=True)

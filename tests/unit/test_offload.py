@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.cuda_rehearsal import Rehearsal
-from finetune.devices.capabilities import CUDA
+from finetune.compute.capabilities import CUDA
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
+from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Classify, LanguageModel, Mesh
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations
@@ -22,7 +23,6 @@ from finetune.parallel.layout import Layout, Slice, held, put, whole
 from finetune.parallel.mesh import World
 from finetune.parallel.skeleton import build_skeleton
 from finetune.parallel.weights import load_weights, materialize
-from finetune.train.loss import batch_loss
 from tests.finetune_models import Micro, save_backbone
 
 
@@ -212,7 +212,7 @@ def test_recomputing_changes_no_bit_and_keeps_fewer_tensors(llama):
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_backward_recomputes_by_the_kernels_of_the_forward_pass(llama, mode, monkeypatch):
     """Short rows in bf16 have a kernel of attention of their own, named around the forward pass alone."""
-    monkeypatch.setattr("finetune.train.numerics.bf16_instructions", lambda: True)
+    monkeypatch.setattr("finetune.compute.numerics.bf16_instructions", lambda: True)
     task = LanguageModel(pack=False)
     ids = torch.arange(24).view(2, 12) % 60 + 3
     batch = Micro({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids, 22, 2)

@@ -12,10 +12,10 @@ import torch
 
 from experiments.recipe import from_override, load_recipe, recipe_key
 from experiments.recipe.precision import settled
+from finetune.compute import matmul_rate, precision
+from finetune.compute.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
+from finetune.compute.precision import Choice, choose, cuda_choice, faster
 from finetune.config import Train
-from finetune.devices import matmul_rate, precision
-from finetune.devices.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
-from finetune.devices.precision import Choice, choose, cuda_choice, faster
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
 

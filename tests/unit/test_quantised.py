@@ -15,8 +15,8 @@ from torch import Tensor
 
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone
+from finetune.compute.precision import autocast
 from finetune.config import Adapter, Classify, LanguageModel, Quantization, Train
-from finetune.devices.precision import autocast
 from finetune.errors import UserError
 from finetune.fingerprint import checksum
 from finetune.quantised import KINDS, scales

@@ -7,11 +7,11 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
+from finetune.compute import numerics
+from finetune.compute.loss import batch_loss
+from finetune.compute.numerics import SHORT
 from finetune.config import Adapter, LanguageModel
 from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.train import numerics
-from finetune.train.loss import batch_loss
-from finetune.train.numerics import SHORT
 from tests.finetune_models import RandomBatches, save_backbone
 
 LM = LanguageModel()

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from experiments.recipe import from_override, load_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
+from finetune.compute.loss import find_head
 from finetune.config import Adapter, Classify, Completion, LanguageModel, Optimizer, Record, Seq2Seq
 from finetune.data import Example, answer_columns, foreign_answers, shuffled_examples
 from finetune.errors import UserError
-from finetune.train.loss import find_head
 from finetune.train.optimizer import AdapterOptimizer
 from finetune.train.trace.curvature import curvature_figures
 from finetune.train.trace.examples import Flipped, Judged, per_example, split_figures

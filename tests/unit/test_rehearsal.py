@@ -21,17 +21,17 @@ from benchmarks import _rehearsal as cases
 from benchmarks.cuda_rehearsal import Rehearsal
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
+from finetune.compute import attention
+from finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
+from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Classify, Evaluate, LanguageModel, MaskedLM, Optimizer, Seq2Seq, Spikes, Train
 from finetune.data import Batches
-from finetune.devices import attention
-from finetune.devices.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
 from finetune.evaluate.generation import Decoding, continue_prompts
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.train.checkpoint import steps as saved_steps
 from finetune.train.deferred_metrics import Line, Unread
 from finetune.train.loop import Diverged, train_stage
-from finetune.train.loss import batch_loss
 from regularizers import GGPO, BiLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 from tests.seq2seq_models import save_encoder_decoder
@@ -163,9 +163,9 @@ def test_what_does_not_wait_is_not():
 def test_a_wait_has_its_place_in_our_code():
     labels = torch.full((1, 4), 1, device="meta")
     with Rehearsal() as seen:
-        finetune.train.loss.supervised(torch.empty(1, 4, 8, device="meta"), labels, LM)
+        finetune.compute.loss.supervised(torch.empty(1, 4, 8, device="meta"), labels, LM)
     assert {str(wait).rpartition(":")[0] for wait in seen.waits} == {
-        "shape by index by a mask at finetune/train/loss.py",
+        "shape by index by a mask at finetune/compute/loss.py",
     }
 
 
@@ -220,7 +220,7 @@ _MAY_ASK = {
     "train/checkpointer.py": "writes the type down",
     "run_directory.py": "writes the device's name down",
 }
-"""Files outside of `finetune.devices` that read a device's type, and why."""
+"""Files outside of `finetune.compute` that read a device's type, and why."""
 
 
 def test_the_type_of_a_device_is_asked_in_one_place():
@@ -229,7 +229,7 @@ def test_the_type_of_a_device_is_asked_in_one_place():
     found = set()
     for file in sorted(root.rglob("*.py")):
         name = file.relative_to(root).as_posix()
-        if name.startswith("devices/"):
+        if name.startswith("compute/"):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr == "type":

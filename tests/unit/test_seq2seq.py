@@ -13,12 +13,12 @@ from experiments.data.splits import prepare, prepare_apart
 from experiments.recipe import from_override, load_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
+from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Regress, Seq2Seq, Train
 from finetune.data import Batches, encode, first_batch_panel, iterate_eval, required_columns
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, evaluate, generate_answers
 from finetune.planner.memory import memory_plan
-from finetune.train.loss import batch_loss, find_head
 from tests.data_models import bert_tokenizer, row, text_rows, write_jsonl
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 

@@ -28,9 +28,9 @@ APART = {
     "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
     "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
     "finetune.train.trace.recorder": "which rows a run looks at",
-    "finetune.devices.capabilities": "how rows that are made already come to a device",
-    "finetune.devices.presence": "how rows that are made already come to a device",
-    "finetune.devices.attention": "a model's forward pass over rows that are made already",
+    "finetune.compute.capabilities": "how rows that are made already come to a device",
+    "finetune.compute.presence": "how rows that are made already come to a device",
+    "finetune.compute.attention": "a model's forward pass over rows that are made already",
     "finetune.parallel.engine": "whose device rows that are made already are copied to",
 }
 """What the digested source imports, and why another version of it makes no other rows."""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...compute.loss import Batch
 from ...config import Mesh
-from ...train.loss import Batch
 from ..mesh import TOKENS, World
 from .pieces import Piece
 from .plan import rank_of

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...compute.loss import Batch
 from ...data.encoding import IGNORE
-from ...train.loss import Batch
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one pass through the pipeline takes (a `finetune.train.loss.Batch`)."""
+    """What one pass through the pipeline takes (a `finetune.compute.loss.Batch`)."""
 
     inputs: dict[str, Tensor]
     """Model keyword arguments, rows first."""

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...compute.loss import Batch, Head, batch_loss, find_head
 from ...config import Mesh, Task
 from ...evaluate.mode import evaluating
-from ...train.loss import Batch, Head, batch_loss, find_head
 from ..mesh import DATA, World
 from .absent import Absent
 from .families import Anatomy
@@ -111,8 +111,8 @@ class PipelineRunner:
             context: what surrounds a forward pass, by a number that is its own for each piece and stage.
             scale: multiplies gradients, not the loss returned.
             beat: called after every forward pass.
-            draws: makes what draws the dropout masks of some rows (`finetune.train.dropout.KeyedDropout.during`).
-            loss: (model, piece) → summed loss; by default `finetune.train.loss.batch_loss`.
+            draws: makes what draws the dropout masks of some rows (`finetune.compute.dropout.KeyedDropout.during`).
+            loss: (model, piece) → summed loss; by default `finetune.compute.loss.batch_loss`.
 
         Returns:
             Σ loss ÷ count over these micro-batches, float32 scalar, on every pp rank.

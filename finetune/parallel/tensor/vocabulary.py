@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...devices.capabilities import capabilities, slice_rows
+from ...compute.capabilities import capabilities, slice_rows
 from . import borders
 
 
@@ -22,6 +22,10 @@ class VocabularySlice:
     stop: int
     size: int
     group: dist.ProcessGroup
+
+    def cross_entropy(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
+        """`vocabulary_cross_entropy` of a head `linear` that was cut to this slice."""
+        return vocabulary_cross_entropy(hidden, linear, targets, group=self.group, start=self.start)
 
 
 def split_embedding(embedding: Any, held: VocabularySlice) -> None:

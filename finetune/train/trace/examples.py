@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...compute.loss import IGNORED, Head, aligned, answered_right, example_losses
 from ...config import ByExample, Classify, Regress, Task
 from ...data import Example, MicroBatch, iterate_eval
 from ...evaluate.mode import evaluating, forward_precision
 from ...evaluate.perplexity import vocabulary_size
-from ..loss import IGNORED, Head, aligned, answered_right, example_losses
 
 _LOGITS = 1 << 26
 """Logits that exist at once, at most (one row always may): 256 MiB in float32."""
@@ -41,8 +41,8 @@ def per_example(
     Dropout is off inside; afterwards every module is in the mode that it had, and no random state was touched.
 
     Args:
-        head: `finetune.train.loss.find_head` of this model, where it has one: logits are then made of supervised tokens
-        only.
+        head: `finetune.compute.loss.find_head` of this model, where it has one: logits are then made of supervised
+        tokens only.
     """
     loss = np.zeros(len(examples))
     wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))

@@ -16,15 +16,15 @@ import numpy as np
 from torch import Tensor
 
 from ...atomic import write_json
+from ...compute.loss import Head, batch_loss
+from ...compute.precision import autocast_dtype
 from ...config import Evaluate, Optimizer, Record, Task, Train
 from ...data import Example, iterate_eval, limit_rows
-from ...devices.precision import autocast_dtype
 from ...errors import UserError
 from ...launch import watchdog
 from ...parallel.engine import Engine
 from ...run_directory import RunDirectory, disk_full_interrupts
 from ...seeds import derive
-from ..loss import Head, batch_loss
 from ..optimizer import AdapterOptimizer, learning_rate
 from .examples import Flipped, Judged, per_example, split_figures
 from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figures, is_factor_a, is_factor_b

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from ..atomic import write_json
 from ..config import Task, Train
-from ..devices.precision import autocast, compute_dtype
-from ..devices.presence import is_cuda, product_dtype
 from ..evaluate.mode import evaluating
 from .loss import IGNORED, Head, aligned, linear_cross_entropy, smoothing
 from .numerics import attention
+from .precision import autocast, compute_dtype
+from .presence import is_cuda, product_dtype
 
 if TYPE_CHECKING:
     from ..data import Batches, MicroBatch
@@ -49,7 +49,7 @@ _HALF_LOSS, _HALF_GRADIENT = 2e-3, 2e-2
 
 
 class Kernel(Protocol):
-    """`finetune.train.loss.linear_cross_entropy`, computed otherwise."""
+    """`finetune.compute.loss.linear_cross_entropy`, computed otherwise."""
 
     def __call__(self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor: ...
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from ..config import Train
 from ..errors import UserError
-from ..train.numerics import dropout_rates
 from .capabilities import capabilities
+from .numerics import dropout_rates
 from .precision import autocast
 from .presence import is_cuda, product_dtype
 
@@ -267,7 +267,7 @@ def known(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(batch: Any) -> Iterator[dict[str, Tensor]]:
-    """Inside runs the forward pass of `batch` (`finetune.train.loss.Batch`); gives the model's keyword arguments for
+    """Inside runs the forward pass of `batch` (`finetune.compute.loss.Batch`); gives the model's keyword arguments for
     it."""
     inputs: dict[str, Tensor] = batch.inputs
     padded = getattr(batch, "padded", None)

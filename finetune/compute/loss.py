@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ByExample, Classify, MaskedLM, Regress, Seq2Seq, Task
-from ..devices import attention as packed_attention
-from ..devices.capabilities import capabilities, slice_rows
-from ..devices.widened import WidenedLinear
+from . import attention as packed_attention
+from .capabilities import capabilities, slice_rows
 from .numerics import attention
+from .widened import WidenedLinear
 
 IGNORED = -100
 _PROBE = 64
@@ -51,7 +51,7 @@ class Head:
 
     linear: nn.Linear
     kernel: Callable[..., Tensor] | None = None
-    """What makes the loss in training in place of `linear_cross_entropy` (`finetune.train.fused_loss`)."""
+    """What makes the loss in training in place of `linear_cross_entropy` (`finetune.compute.fused_loss`)."""
 
     @contextlib.contextmanager
     def computing(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -133,9 +133,8 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
         kernel = head.kernel if rows.requires_grad and len(rows) else None
         return (kernel or linear_cross_entropy)(rows, linear, targets, smoothing=smoothing(task))
     assert smoothing(task) == 0  # finetune.parallel.rules
-    from ..parallel.tensor.vocabulary import vocabulary_cross_entropy
-
-    return vocabulary_cross_entropy(rows, linear, targets, group=held.group, start=held.start)
+    found: Tensor = held.cross_entropy(rows, linear, targets)  # finetune.parallel.tensor.vocabulary
+    return found
 
 
 def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multiple: int = 1) -> Head | None:
