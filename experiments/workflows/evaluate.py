@@ -16,9 +16,9 @@ from experiments.run.console import Console
 from experiments.workflows.build import judge, judge_splits, lay_out, lost_lines, shown
 from experiments.workflows.generate import adapted_recipe
 from experiments.workflows.initial_adapter import check_run
+from finetune.compute.numerics import cpu_threads
 from finetune.launch import spawn, watchdog
 from finetune.parallel.mesh import World
-from finetune.train.numerics import cpu_threads
 
 
 def evaluate_run(
