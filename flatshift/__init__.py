@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from experiments.recipe import load_recipe as load_recipe
     from experiments.recipe.config import Recipe as Recipe
     from experiments.report import build_report as build_report
-    from experiments.selecting import select as select
+    from experiments.select.select import select as select
     from experiments.sweep import sweep as sweep
     from experiments.workflows.evaluate import evaluate_run as evaluate_run
     from experiments.workflows.train import resume as resume
@@ -31,7 +31,7 @@ _PUBLIC = {
     "load_recipe": "experiments.recipe",
     "train": "experiments.workflows.train",
     "resume": "experiments.workflows.train",
-    "select": "experiments.selecting",
+    "select": "experiments.select.select",
     "sweep": "experiments.sweep",
     "evaluate_run": "experiments.workflows.evaluate",
     "build_report": "experiments.report",

@@ -117,7 +117,7 @@ def _select(argv: list[str]) -> int:
             overrides.append(from_override(key, value, where))
     refuse_contradictions(overrides)
     resolved = load_recipe(flags.recipe, overrides)
-    from experiments.selecting import select
+    from experiments.select.select import select
 
     manifest = select(resolved, flags.out, quiet=flags.json)
     if flags.json:

@@ -55,7 +55,7 @@ def serve() -> None:
 
 _COMMANDS = (
     "experiments.workflows.train",
-    "experiments.selecting",
+    "experiments.select.select",
     "experiments.workflows.merge",
     "experiments.workflows.export",
     "experiments.workflows.generate",

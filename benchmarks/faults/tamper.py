@@ -36,7 +36,7 @@ _HEAVY += (
     "experiments.report",
     "experiments.workflows.train",
     "experiments.sweep",
-    "experiments.selecting",
+    "experiments.select.select",
     "peft",
     "pandas",
 )

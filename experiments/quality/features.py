@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.embedding import state_embedder
 from experiments.quality.cells import FeaturesCell
 from experiments.quality.pool import open_pool
+from experiments.select.embedding import state_embedder
 from finetune.errors import UserError
 from finetune.seeds import derive
 from selection.config import Static, TfIdf

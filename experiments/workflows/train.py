@@ -39,7 +39,7 @@ from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console, graceful_stop
 from experiments.run.resumable_directory import unfinished
-from experiments.selecting import select_into
+from experiments.select.select import select_into
 from experiments.workflows.build import judge_splits, lay_out, lost_lines
 from experiments.workflows.initial_adapter import (
     backbone_record,

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from experiments import embedding
+from experiments.select import embedding
 from flatshift.cli import run
 
 WORDS = [f"{a}{b}" for a in ("al", "be", "ga", "de") for b in ("pha", "ta", "mma", "lta", "rho")]

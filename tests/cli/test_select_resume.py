@@ -126,11 +126,11 @@ def test_an_interrupt_before_the_first_pass_says_that_nothing_is_kept(
     def interrupted(*_, **__) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("experiments.selecting.select_into", interrupted)
+    monkeypatch.setattr("experiments.select.select.select_into", interrupted)
     assert run([*words, "--out", str(tmp_path / "out")]) == 3
     assert capsys.readouterr().err == "flatshift: interrupted: nothing was kept; the same command begins anew\n"
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("experiments.selecting.select", interrupted)
+    monkeypatch.setattr("experiments.select.select.select", interrupted)
     assert run([*words, "--out", str(tmp_path / "out")]) == 3
     assert capsys.readouterr().err == "flatshift: interrupted: run the same command again\n"
 

@@ -244,10 +244,10 @@ def test_bad_static_directories_are_one_sentence(tmp_path: Path):
 
 def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     """Class token, no normalisation, prompt, lower case and length of a sentence-transformers directory, end to end."""
-    from experiments.embedding import Vectors
-    from experiments.reading import Records
     from experiments.recipe.config import Recipe, Select
     from experiments.run.console import Console
+    from experiments.select.embedding import Vectors
+    from experiments.select.pool import Records
     from finetune.backbone import resolve_backbone
     from finetune.data import Row
     from finetune.features import hidden_state_encoder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.recipe.config import Select
-from experiments.relevance import judge_domains
+from experiments.select.relevance import judge_domains
 from selection import SelectionError
 from selection.config import KNN, Domains, GotD, GotDContrast, Relevance
 from selection.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains

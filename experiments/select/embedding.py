@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reading import PoolRecords, Records
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
+from experiments.select.pool import PoolRecords, Records
 from finetune.data import RowView
 from finetune.errors import UserError, user_path
 from finetune.seeds import derive

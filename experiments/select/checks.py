@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reading import PoolRecords, Records
 from experiments.recipe.config import Select
 from experiments.run.console import Console
+from experiments.select.pool import Sides
 from finetune.errors import Interrupted
 from finetune.seeds import derive
 from selection import Pool, build_selector
@@ -39,11 +39,7 @@ def can_check(spec: Select) -> bool:
 def check_choice(
     spec: Select,
     selector: Selector,
-    pool: PoolRecords,
-    target: Records,
-    features: tuple[Any, np.ndarray, np.ndarray | None],
-    domains: tuple[Sequence[str | None] | None, Sequence[str | None] | None],
-    weights: np.ndarray | None,
+    sides: Sides,
     order: np.ndarray,
     *,
     seed: int,
@@ -53,13 +49,14 @@ def check_choice(
     """What manifest.json says under `selection.checks`; None where all features coincide, or a check broke down.
 
     Says warnings. A choice that was made never fails with its check: what goes wrong in it is said, too.
-    features: of pool, target and negative examples. domains: of pool and target. order (N,): row numbers by rank.
+    order (N,): row numbers by rank.
     """
     with _standing(console):
         from selection.checks import check_selection, target_coverage
 
         started = time.monotonic()
-        x, y, _ = features
+        x, y = sides.x, sides.y
+        assert y is not None
         potentials = getattr(selector, "potentials_", getattr(getattr(selector, "inside", None), "potentials_", None))
         inner = ranking(spec.method)
         cost = getattr(inner, "cost", "sqeuclidean")
@@ -71,8 +68,8 @@ def check_choice(
                 y,
                 order,
                 budget=spec.budget,
-                refit=_refit(spec, pool, features, domains, seed),
-                weights=weights,
+                refit=_refit(spec, sides, seed),
+                weights=sides.weights,
                 epsilon=potentials.epsilon if potentials is not None and potentials.epsilon > 0 else None,
                 cost=cost,
                 in_rounds=isinstance(inner, GotD) and inner.rounds > 1,
@@ -87,7 +84,7 @@ def check_choice(
         if potentials is not None and len(potentials.g) == len(y):
             rows, g = np.arange(len(y)), potentials.g
         coverage = target_coverage(x, y[rows], g, cost=cost, seed=seed, progress=progress)
-        about = _coverage(coverage, rows, pool, target)
+        about = _coverage(coverage, rows, sides)
         told = found.warnings()
         for sentence in told:
             console.say(f"warning: {sentence}")
@@ -123,27 +120,22 @@ def _standing(console: Console) -> Iterator[None]:
             console.log(traceback.format_exc().rstrip())
 
 
-def _refit(
-    spec: Select,
-    pool: PoolRecords,
-    features: tuple[Any, np.ndarray, np.ndarray | None],
-    domains: tuple[Sequence[str | None] | None, Sequence[str | None] | None],
-    seed: int,
-) -> Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]:
+def _refit(spec: Select, sides: Sides, seed: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]:
     """The recipe's own method, to be fitted again on some rows of pool and target."""
-    x, y, negative = features
-    more: dict[str, Any] = {} if negative is None else {"negative": Pool(features=negative)}
+    x, y = sides.x, sides.y
+    assert y is not None
+    more: dict[str, Any] = {} if sides.z is None else {"negative": Pool(features=sides.z)}
     given = spec.method
     method: Method = replace(given, inside=_roughly(given.inside)) if isinstance(given, Domains) else _roughly(given)
 
     def choose(rows: np.ndarray, targets: np.ndarray, mass: np.ndarray, budget: int) -> np.ndarray:
         part = Pool(
-            ids=pool.rows.take(rows).ids[:],
+            ids=sides.pool.rows.take(rows).ids[:],
             features=np.asarray(x[rows]),
-            domains=_some(domains[0], rows),
+            domains=_some(sides.domains[0], rows),
             weights=mass,
         )
-        aims = Pool(features=y[targets], domains=_some(domains[1], targets))
+        aims = Pool(features=y[targets], domains=_some(sides.domains[1], targets))
         chooser = build_selector(method, seed=seed, budget=budget)
         chooser.fit(part, aims, **more)
         return chooser.select(budget)
@@ -162,14 +154,14 @@ def _roughly(method: Inner) -> Inner:
     return method
 
 
-def _coverage(coverage: Any, rows: np.ndarray, pool: PoolRecords, target: Records) -> dict[str, Any]:
+def _coverage(coverage: Any, rows: np.ndarray, sides: Sides) -> dict[str, Any]:
     """Counts, and the worst served targets by name with their texts and their nearest records."""
     unserved = coverage.unserved
     first = np.lexsort((-coverage.g, ~unserved))[:_SHOWN]
-    nearest = [pool.rows[int(row)] for row in coverage.rows[first]]
+    nearest = [sides.pool.rows[int(row)] for row in coverage.rows[first]]
     worst = []
     for place, record in zip(first.tolist(), nearest, strict=True):
-        row = target.rows[int(rows[coverage.targets[place]])]
+        row = sides.target.rows[int(rows[coverage.targets[place]])]
         worst.append(
             {
                 "id": row.id,

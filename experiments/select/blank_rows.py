@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from experiments.reading import Records
 from experiments.recipe.config import Select
 from experiments.run.console import Console
+from experiments.select.pool import Records
 from finetune.data import Row, RowView, require_rows
 from selection.config import Features, needs
 

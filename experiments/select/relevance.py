@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.blanks import known_rows
-from experiments.embedding import Vectors
-from experiments.reading import PoolRecords
 from experiments.recipe.config import Select
 from experiments.run.console import Console
+from experiments.select.blank_rows import known_rows
+from experiments.select.embedding import Vectors
+from experiments.select.pool import PoolRecords
 from finetune.errors import UserError
 from finetune.seeds import derive
 from selection.config import Features, GotD, GotDContrast, Relevance, ranking

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from experiments.data.splits import read_splits
 from experiments.recipe.config import Recipe, Select
@@ -16,6 +17,9 @@ from finetune.data import Row, RowView, limit_rows, read_rows, require_rows, spi
 from finetune.errors import UserError
 from finetune.seeds import derive
 from selection.config import Chunk, Domains, Features
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _WORDS = re.compile(r"\S+")
 
@@ -34,6 +38,34 @@ class PoolRecords(Records):
     """The pool: its rows are a view of a file."""
 
     rows: RowView
+
+
+@dataclass
+class Sides:
+    """All that a selection works on, as it stands after each step: rows, and beside them what is known of them.
+
+    records: of the pool after hygiene, before it was cut into `pieces`. weights (N,) of its rows in the transport
+    problem, None: uniform. x (N, d), y (M, d), z (K, d): vectors of pool, target and negative examples, where they are
+    made. domains: of pool and target. hygiene, relevance: what manifest.json says of these steps.
+    """
+
+    pool: PoolRecords
+    target: Records
+    negative: Records | None
+    target_files: tuple[str, ...]
+    records: int
+    pieces: int
+    hygiene: dict[str, Any] | None = None
+    relevance: dict[str, Any] | None = None
+    weights: np.ndarray | None = None
+    x: Any = None
+    y: np.ndarray | None = None
+    z: np.ndarray | None = None
+    domains: tuple[Sequence[str | None] | None, Sequence[str | None] | None] = (None, None)
+
+    @property
+    def by_name(self) -> dict[str, Records | None]:
+        return {"pool": self.pool, "target": self.target, "negative": self.negative}
 
 
 def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> PoolRecords:

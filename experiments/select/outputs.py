@@ -1,0 +1,126 @@
+"""What a selection leaves: scores of the whole pool, the chosen records, and a map of both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.recipe.config import Recipe
+from experiments.select.pool import Sides
+from finetune.atomic import json_text
+from finetune.data import Row
+from finetune.seeds import derive
+from selection.methods.base import Selector
+
+_SHIPPED_POOL = "sample:pool"
+_GROUP = 1 << 16
+"""Rows of scores.parquet written at a time."""
+
+
+def write_choice(recipe: Recipe, directory: Path, sides: Sides, selector: Selector, order: np.ndarray) -> None:
+    """scores.parquet and selected.jsonl; map.parquet where there are vectors. order (N,): row numbers by rank."""
+    spec = recipe.select
+    assert spec is not None
+    rows, chosen = sides.pool.rows, order[: spec.budget]
+    scores = np.asarray(selector.scores_, dtype=np.float64)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(1, len(order) + 1)
+    nearest = selector.nearest_target_
+    table = {
+        "id": rows.ids,
+        "score": scores,
+        "rank": rank,
+        "selected": rank <= spec.budget,
+        "nearest_target": None if nearest is None else _Named([row.id for row in sides.target.rows], nearest),
+        "domain": sides.domains[0],
+    }
+    _write_scores(directory, table)
+    _write_selected(directory, rows.take(chosen), scores[chosen])
+    if sides.x is not None and sides.y is not None:
+        _write_map(directory, sides.x, sides.y, rank <= spec.budget, recipe.train.seed)
+    if spec.pool.files == (_SHIPPED_POOL,):
+        _write_judged_domains(directory, set(rows.ids))
+
+
+class _Named:
+    """Names by number, looked up a slice at a time."""
+
+    def __init__(self, names: Sequence[str], numbers: np.ndarray):
+        self.names = names
+        self.numbers = numbers
+
+    def __getitem__(self, key: slice) -> list[str]:
+        return [self.names[j] for j in self.numbers[key]]
+
+
+def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
+    """The table, written a group of rows at a time; a column that is None is null throughout."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.string(), pa.string())
+    schema = pa.schema(list(zip(columns, kinds, strict=True)))
+    count = len(columns["rank"])
+    with pq.ParquetWriter(directory / "scores.parquet", schema) as writer:
+        for low in range(0, count, _GROUP):
+            part = slice(low, min(low + _GROUP, count))
+            arrays = [
+                pa.nulls(part.stop - low, field.type)
+                if columns[field.name] is None
+                else pa.array(columns[field.name][part], field.type)
+                for field in schema
+            ]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+
+
+def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray) -> None:
+    """The chosen records whole, in rank order, plus id, score and rank; colliding input keys move under `source`."""
+    with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
+        for rank, (row, score) in enumerate(zip(rows, scores, strict=True), start=1):
+            added = {"id": row.id, "score": float(score), "rank": rank}
+            record = dict(row.record)
+            collides = {key for key in added if key in record and record[key] != added[key]}
+            if collides:
+                collides |= {"source"} & record.keys()
+            moved = {key: record.pop(key) for key in sorted(collides)}
+            if moved:
+                record["source"] = moved
+            handle.write(json_text(plain({**record, **added}), default=str) + "\n")
+
+
+def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:
+    import pyarrow.parquet as pq
+
+    from experiments.report.projection import project
+
+    pq.write_table(project(x, y, selected, seed=derive(seed, "map"), max_points=4000), directory / "map.parquet")
+
+
+def _write_judged_domains(directory: Path, ids: set[str]) -> None:
+    """The shipped pool's hidden tags, for the report only: written after the choice was made."""
+    import lzma
+
+    from finetune.assets import pool_tags
+
+    with lzma.open(pool_tags(), "rt", encoding="utf-8") as tags:
+        lines = (line.rstrip("\n").split("\t") for line in tags)
+        text = "".join(f"{identity}\t{domain}\n" for identity, domain, *_ in lines if identity in ids)
+    (directory / "judged_domains.tsv").write_text(text, encoding="utf-8")
+
+
+def plain(value: Any) -> Any:
+    """NumPy scalars and arrays as JSON values; non-finite numbers as null."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,288 @@
+"""The selection journey: pool and target in, a directory with scores, chosen records and a report out.
+
+flatshift select --pool pool.jsonl --target target.jsonl --budget 500 --out selection
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.recipe import Resolved
+from experiments.recipe.config import Recipe, Select
+from experiments.run.console import Console
+from experiments.run.resumable_directory import unfinished
+from experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
+from experiments.select.checks import can_check, check_choice
+from experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows
+from experiments.select.hygiene import clean_rows
+from experiments.select.methods import (
+    backbone_surprise,
+    check_method,
+    idle_setting,
+    makes_vectors,
+    naming_memory,
+    solver_device,
+    vectors_needed,
+    watched,
+)
+from experiments.select.outputs import plain, write_choice
+from experiments.select.pool import Sides, chunked, domains_of, read_pool, read_records, training_rows
+from experiments.select.relevance import check_relevance, judge_domains
+from finetune.atomic import write_json
+from finetune.data import describe
+from finetune.digests import DONE, FILES, sums
+from finetune.errors import UserError
+from finetune.lock import owned
+from finetune.run_directory import disk_full_interrupts, write_provenance
+from finetune.seeds import derive
+from selection import Pool, build_selector
+from selection.methods.base import Selector
+
+
+def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, Any]:
+    """Run a recipe's `select` block into the new directory `out` (whole or not at all) and return its manifest.
+
+    Called again after a kill, with the same recipe, it goes on with what `out`/state has: a long transport solve from
+    its last full pass, to the same bits.
+
+    Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
+    the pool.
+    """
+    recipe = resolved.recipe
+    if recipe.select is None:
+        raise UserError(
+            f"recipe {resolved.name!r} has no `select` block: add one, or give --pool, --target and --budget"
+        )
+    console = Console(quiet=quiet)
+    recipe_yaml = resolved.to_yaml()
+    with disk_full_interrupts(f"selecting into {out}"), owned(out), unfinished(out, recipe_yaml) as work:
+        directory = work.directory
+        write_provenance(directory, recipe_yaml=recipe_yaml)
+        console.log = _appender(directory / "log.txt")
+        if work.continued:
+            console.say(f"going on with the unfinished selection in {out}")
+        manifest = select_into(recipe, directory, console, state=work.state)
+        from experiments.report import build_report, write_plots
+
+        write_plots(directory)
+        build_report([directory], out=directory / "report.html")
+    console.log = None  # the log has moved with its directory
+    console.say(f"report: {out / 'report.html'}")
+    return manifest
+
+
+def _appender(path: Path) -> Callable[[str], None]:
+    def append(line: str) -> None:
+        with path.open("a", encoding="utf-8") as handle:
+            handle.write(line + "\n")
+
+    return append
+
+
+def select_into(recipe: Recipe, directory: Path, console: Console, state: Path | None = None) -> dict[str, Any]:
+    """Score the pool, choose, and write scores.parquet, selected.jsonl and manifest.json into `directory`.
+
+    state: where a long transport solve leaves what it needs to go on after a kill; None: nowhere.
+    """
+    spec = recipe.select
+    assert spec is not None
+    started = time.monotonic()
+    check_method(spec)
+    check_relevance(spec)
+    check_vectors(spec)
+    if (idle := idle_setting(spec)) is not None:
+        console.say(f"note: select.{idle} has no effect: {spec.method.kind} looks at no vectors")
+    sides = _read(recipe, directory, console)
+    vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console)
+    _embed(recipe, sides, vectors, console)
+    embedded, peak = time.monotonic(), {"features": _peak_bytes()}
+    selector = _fitted(recipe, sides, vectors, console, state)
+    order = np.asarray(selector.select(len(sides.pool.rows)))
+    if ties := selector.ties(spec.budget):
+        console.say(f"warning: {ties:,} records tie at the cut; file order decides which of them are chosen")
+    solved = time.monotonic()
+    peak["scores"] = _peak_bytes()
+    checks = None
+    if sides.x is not None and sides.y is not None and can_check(spec):
+        with watched(console) as progress:
+            checks = check_choice(
+                spec, selector, sides, order, seed=recipe.train.seed, console=console, progress=progress
+            )
+    checked = time.monotonic()
+    peak["checks"] = _peak_bytes()
+    write_choice(recipe, directory, sides, selector, order)
+    manifest = _manifest(spec, sides, selector)
+    manifest["selection"]["seconds"] = {
+        "features": round(embedded - started, 3),
+        "scores": round(solved - embedded, 3),
+        "checks": round(checked - solved, 3),
+    }
+    manifest["selection"]["peak_bytes"] = peak
+    if ties:
+        manifest["selection"]["ties"] = ties
+    if checks is not None:
+        manifest["selection"]["checks"] = plain(checks)
+    if sides.hygiene is not None:
+        manifest["hygiene"] = sides.hygiene
+    if spec.chunk is not None:
+        cut = {"records": sides.records, "pieces": sides.pieces}
+        manifest["chunk"] = {"unit": spec.chunk.unit, "size": spec.chunk.size, **cut}
+    if sides.relevance is not None:
+        manifest["relevance"] = sides.relevance
+    if vectors.about:
+        manifest["cache"] = vectors.about
+    if spec.method.kind == "gotd" and manifest["selection"]["helpful"] < spec.budget:
+        console.say(
+            f"warning: only {manifest['selection']['helpful']} records have a negative score; "
+            f"a budget of {spec.budget} adds some that move the pool away from the target"
+        )
+    vectors.close()
+    write_json(directory / "manifest.json", manifest)
+    kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
+    write_json(directory / DONE, {FILES: sums(directory, kept)})
+    console.say(f"selected {spec.budget:,} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
+    return manifest
+
+
+def _read(recipe: Recipe, directory: Path, console: Console) -> Sides:
+    """Pool, target and negative examples less what hygiene drops and what says nothing, the pool cut to length."""
+    spec = recipe.select
+    assert spec is not None
+    seed = recipe.train.seed
+    target_files = spec.target.files or recipe.data.train.all_files
+    pool = read_pool(spec, seed, directory, console)
+    target = read_records(spec.target, spec, seed, "target") if spec.target.files else training_rows(recipe)
+    negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
+    without = drops_blanks(spec)
+    if without:
+        target = without_blank(target, target_files, "target")
+        negative = None if negative is None else without_blank(negative, spec.negative.files, "negative")
+    kept, hygiene = clean_rows(recipe, pool.rows, target.rows, directory, console)
+    pool = replace(pool, rows=chunked(recipe, kept, console))
+    pieces = len(pool.rows)
+    if without:
+        pool = without_blank(pool, spec.pool.files, "pool")
+    sides = Sides(pool, target, negative, target_files, hygiene=hygiene, records=len(kept), pieces=pieces)
+    for name, records in sides.by_name.items():
+        if records is not None and records.skipped:
+            console.say(f"{name}: skipped {len(records.skipped):,} bad records, first {records.skipped[0]}")
+    _check_budget(spec, len(pool.rows))
+    console.say(
+        f"pool {len(pool.rows):,} records, target {len(target.rows):,}, budget {spec.budget:,}, {spec.method.kind}"
+    )
+    return sides
+
+
+def _embed(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console) -> None:
+    """Domains judged, vectors made where they are needed, and rows left out whose vector says nothing."""
+    spec = recipe.select
+    assert spec is not None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        with naming_rows(vectors, sides.by_name):
+            sides.pool, sides.weights, sides.relevance = judge_domains(
+                spec, sides.pool, vectors, recipe.train.seed, console
+            )
+        _check_budget(spec, len(sides.pool.rows))
+        if vectors_needed(spec):
+            sides.x, sides.y, sides.z = vectors.pool(sides.pool.rows), vectors.target(), vectors.negative()
+    _say(caught, console)
+    if sides.x is not None and sides.y is not None and makes_vectors(spec):
+        sides.pool, sides.x, known = without_unknown(sides.pool, sides.x, spec.pool.files, "pool", console)
+        if sides.weights is not None and known is not None:
+            sides.weights = sides.weights[known]
+        sides.target, sides.y, _ = without_unknown(sides.target, sides.y, sides.target_files, "target", console)
+        if sides.negative is not None:
+            sides.negative, sides.z, _ = without_unknown(
+                sides.negative, sides.z, spec.negative.files, "negative", console
+            )
+        _check_budget(spec, len(sides.pool.rows))
+    sides.domains = domains_of(sides.pool, spec), domains_of(sides.target, spec)
+
+
+def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, state: Path | None) -> Selector:
+    """The recipe's selector, fitted: what it warned of is said."""
+    spec = recipe.select
+    assert spec is not None
+    rows = sides.pool.rows
+    pool = Pool(ids=rows.ids, texts=rows.texts, features=sides.x, domains=sides.domains[0], weights=sides.weights)
+    target = Pool(
+        ids=[row.id for row in sides.target.rows],
+        texts=[row.values["text"] for row in sides.target.rows],
+        features=sides.y,
+        domains=sides.domains[1],
+    )
+    more: dict[str, Any] = {} if sides.z is None else {"negative": Pool(features=sides.z)}
+    selector = build_selector(
+        spec.method,
+        seed=derive(recipe.train.seed, "select"),
+        budget=spec.budget,
+        measure=backbone_surprise(recipe, spec.method),
+        device=solver_device(recipe),
+        state=None if state is None else str(state),
+    )
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        watched(console) as progress,
+        naming_rows(vectors, sides.by_name),
+        naming_memory(spec),
+    ):
+        warnings.simplefilter("always", UserWarning)
+        check_unread(spec, sides.x, sides.y)
+        selector.fit(pool, target, progress=progress, **more)
+    _say(caught, console)
+    said = selector.diagnostics_
+    if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):
+        console.say(f"the transport solve went on after pass {resumed}")
+    return selector
+
+
+def _manifest(spec: Select, sides: Sides, selector: Selector) -> dict[str, Any]:
+    """What was read and what the method says of its solution."""
+    solver = plain(selector.diagnostics_)
+    files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "inputs": [line for part in files for line in describe(part)],
+        "selection": {
+            **{name: value for name, value in solver.items() if name != "method"},
+            "solver": solver.get("method"),
+            "method": spec.method.kind,
+            "embedder": spec.embedder.kind if sides.x is not None else None,
+            "budget": spec.budget,
+            "pool": len(sides.pool.rows),
+            "target": len(sides.target.rows),
+            "skipped": {name: side.skipped for name, side in sides.by_name.items() if side is not None},
+            "helpful": solver.get("helpful", int((np.asarray(selector.scores_, dtype=np.float64) < 0).sum())),
+        },
+    }
+
+
+def _say(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
+    """What a selector warned of, in the run's own voice and log."""
+    for message in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, UserWarning)):
+        console.say(f"warning: {message}")
+
+
+def _peak_bytes() -> int:
+    """Most that this process has held resident so far, mapped files included."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _check_budget(spec: Select, count: int) -> None:
+    if spec.budget > count:
+        raise UserError(
+            f"select.budget: {spec.budget} is above the pool's {count} records; "
+            f"ask for at most {count} or add pool files"
+        )
