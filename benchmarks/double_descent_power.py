@@ -14,10 +14,10 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks._harness import Benchmark
+from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
+from benchmarks.curves.known import NULLS, bumps
+from benchmarks.curves.random_features import random_features_curve
 from experiments.descent import Curve, judge_curve, peak_test, rejections
-from experiments.descent.dynamics import gradient_flow_curve, noise_curve, unstable_curve
-from experiments.descent.known import NULLS, bumps
-from experiments.descent.random_features import random_features_curve
 from finetune.seeds import numpy_generator
 
 DRAWS = 2000

@@ -1,4 +1,4 @@
-"""Selectors beside a random draw on real text: the shipped recipe `selection-quality`, published as it is.
+"""Selectors beside a random draw on real text: benchmarks/studies/selection_quality, published as it is.
 
     python -m benchmarks.selection_quality --data DIR            # about 100 minutes on two cores; resumable
 
@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import measured, publish, write_between
-from experiments.quality.study import DOCUMENT, study_quality
+from benchmarks.studies.selection_quality.plan import RECIPE
+from benchmarks.studies.selection_quality.study import DOCUMENT, study_quality
 from finetune.errors import Interrupted
 
-RECIPE = "selection-quality"
 KEPT = RESULTS / "selection_quality"
 PAGE = ROOT / "docs" / "selection.md"
 BEGIN, END = (
@@ -46,7 +46,7 @@ def main() -> None:
     bench = Benchmark("selection_quality", packages=packages)
     study = partial(
         study_quality,
-        RECIPE,
+        str(RECIPE),
         options.out,
         data=options.data,
         selectors=options.selectors,
@@ -123,7 +123,7 @@ def recalls(document: dict[str, Any]) -> dict[str, float]:
 
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/selection.md, from the results alone."""
-    from experiments.quality.page import bootstrap, ranked
+    from benchmarks.studies.selection_quality.page import bootstrap, ranked
     from experiments.report import formats
 
     base, budget, focus = document["baseline"], document["primary_budget"], document["focus"]
@@ -132,7 +132,7 @@ def guide(document: dict[str, Any]) -> str:
             "95 % interval", "95 % with test rows", "recall, %", "what it is"]  # fmt: skip
     lines = [
         "",
-        f"Measured by `flatshift compare {document['recipe']}`: a pool of {pool['kept']:,} passages, targets "
+        f"Measured by the recipe `{document['recipe']}`: a pool of {pool['kept']:,} passages, targets "
         f"{', '.join(document['targets'])}, {document['seeds']} seeds, {budget or 0:,} passages; the arm minus {base}, "
         "mean over targets, seed-paired. Nats: test texts after the warm-up, lower is better. Intervals are "
         "t-intervals over seeds; the last of accuracy is a bootstrap over seeds and test rows. Every budget, target, "

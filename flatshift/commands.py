@@ -10,7 +10,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,30 +208,21 @@ def _compare(argv: list[str]) -> int:
     flags: CompareFlags = _parse(CompareFlags, "compare", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
-    quality = load_recipe(flags.recipe, overrides).recipe.quality is not None
-    other = ("methods", "tasks") if quality else ("selectors", "targets", "budgets")
-    if given := [name for name in other if getattr(flags, name)]:
-        block = "comparison" if quality else "quality"
-        raise UserError(f"--{given[0]} belongs to recipes with a `{block}` block; leave it out")
-    run_study, failures, summary = _quality(flags) if quality else _comparison(flags)
-    document = run_study(flags.recipe, flags.out, data=flags.data, overrides=overrides, jobs=flags.jobs)
+    from experiments.comparison.compare import compare, summary
+
+    document = compare(
+        flags.recipe,
+        flags.out,
+        data=flags.data,
+        overrides=overrides,
+        methods=flags.methods,
+        tasks=flags.tasks,
+        jobs=flags.jobs,
+    )
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary(document)))
     if not flags.json:
         print(flags.out / "report.html")
-    return 1 if any(run["status"] in ("refused", "crashed") for run in document[failures]) else 0
-
-
-def _comparison(flags: CompareFlags) -> tuple[Callable[..., dict[str, Any]], str, Callable[..., list[str]]]:
-    from experiments.comparison.compare import compare, summary
-
-    return partial(compare, methods=flags.methods, tasks=flags.tasks), "diverged", summary
-
-
-def _quality(flags: CompareFlags) -> tuple[Callable[..., dict[str, Any]], str, Callable[..., list[str]]]:
-    from experiments.quality.study import study_quality, summary
-
-    run_study = partial(study_quality, selectors=flags.selectors, targets=flags.targets, budgets=flags.budgets)
-    return run_study, "failed", summary
+    return 1 if any(run["status"] in ("refused", "crashed") for run in document["diverged"]) else 0
 
 
 def _eval(argv: list[str]) -> int:

@@ -198,29 +198,22 @@ class SweepFlags:
 
 @dataclass(frozen=True)
 class CompareFlags:
-    """Compare training methods by a recipe's `comparison` block, or ways to select data by its `quality` block: equal
-    trials, paired seeds, one primary endpoint."""
+    """Compare training methods by a recipe's `comparison` block: equal trials, paired seeds, one primary endpoint."""
 
     recipe: Positional[str]
-    """Recipe file or shipped recipe (flat-comparison, selection-quality)."""
+    """Recipe file or shipped recipe (flat-comparison)."""
     out: Path | None = None
     """Directory to make or to continue (required); finished cells are never run again."""
     data: Path | None = None
     """Directory of the files that the block names."""
     methods: tuple[str, ...] = ()
-    """Only these methods and the baseline (comparison)."""
+    """Only these methods and the baseline."""
     tasks: tuple[str, ...] = ()
-    """Only these tasks (comparison)."""
-    selectors: tuple[str, ...] = ()
-    """Only these arms and the baseline (quality)."""
-    targets: tuple[str, ...] = ()
-    """Only these targets (quality)."""
-    budgets: tuple[int, ...] = ()
-    """Only these budgets (quality)."""
+    """Only these tasks."""
     jobs: int = 2
     """Worker processes, one thread each."""
     json: bool = False
-    """Print comparison.json, or quality.json, when done."""
+    """Print comparison.json when done."""
 
 
 @dataclass(frozen=True)

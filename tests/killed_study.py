@@ -11,22 +11,25 @@ from pathlib import Path
 
 from tests.patience import HANG_S
 
+COMPARE = ("flatshift", "compare")
+SELECTORS = ("benchmarks.studies.selection_quality",)
 
-def start(recipe: Path, out: Path, jobs: int, *flags: str) -> subprocess.Popen:
-    """`flatshift compare` of `recipe`, whose rows lie beside it."""
+
+def start(command: tuple[str, ...], recipe: Path, out: Path, jobs: int, *flags: str) -> subprocess.Popen:
+    """A study's command on `recipe`, whose rows lie beside it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "flatshift", "compare", str(recipe), "--out", str(out), "--data", str(recipe.parent),
+        [sys.executable, "-m", *command, str(recipe), "--out", str(out), "--data", str(recipe.parent),
          "--jobs", str(jobs), *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
-def kill_and_go_on(recipe: Path, out: Path, *flags: str, cells: int) -> tuple[str, str]:
+def kill_and_go_on(command: tuple[str, ...], recipe: Path, out: Path, *flags: str, cells: int) -> tuple[str, str]:
     """Kill two workers' study after `cells` cells, run it to its end, and return what that printed and said.
 
     The cells that the first had finished are still there afterwards, byte for byte, and no torn file is.
     """
-    first = start(recipe, out, 2, *flags)
+    first = start(command, recipe, out, 2, *flags)
     deadline = time.monotonic() + HANG_S
     while len(list((out / "cells").glob("*.json"))) < cells:
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()[1]
@@ -35,7 +38,7 @@ def kill_and_go_on(recipe: Path, out: Path, *flags: str, cells: int) -> tuple[st
     first.communicate()
     time.sleep(1.5)  # the workers notice that their parent is gone
     kept = {file.name: file.read_bytes() for file in (out / "cells").glob("*.json")}
-    again = start(recipe, out, 1, *flags)
+    again = start(command, recipe, out, 1, *flags)
     printed, said = again.communicate(timeout=HANG_S)
     assert again.returncode == 0, said
     assert len(kept) >= cells and all((out / "cells" / name).read_bytes() == text for name, text in kept.items())

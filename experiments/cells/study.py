@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from experiments.recipe import Resolved
+from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Tree, merge
 from experiments.run.console import Console
@@ -31,15 +32,22 @@ Document = dict[str, Any]
 
 
 def study_recipe(
-    reference: str, overrides: Sequence[Branch], *, block: str, example: str, out: Path | None = None
+    reference: str,
+    overrides: Sequence[Branch],
+    *,
+    block: str,
+    example: str,
+    out: Path | None = None,
+    of: type[Recipe] = Recipe,
 ) -> tuple[Resolved, Branch]:
     """The recipe of a study, its precision settled, and the tree that its cells are resolved from, which knows nothing
     of the study.
 
     Args:
         block: the recipe's key that makes it a study.
-        example: shipped recipe to start from, for the refusal.
+        example: how to get a recipe to start from, for the refusal.
         out: the study's directory; what it has settled holds.
+        of: what the recipe fills.
 
     Raises:
         UserError: a recipe without the block, or one that cannot be built.
@@ -50,18 +58,16 @@ def study_recipe(
     for override in overrides:
         tree = merge(tree, override)
     name = Path(reference).stem
-    tree = settled_tree(tree, name=name, kept=None if out is None else out / RECIPE)
-    resolved = resolve_tree(tree, (), name=name)
+    tree = settled_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=of)
+    resolved = resolve_tree(tree, (), name=name, of=of)
     assert isinstance(tree, Branch)
     if getattr(resolved.recipe, block) is None:
-        raise UserError(
-            f"recipe {resolved.name!r} has no `{block}` block; start from `flatshift recipes copy {example}`"
-        )
+        raise UserError(f"recipe {resolved.name!r} has no `{block}` block; start from {example}")
     return resolved, dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != block})
 
 
 def carry_out(
-    recipe: str,
+    command: str,
     out: Path,
     name: str,
     *,
@@ -72,6 +78,8 @@ def carry_out(
     quiet: bool,
 ) -> Document:
     """Plan, run and judge a study; write what it found to `out`/`name` and its page to `out`/report.html.
+
+    command: what the page says made it.
 
     Raises:
         UserError: bad input, before any cell runs; another command is at work on `out`. Interrupted: stopped; the same
@@ -87,7 +95,7 @@ def carry_out(
             found = measure(planned, console)
         except KeyboardInterrupt as error:
             raise Interrupted("finished cells are kept; the same command goes on from there") from error
-        document = {**found, "command": f"flatshift compare {recipe} --data DIR --out OUT"}
+        document = {**found, "command": f"{command} --data DIR --out OUT"}
         write_json(out / name, document)
         write_text(out / "report.html", page(document))
         return document

@@ -48,7 +48,9 @@ def compare(
     def plan() -> Plan:
         return Plan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
 
-    return carry_out(recipe, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)
+    return carry_out(
+        f"flatshift compare {recipe}", out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet
+    )
 
 
 def summary(document: dict[str, Any]) -> list[str]:

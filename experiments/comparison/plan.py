@@ -81,7 +81,7 @@ class Plan:
             UserError: no such block, an unknown name, a missing file, a method that cannot be built.
         """
         self.resolved, self._tree = study_recipe(
-            reference, overrides, block="comparison", example="flat-comparison", out=out
+            reference, overrides, block="comparison", example="`flatshift recipes copy flat-comparison`", out=out
         )
         assert self.resolved.recipe.comparison is not None
         self.study = _only(self.resolved.recipe.comparison, methods, tasks)

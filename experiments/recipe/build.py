@@ -15,6 +15,8 @@ from finetune.errors import UserError, shortened
 Origins = dict[str, str]
 _LONG_WORD = 200
 """Longer than any key or value that a typing error could have been meant for; looking for a near one is quadratic."""
+_RETIRED = ("quality",)
+"""Keys of a recipe that the resolved ones of earlier runs still name, as null."""
 _ROOM = 160
 """Characters for a list of what is known."""
 
@@ -43,6 +45,8 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
     for key, child in tree.children.items():
         where = tree.keys.get(key, tree.where)
         if key not in names:
+            if not path and key in _RETIRED and isinstance(child, Leaf) and child.value is None:
+                continue
             raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
         values[key] = _value(hints[key], child, _join(path, key), origins)
     try:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from experiments.comparison.settings import Comparison
-from experiments.quality.settings import Quality
 from finetune.bounds import MOST_STEPS, refuse_zero
 from finetune.config import (
     Adapter,
@@ -152,5 +151,3 @@ class Recipe:
     """Default grid of `flatshift sweep`."""
     comparison: Comparison | None = None
     """Methods, tasks and protocol of `flatshift compare`."""
-    quality: Quality | None = None
-    """Selectors, targets and protocol of `flatshift compare`: a study of data selection."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from experiments.recipe.config import Recipe
 
-_PLANS = ("sweep", "comparison", "quality", "extends")  # what decides which runs there are, not what one of them gives
+_PLANS = ("sweep", "comparison", "extends")  # what decides which runs there are, not what one of them gives
 _PLACES = ("device", "threads")
 _WATCHED = ("tracker",)
 """What is told of a run, and changes none of its figures."""

@@ -38,7 +38,7 @@ def settled(
 
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
-    before, origins = _kept_by(kept)
+    before, origins = _kept_by(kept, type(recipe))
     if train.precision == "auto" and before is not None and before.precision != "auto":
         values[PRECISION] = before.precision, origins[PRECISION]
     else:
@@ -80,9 +80,16 @@ def readable(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def settled_tree(tree: Tree, *, name: str, kept: Path | None, say: Callable[[str], None] = lambda line: None) -> Tree:
+def settled_tree(
+    tree: Tree,
+    *,
+    name: str,
+    kept: Path | None,
+    say: Callable[[str], None] = lambda line: None,
+    of: type[Recipe] = Recipe,
+) -> Tree:
     """The same for a recipe's tree that cells are to be made of; keyword arguments as in `settled`."""
-    resolved = resolve_tree(tree, (), name=name)
+    resolved = resolve_tree(tree, (), name=name, of=of)
     found = settled(resolved, say=say, kept=kept)
     if found is resolved:
         return tree
@@ -93,13 +100,13 @@ def settled_tree(tree: Tree, *, name: str, kept: Path | None, say: Callable[[str
     return tree
 
 
-def _kept_by(kept: Path | None) -> tuple[Train | None, Mapping[str, str]]:
+def _kept_by(kept: Path | None, of: type[Recipe]) -> tuple[Train | None, Mapping[str, str]]:
     """What a directory's recipe says of training, and where both precisions came from; None without one, or if other
     code wrote it."""
     try:
         if kept is None or not kept.is_file():
             return None, {}
-        recipe = build(Recipe, parse_file(kept))
+        recipe = build(of, parse_file(kept))
     except UserError:
         return None, {}
     origins = read_origins(kept, recipe)

@@ -89,14 +89,14 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
     return tree
 
 
-def load_recipe(reference: str | None, overrides: Sequence[Branch] = ()) -> Resolved:
+def load_recipe(reference: str | None, overrides: Sequence[Branch] = (), *, of: type[Recipe] = Recipe) -> Resolved:
     """Load a recipe file or shipped recipe and lay overrides (`from_override`) over it, later ones on top.
 
-    reference: a path, a shipped name, or None for the defaults alone.
+    reference: a path, a shipped name, or None for the defaults alone. of: what it fills.
     Raises UserError with file:line or flag, and the nearest valid name.
     """
     tree = Branch({}, "defaults") if reference is None else recipe_tree(reference)
-    return resolve_tree(tree, overrides, name=Path(reference).stem if reference else "recipe")
+    return resolve_tree(tree, overrides, name=Path(reference).stem if reference else "recipe", of=of)
 
 
 def recipe_tree(reference: str) -> Branch:
@@ -106,12 +106,12 @@ def recipe_tree(reference: str) -> Branch:
     return tree
 
 
-def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str) -> Resolved:
+def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
     """Lay overrides over a tree and build it, as `load_recipe`."""
     for override in overrides:
         tree = merge(tree, override)
     origins: Origins = {}
-    return Resolved(_anchored(build(Recipe, tree, origins=origins)), name, origins)
+    return Resolved(_anchored(build(of, tree, origins=origins)), name, origins)
 
 
 def _anchored(recipe: Recipe) -> Recipe:

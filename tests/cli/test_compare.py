@@ -11,13 +11,13 @@ import pytest
 
 from flatshift.cli import run
 from tests.comparison_study import make_study
-from tests.killed_study import kill_and_go_on
+from tests.killed_study import COMPARE, kill_and_go_on
 
 
 @pytest.mark.slow
 def test_a_killed_study_goes_on_and_keeps_its_cells(tmp_path: Path) -> None:
     recipe, out = make_study(tmp_path), tmp_path / "out"
-    kill_and_go_on(recipe, out, "--tasks", "easy", "--comparison.seeds", "2", cells=3)
+    kill_and_go_on(COMPARE, recipe, out, "--tasks", "easy", "--comparison.seeds", "2", cells=3)
     document = json.loads((out / "comparison.json").read_text(encoding="utf-8"))
     assert {row["trials"] for row in document["trials"]} == {8}
 

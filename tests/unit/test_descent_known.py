@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
+from benchmarks.curves.known import NULLS, bump, bumps
+from benchmarks.curves.random_features import LinearModel, random_features_curve, ridge_fit
 from experiments.descent import peak_test
-from experiments.descent.dynamics import gradient_flow_curve, noise_curve, unstable_curve
-from experiments.descent.known import NULLS, bump, bumps
-from experiments.descent.random_features import LinearModel, random_features_curve, ridge_fit
 from finetune.errors import UserError
 
 

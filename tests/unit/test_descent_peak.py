@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.curves.known import NULLS, bump, bumps
 from experiments.descent import detectable_sd, holdout_test, peak_test, rejections, seeds_needed, thin
 from experiments.descent.calibration import critical, null, p_value
-from experiments.descent.known import NULLS, bump, bumps
 from experiments.descent.pairs import pairs_of, point_variances
 from finetune.errors import UserError
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
+from benchmarks.curves.known import bump
+from benchmarks.curves.random_features import random_features_curve
 from experiments.descent import Curve, crossing, effective_model_complexity, emc_from_curve, judge_curve
 from experiments.descent.curves import is_judged
-from experiments.descent.dynamics import gradient_flow_curve, noise_curve, unstable_curve
-from experiments.descent.known import bump
-from experiments.descent.random_features import random_features_curve
 from finetune.errors import UserError
 
 RANKS = [1, 2, 4, 8, 16, 32, 64, 128, 256]

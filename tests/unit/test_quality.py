@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.quality.choosing import selection_file
-from experiments.quality.plan import Plan
-from experiments.quality.pool import open_pool, pool_file
-from experiments.quality.study import study_quality
-from experiments.recipe import from_override, load_recipe
+from benchmarks.studies.selection_quality.choosing import selection_file
+from benchmarks.studies.selection_quality.plan import RECIPE, Plan
+from benchmarks.studies.selection_quality.pool import open_pool, pool_file
+from benchmarks.studies.selection_quality.settings import StudyRecipe
+from benchmarks.studies.selection_quality.study import study_quality
+from experiments.recipe import from_override, load_recipe, recipe_key
 from experiments.recipe.precision import settled
 from finetune.errors import UserError
 from tests.quality_study import make_study
@@ -70,8 +71,8 @@ def test_a_cold_backbone_is_the_same_under_every_seed_and_a_warmed_one_is_not(ma
 
 
 def test_a_remembered_warm_up_changes_nothing(made, monkeypatch, tmp_path: Path) -> None:
-    from experiments.quality import training
-    from experiments.quality.runner import run_cell
+    from benchmarks.studies.selection_quality import training
+    from benchmarks.studies.selection_quality.runner import run_cell
 
     recipe, out, document = made
     plan = Plan(str(recipe), [], data=recipe.parent)
@@ -186,7 +187,7 @@ def test_a_part_of_the_study_shares_its_cells(made) -> None:
 
 
 def test_a_method_that_shapes_its_choice_for_one_size_selects_anew_for_every_budget(made) -> None:
-    from experiments.quality.choosing import choose, chosen_rows
+    from benchmarks.studies.selection_quality.choosing import choose, chosen_rows
 
     recipe, out, _ = made
 
@@ -227,7 +228,7 @@ def test_what_is_told_to_readers_names_no_other_cell(made) -> None:
 
 
 def test_a_targets_own_settings_serve_all_its_arms_and_are_told(made) -> None:
-    from experiments.quality.protocol import protocol
+    from benchmarks.studies.selection_quality.protocol import protocol
 
     recipe, _, _ = made
     laid = [from_override("quality.targets.bank.set", "{warmup.steps: 3}", "--")]
@@ -244,7 +245,7 @@ def test_a_targets_own_settings_serve_all_its_arms_and_are_told(made) -> None:
 
 
 def test_accuracy_endpoints_have_an_interval_over_rows_and_nats_say_that_they_have_none(made) -> None:
-    from experiments.quality.page import page
+    from benchmarks.studies.selection_quality.page import page
 
     document = made[2]
     for name, arm in document["arms"].items():
@@ -314,7 +315,7 @@ def test_a_pool_that_cannot_serve_is_one_clear_error(made, tmp_path: Path) -> No
 
 def inputs_of(plan: Plan, out: Path, monkeypatch) -> None:
     """The first cells of a study: its pool and features."""
-    from experiments.quality import runner
+    from benchmarks.studies.selection_quality import runner
     from experiments.run.console import Console
 
     monkeypatch.setattr(plan, "arms_with_budget", list)
@@ -337,7 +338,7 @@ def test_an_input_that_was_refused_is_tried_again(made, tmp_path: Path, monkeypa
 
 
 def test_bad_records_are_counted_and_skipping_them_is_another_pool(made, tmp_path: Path) -> None:
-    from experiments.quality.pool import store_pool
+    from benchmarks.studies.selection_quality.pool import store_pool
 
     recipe, _, _ = made
     bad = recipe.parent / "bad.jsonl"
@@ -358,7 +359,7 @@ def test_bad_records_are_counted_and_skipping_them_is_another_pool(made, tmp_pat
 
 
 def test_a_budget_above_the_pool_fails_that_selection_with_its_reason(made, tmp_path: Path) -> None:
-    from experiments.quality.choosing import choose
+    from benchmarks.studies.selection_quality.choosing import choose
 
     recipe, out, _ = made
     plan = Plan(str(recipe), [], data=recipe.parent)
@@ -371,7 +372,7 @@ def test_a_budget_above_the_pool_fails_that_selection_with_its_reason(made, tmp_
 
 
 def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
-    found = load_recipe("selection-quality").recipe.quality
+    found = load_recipe(str(RECIPE), of=StudyRecipe).recipe.quality
     assert found is not None and found.seeds >= 5 and len(found.targets) >= 5
     assert {1000, 5000} <= set(found.budgets)
     assert sum(20_000 in found.budgets_of(target) for target in found.targets) == 2
@@ -383,7 +384,10 @@ def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(lzma.compress(name.encode()))
     (tmp_path / found.tags).write_bytes(lzma.compress(b""))
-    plan = Plan("selection-quality", [], data=tmp_path)
+    plan = Plan(str(RECIPE), [from_override("train.precision", "bf16")], data=tmp_path)
+    assert (
+        recipe_key(plan.resolve("", ""), []) == "9f75fb60ac776da1"
+    )  # as it was when the study shipped with the product
     assert len({plan.selection(a, t, 0).key for a in plan.arms_with_budget() for t in found.targets}) == len(
         plan.arms_with_budget()
     ) * len(found.targets)
@@ -391,8 +395,10 @@ def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
 
 def test_a_study_is_part_of_the_resolved_recipe(made) -> None:
     recipe, out, _ = made
-    again = load_recipe(str(out / "study.recipe.yaml"))
-    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(settled(load_recipe(str(recipe))).recipe)
+    again = load_recipe(str(out / "study.recipe.yaml"), of=StudyRecipe)
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(
+        settled(load_recipe(str(recipe), of=StudyRecipe)).recipe
+    )
 
 
 def test_results_and_guide_come_from_the_document_alone(made) -> None:

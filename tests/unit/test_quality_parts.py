@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.studies.selection_quality.choosing import matched_draw
+from benchmarks.studies.selection_quality.pool import StoredPool
+from benchmarks.studies.selection_quality.settings import Quality, QualityArm, QualityTarget
+from benchmarks.studies.selection_quality.stream import packed_rows
 from experiments.cells.training import kept_tokenizer
-from experiments.quality.choosing import matched_draw
-from experiments.quality.pool import StoredPool
-from experiments.quality.settings import Quality, QualityArm, QualityTarget
-from experiments.quality.stream import packed_rows
 from finetune.errors import UserError
 
 # --------------------------------------------------------------------------------------------- settings
@@ -107,7 +107,7 @@ def test_rows_of_a_warm_up_are_the_passages_end_to_end_and_equally_many_for_all(
 
 
 def test_an_encoder_is_distilled_into_a_table_of_static_vectors(tmp_path: Path) -> None:
-    from experiments.quality.features import distilled
+    from benchmarks.studies.selection_quality.features import distilled
     from selection.features import StaticEmbedder
     from tests.data_models import bert_tokenizer
     from tests.finetune_models import save_backbone

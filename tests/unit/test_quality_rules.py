@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.quality.settings import QualityArm, QualityEmbedder, QualityTarget
+from benchmarks.studies.selection_quality.settings import QualityArm, QualityEmbedder, QualityTarget
 
 REFUSED_KEYS = [
     (QualityArm, {"warmup.steps": 200}, "set has 'warmup.steps', but an arm .* top of the recipe, for every arm"),
@@ -46,7 +46,7 @@ def test_keys_of_a_method_and_of_how_a_target_trains_are_taken() -> None:
 
 def losses(*differences: tuple[float, float]) -> str:
     """What is said of gotd − knn, given as (mean, lower end), one a target."""
-    from experiments.quality.answers import _losses
+    from benchmarks.studies.selection_quality.answers import _losses
 
     targets = {
         f"t{i}": {"budgets": {"30": {"knn": {"nats_focus": {"value": mean, "low": low, "high": 2 * mean - low}}}}}
@@ -69,7 +69,7 @@ def test_a_mean_that_is_behind_is_told_where_no_interval_is() -> None:
 
 
 def test_accuracy_that_holds_for_these_rows_only_is_told() -> None:
-    from experiments.quality.answers import _accuracy
+    from benchmarks.studies.selection_quality.answers import _accuracy
 
     found = {"value": 0.05, "p_holm": 0.01, "detectable": 0.1}
     arms = {
@@ -101,7 +101,7 @@ def test_a_bootstrap_over_seeds_and_rows_is_the_naive_one() -> None:
 
 
 def test_an_arm_without_a_p_keeps_the_family_as_large() -> None:
-    from experiments.quality.analysis import _correct
+    from benchmarks.studies.selection_quality.analysis import _correct
     from experiments.stats import paired_test
 
     alike = paired_test({0: 0.71, 1: 0.62}, {0: 0.7, 1: 0.61})

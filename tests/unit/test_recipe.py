@@ -175,7 +175,6 @@ def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
         "double-descent": "4a2ce05d5a6f5f7d",
         "flat-comparison": "9826379f05a18d2f",
         "language-model": "0337a8c0cfb2730b",
-        "selection-quality": "9f75fb60ac776da1",
         "warmup": "ccbe761224e21445",
     }
     assert {name: recipe_key(load_recipe(name, [bf16]).recipe, []) for name in before} == before
@@ -186,6 +185,16 @@ def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
     assert recipe_key(load_recipe("classify", watched).recipe, []) == before["classify"]
     other = [bf16, from_override("optimizer.kind", "adamw-8bit")]
     assert recipe_key(load_recipe("classify", other).recipe, []) != before["classify"]
+
+
+def test_a_resolved_recipe_of_a_run_before_the_selector_study_moved_still_reads(tmp_path):
+    first = load_recipe("warmup")
+    path = tmp_path / "recipe.resolved.yaml"
+    path.write_text(first.to_yaml() + "quality: null  # default\n", encoding="utf-8")
+    assert resume_recipe(tmp_path).to_yaml() == first.to_yaml()
+    path.write_text(first.to_yaml() + "quality: {seeds: 5}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="unknown key 'quality'"):
+        resume_recipe(tmp_path)
 
 
 def test_a_resumed_run_says_where_its_values_came_from_in_the_first_place(tmp_path):

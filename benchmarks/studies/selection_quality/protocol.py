@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.quality.plan import Plan
-from experiments.quality.settings import Quality
+from benchmarks.studies.selection_quality.plan import Plan
+from benchmarks.studies.selection_quality.settings import Quality
 from experiments.report import formats
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.studies.selection_quality.answers import answers
+from benchmarks.studies.selection_quality.plan import Plan
+from benchmarks.studies.selection_quality.protocol import protocol
+from benchmarks.studies.selection_quality.runner import Outcome
 from experiments.cells.files import Result
 from experiments.cells.resampling import right_items, seeds_by_items
 from experiments.cells.rows import split_rows
-from experiments.quality.answers import answers
-from experiments.quality.plan import Plan
-from experiments.quality.protocol import protocol
-from experiments.quality.runner import Outcome
 from experiments.stats import holm, paired_test, t_interval
 from finetune.seeds import numpy_generator
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.studies.selection_quality.settings import Quality
 from experiments.cells.refusing import refuse_in_study
-from experiments.quality.settings import Quality
 from experiments.recipe.config import Recipe, Select
 from finetune.config import Classify, Data
 from finetune.errors import UserError

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
+from benchmarks.studies.selection_quality.checks import check_cells, check_method, check_study
+from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
 from experiments.cells.inputs import chosen, digest, locate
 from experiments.cells.study import study_recipe
-from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
-from experiments.quality.checks import check_cells, check_method, check_study
-from experiments.quality.settings import Quality
 from experiments.recipe import from_override, recipe_key
 from experiments.recipe.config import Recipe
 from experiments.recipe.key import settings_tree, short_hash
@@ -21,6 +21,9 @@ from experiments.recipe.tree import Branch
 from finetune.digests import digest as file_digest
 from finetune.errors import UserError
 from selection.config import Features, one_size
+
+RECIPE = Path(__file__).resolve().parent / "selection-quality.yaml"
+"""The study that is published."""
 
 
 class Plan:
@@ -39,7 +42,7 @@ class Plan:
     ) -> None:
         """
         Args:
-            reference: recipe file or shipped name with a `quality` block.
+            reference: recipe file with a `quality` block.
             out: directory of the study, whose earlier choice of `train.precision: auto` holds.
             data: directory that files are relative to; None: the working directory.
             selectors: only these arms and the baseline; empty: all.
@@ -50,11 +53,12 @@ class Plan:
             UserError: no such block, an unknown name, a missing file, settings that cannot serve.
         """
         self.resolved, self._tree = study_recipe(
-            reference, overrides, block="quality", example="selection-quality", out=out
+            reference, overrides, block="quality", example=str(RECIPE), out=out, of=StudyRecipe
         )
-        whole = self.resolved.recipe.quality
-        assert whole is not None
-        check_study(self.resolved.recipe, whole)
+        recipe = self.resolved.recipe
+        assert isinstance(recipe, StudyRecipe) and recipe.quality is not None
+        whole = recipe.quality
+        check_study(recipe, whole)
         files = {name: locate(t.file, data, f"quality.targets.{name}.file") for name, t in whole.targets.items()}
         self._rows = {
             name: TargetRows(

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
+from benchmarks.studies.selection_quality.plan import Plan
 from experiments.cells.files import Result, write_result
 from experiments.cells.runner import Runner, claim_study
 from experiments.comparison.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
-from experiments.quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
-from experiments.quality.plan import Plan
 from experiments.recipe.build import nearest
 from experiments.run.console import Console
 from finetune.atomic import sweep_leftovers
@@ -65,19 +65,19 @@ def _measure(root: Path, cell: Any, threads: int) -> Mapping[str, Any]:
 
     with cpu_threads(cell.recipe.train.threads or threads):
         if isinstance(cell, PoolCell):
-            from experiments.quality.pool import store_pool
+            from benchmarks.studies.selection_quality.pool import store_pool
 
             return store_pool(root, cell)
         if isinstance(cell, FeaturesCell):
-            from experiments.quality.features import pool_vectors
+            from benchmarks.studies.selection_quality.features import pool_vectors
 
             _, found = pool_vectors(root, cell)
             return {"rows": len(found), "dim": int(found.shape[1])}
         if isinstance(cell, SelectionCell):
-            from experiments.quality.choosing import choose
+            from benchmarks.studies.selection_quality.choosing import choose
 
             return choose(root, cell)
-        from experiments.quality.training import run_training
+        from benchmarks.studies.selection_quality.training import run_training
 
         return run_training(root, cell)
 
@@ -259,8 +259,8 @@ class _Stages:
         return self.runner.done(cell) and bool(self.runner.result(cell)["status"] == "refused")
 
     def _provide(self, todo: Sequence[Any]) -> None:
-        from experiments.quality.choosing import selection_file
-        from experiments.quality.pool import pool_file
+        from benchmarks.studies.selection_quality.choosing import selection_file
+        from benchmarks.studies.selection_quality.pool import pool_file
 
         pool = self.plan.pool
         if not pool_file(self.out, pool.key).is_file():

@@ -1,4 +1,4 @@
-"""`flatshift compare` with a `quality` block: plan, run, judge, write. Running it again goes on where it stopped."""
+"""A study of selectors: plan, run, judge, write. Running it again goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.studies.selection_quality.analysis import analyse
+from benchmarks.studies.selection_quality.page import page
+from benchmarks.studies.selection_quality.plan import Plan
+from benchmarks.studies.selection_quality.runner import run_study
 from experiments.cells.study import carry_out
-from experiments.quality.analysis import analyse
-from experiments.quality.page import page
-from experiments.quality.plan import Plan
-from experiments.quality.runner import run_study
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 
@@ -33,7 +33,7 @@ def study_quality(
     """Run the study of `recipe` into `out` and return what quality.json holds.
 
     Args:
-        recipe: file or shipped name with a `quality` block.
+        recipe: file with a `quality` block.
         data: directory of pool and targets.
         selectors, targets, budgets: only these (the baseline always); empty: all.
         jobs: worker processes, one thread each.
@@ -49,9 +49,5 @@ def study_quality(
     def plan() -> Plan:
         return Plan(recipe, overrides, data=data, out=out, selectors=selectors, targets=targets, budgets=budgets)
 
-    return carry_out(recipe, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)
-
-
-def summary(document: dict[str, Any]) -> list[str]:
-    """The answers in lines for a terminal."""
-    return document["answers"] or ["no endpoint: no two arms ran at one budget"]
+    command = f"python -m benchmarks.studies.selection_quality {recipe}"
+    return carry_out(command, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)

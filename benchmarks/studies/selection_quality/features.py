@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.quality.cells import FeaturesCell
-from experiments.quality.pool import open_pool
+from benchmarks.studies.selection_quality.cells import FeaturesCell
+from benchmarks.studies.selection_quality.pool import open_pool
 from experiments.select.embedding import state_embedder
 from finetune.errors import UserError
 from finetune.seeds import derive

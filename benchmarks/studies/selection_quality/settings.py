@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from experiments.quality.keys import check_arm_keys, check_embedder_keys, check_target_keys
+from benchmarks.studies.selection_quality.keys import check_arm_keys, check_embedder_keys, check_target_keys
+from experiments.recipe.config import Recipe
 from finetune.bounds import LONGEST
 from finetune.config import check_bounds
 
@@ -80,7 +81,7 @@ class QualityEmbedder:
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """Selectors against a random draw on several targets, by one protocol; `flatshift compare` runs it."""
+    """Selectors against a random draw on several targets, by one protocol."""
 
     pool: str = ""
     """The pool's passages, unlabelled: a file as for targets."""
@@ -177,6 +178,14 @@ class Quality:
     def fine_tunes(self, budget: int | None) -> bool:
         """Whether the fine-tune runs after this budget."""
         return budget is None or not self.fine_tune_budgets or budget in self.fine_tune_budgets
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRecipe(Recipe):
+    """A recipe that may have a study of selectors."""
+
+    quality: Quality | None = None
+    """Selectors, targets and protocol of the study."""
 
 
 def _check_budgets(budgets: tuple[int, ...]) -> None:
