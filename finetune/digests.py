@@ -2,6 +2,7 @@
 
     RUN/done.json                  {"files": {"eval.json": …, "adapter/adapter_model.safetensors": …}}
     RUN/stages/NAME/done.json      the same of stages/NAME/adapter, beside how the stage ended
+    SWEEP/cells/KEY/result.json    {"seal": {"result.json": …, "trace.jsonl": …}}: itself and the cell's files
 
 What was saved by other programs, or is not finished, has no such record and passes. Imports nothing heavy.
 """
@@ -12,11 +13,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from .atomic import read_object
+from .atomic import json_text, read_object, write_json
 from .errors import UserError
 
 DONE, FILES = "done.json", "files"
+_SEAL = "seal"
 
 
 def digest(file: Path) -> str:
@@ -38,6 +41,33 @@ def sums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 def adapter_sums(folder: Path) -> dict[str, str]:
     """`sums` of the adapter in `folder`/adapter: all that reading it depends on."""
     return sums(folder, [file for file in (folder / "adapter").glob("*") if file.is_file()])
+
+
+def write_sealed(file: Path, record: Mapping[str, object], beside: Iterable[Path] = ()) -> None:
+    """Write the JSON `record` with the SHA-256 of its own values and of the files `beside` it, for `unsealed`."""
+    plain = json.loads(json_text(record, allow_nan=False))
+    write_json(file, {**plain, _SEAL: {**sums(file.parent, beside), file.name: record_digest(plain)}})
+
+
+def unsealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[str, Any]:
+    """`record`, as read from `file`, without its seal; a record that has none passes.
+
+    Raises:
+        UserError: it, or a file beside it, is not what `write_sealed` left; ends with `fix`.
+    """
+    plain = {key: value for key, value in record.items() if key != _SEAL}
+    seal = record.get(_SEAL, {file.name: record_digest(plain)})
+    if not isinstance(seal, dict) or file.name not in seal:
+        raise UserError(f"{file}: {_SEAL!r} is not a mapping of names to SHA-256; {fix}")
+    for name, before in seal.items():
+        place = file.parent / name
+        try:
+            now = record_digest(plain) if name == file.name else digest(place)
+        except OSError as error:
+            raise UserError(f"{place}: {error.strerror}, but {file.name} lists it; {fix}") from None
+        if now != before:
+            raise UserError(f"{place} is not what was saved (SHA-256 in {file.name}); {fix}")
+    return plain
 
 
 def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:

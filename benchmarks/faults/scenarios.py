@@ -37,7 +37,7 @@ LABELLED = [
 ]
 TIMES = (
     *("seconds", "time_s", "record_s", "cpu_s", "wall_s", "rates", "tokens_per_s", "mfu"),
-    *("created", "peak_bytes", "attempt", "code"),
+    *("created", "peak_bytes", "attempt", "code", "seal"),
 )
 """What differs between two undisturbed runs, or tells of the disturbance."""
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.atomic import read_object, write_json
+from finetune.atomic import read_object
+from finetune.digests import unsealed, write_sealed
 from finetune.errors import Interrupted
 
 Result = dict[str, Any]
@@ -22,8 +23,9 @@ def cell_file(directory: Path, key: str) -> Path:
 
 
 def read_result(directory: Path, key: str) -> Result:
-    """The result of a cell that has one."""
-    return read_object(cell_file(directory, key), "status", fix="delete it, and the same command runs the cell anew")
+    """The result of a cell that has one. Raises UserError if the file is none, or not what the cell left."""
+    file, fix = cell_file(directory, key), "delete it, and the same command runs the cell anew"
+    return unsealed(file, read_object(file, "status", fix=fix), fix=fix)
 
 
 def is_final(directory: Path, key: str) -> bool:
@@ -48,7 +50,7 @@ def write_result(
     started, cpu = time.monotonic(), time.process_time()
     outcome: Result = {"reason": None, **empty}
     outcome |= _outcome_of(measure) if died is None else {"status": "crashed", "reason": died}
-    write_json(
+    write_sealed(
         cell_file(directory, key),
         {
             "cell": key,

@@ -29,6 +29,7 @@ from experiments.report.sweepplan import (
 )
 from experiments.report.sweeptable import SweepTable, Where
 from experiments.report.sweeptraces import STEP, late_traces
+from finetune.digests import unsealed
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -301,6 +302,7 @@ def _flat_result(file: Path) -> dict[str, Any]:
             row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
+    unsealed(file, tree, fix="delete it and run the sweep again")
     return row
 
 

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from experiments.recipe import Resolved, recipe_key
 from experiments.run.console import Console
 from experiments.sweep.source import flatshift_version, source_digest
-from finetune.atomic import write_json
-from finetune.digests import digest
+from finetune.digests import digest, unsealed, write_sealed
 from finetune.errors import Interrupted, UserError, is_out_of_memory, user_path
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from experiments.recipe.config import Recipe
 
 RESULT = "result.json"
+_FIX = f"delete the cell's {RESULT}, and the sweep runs the cell anew"
 _DONE = Path("stages", "fine-tune", "done.json")
 
 
@@ -199,7 +199,7 @@ def outcome_of(measure: Callable[[], dict[str, Any]], directory: Path) -> tuple[
 def finish_cell(directory: Path, cell: Cell, outcome: Outcome) -> None:
     """Write a cell's result.json, making `directory` if need be; from then on the cell is never run again."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(
+    write_sealed(
         directory / RESULT,
         {
             "cell": cell.key,
@@ -211,7 +211,14 @@ def finish_cell(directory: Path, cell: Cell, outcome: Outcome) -> None:
             "flatshift": flatshift_version(),
             "code": source_digest(),
         },
+        beside=_records_of(directory),
     )
+
+
+def _records_of(directory: Path) -> list[Path]:
+    """The files of a cell's directory that its figures come from, but for its result."""
+    found = [file for end in ("*.json*", "*.yaml") for file in directory.glob(end) if file.name != RESULT]
+    return [file for file in found if file.is_file() and not file.name.startswith(".")]
 
 
 def _best_step(directory: Path) -> int | None:
@@ -224,7 +231,8 @@ def _best_step(directory: Path) -> int | None:
 
 
 def read_result(directory: Path) -> dict[str, Any] | None:
-    """A cell's result; None if it has none yet. Raises UserError if the file is no result."""
+    """A cell's result; None if it has none yet. Raises UserError if the file is no result, or it or a record of the
+    cell is not what the cell left."""
     path = directory / RESULT
     try:
         found = json.loads(path.read_bytes())
@@ -233,5 +241,5 @@ def read_result(directory: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a cell's result ({error}); delete it, and the sweep runs the cell anew") from None
-    return dict(found)
+        raise UserError(f"{path}: not a cell's result ({error}); {_FIX}") from None
+    return unsealed(path, found, fix=_FIX)

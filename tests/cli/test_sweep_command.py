@@ -139,7 +139,8 @@ def test_other_code_is_said_and_run_anew_when_asked(
     out = tmp_path / "sweep"
     assert cheap("--grid", "adapter.rank=1,2", "--seeds", "1") == 0
     path = next(out.glob("cells/*/result.json"))
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"code": "an old one"}), encoding="utf-8")
+    old = {key: value for key, value in json.loads(path.read_text(encoding="utf-8")).items() if key != "seal"}
+    path.write_text(json.dumps(old | {"code": "an old one"}), encoding="utf-8")
     (out / "done.json").unlink()  # which would speak of a changed file
     capsys.readouterr()
     assert cheap("--grid", "adapter.rank=1,2", "--seeds", "1") == 0
@@ -224,17 +225,17 @@ def test_full_disk_keeps_what_was_finished(
     cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sweep"
-    whole = experiments.sweep.cell.write_json
+    whole = experiments.sweep.cell.write_sealed
     calls = 0
 
-    def write_json(path: Path, value: Any) -> None:
+    def write_sealed(path: Path, *args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        whole(path, value)
+        whole(path, *args, **kwargs)
 
-    monkeypatch.setattr(experiments.sweep.cell, "write_json", write_json)
+    monkeypatch.setattr(experiments.sweep.cell, "write_sealed", write_sealed)
     grid = ["--grid", "adapter.rank=1,2,3", "--seeds", "1"]
     assert cheap(*grid) == 3
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flatshift: ")]

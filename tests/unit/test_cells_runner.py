@@ -43,6 +43,10 @@ def test_a_cell_that_ended_its_workers_is_not_run_for_its_result(tmp_path: Path)
     found = read_result(tmp_path, "a")
     assert (found["status"], found["reason"], found["figure"]) == ("crashed", "its worker process ended", None)
     assert not (tmp_path / "seen-a").exists()
+    file = tmp_path / "a.json"
+    file.write_text(file.read_text().replace("worker", "porker"))
+    with pytest.raises(UserError, match=r"a\.json is not what was saved .*; delete it, and the same command runs"):
+        read_result(tmp_path, "a")
 
 
 def test_a_study_takes_its_own_directory_and_no_other(tmp_path: Path) -> None:

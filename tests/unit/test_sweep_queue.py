@@ -310,7 +310,9 @@ def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: P
     run_cells(tmp_path, cells, 1, QUIET, run=behave)
     for cell, other in ((cells[0], {"code": "0" * 12}), (cells[1], {"flatshift": "0.0.1"})):
         path = tmp_path / "cells" / cell.key / RESULT
-        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | other), encoding="utf-8")
+        found = json.loads(path.read_text(encoding="utf-8")) | other
+        del found["seal"]  # as results were before they had one
+        path.write_text(json.dumps(found), encoding="utf-8")
     made = stale(results_of(tmp_path, cells))
     assert made.keys() == {cells[0].key, cells[1].key}
     assert made[cells[0].key].endswith("0" * 12) and made[cells[1].key].startswith("0.0.1 ")
@@ -328,6 +330,22 @@ def test_damaged_result_is_named(tmp_path: Path) -> None:
     path.write_text('{"status": "do', encoding="utf-8")
     with pytest.raises(UserError, match=r"result\.json: not a cell's result"):
         run_cells(tmp_path, [cell], 1, QUIET, run=behave)
+
+
+@pytest.mark.parametrize("name", [RESULT, "trace.jsonl"])
+def test_a_changed_byte_of_a_finished_cell_is_noticed(tmp_path: Path, name: str) -> None:
+    cells = cells_that(["ok", "ok"])
+    (folder := tmp_path / "cells" / cells[0].key).mkdir(parents=True)
+    (folder / "trace.jsonl").write_text('{"stage": "fine-tune", "step": 1, "seconds": 0.25}\n')
+    finish_cell(folder, cells[0], Outcome("done", metrics={"test": {"loss": {"value": 1.5, 2: "an int key"}}}))
+    assert read_result(folder)["metrics"]["test"]["loss"]["value"] == 1.5  # type: ignore[index]
+    file = folder / name
+    file.write_text(file.read_text().replace("1.5" if name == RESULT else "0.25", "9.5"))
+    with pytest.raises(UserError, match=rf"{name} is not what was saved \(SHA-256 in {RESULT}\); delete"):
+        run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    (folder / RESULT).unlink()
+    run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    assert all(read_result(tmp_path / "cells" / cell.key) for cell in cells)
 
 
 # ------------------------------------------------------------------------------------------- devices
