@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from finetune.backbone import quiet_transformers
-from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Mesh, Optimizer, Seq2Seq, Task, Train
+from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from finetune.data import Batches
 from finetune.data.encoding import Example
 from finetune.errors import Interrupted
@@ -31,6 +31,7 @@ from finetune.parallel.mesh import World
 from finetune.parallel.rules import Settings, check_settings
 from finetune.run_directory import RunDirectory
 from finetune.seeds import torch_generator
+from finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
 from finetune.train.loop import train_stage
 from regularizers import GGPO, Plain, Regularizer, build
 
@@ -223,7 +224,7 @@ def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: World, backbone
         train=train,
         mesh=mesh,
         world=world,
-        label_names=LABELS if isinstance(task, Classify) else None,
+        label_names=LABELS if task.has_classes else None,
     )
     first = {name: alive(name, value) for name, value in engine.whole(engine.parameters).items()}
     engine.put(first, engine.parameters, where="the first values")
@@ -283,7 +284,7 @@ def _stage(
             regularizer=regularizer(subject),
             run=RunDirectory(folder, writes=world.is_main),
             seed=SEED,
-            label_names=LABELS if isinstance(task, Classify) else None,
+            label_names=LABELS if task.has_classes else None,
             on_step=course.add,
             stop=lambda: len(course.losses) == stop,
         )

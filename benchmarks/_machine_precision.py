@@ -101,12 +101,13 @@ def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: boo
     from finetune.backbone import load_backbone
     from finetune.compute.loss import batch_loss, find_head
     from finetune.compute.precision import autocast
-    from finetune.config import Adapter, Classify, LanguageModel, Train
+    from finetune.config import Adapter, Train
     from finetune.data.batches import MicroBatch
     from finetune.seeds import torch_generator
+    from finetune.tasks import Classify, LanguageModel
 
     task = Classify() if "encoder" in backbone else LanguageModel()
-    names = ("a", "b", "c") if isinstance(task, Classify) else None
+    names = ("a", "b", "c") if task.has_classes else None
     model = load_backbone(backbone, task=task, label_names=names, precision=precision, narrow=narrow)
     model = attach_adapter(model, Adapter(rank=8), task=task, seed=0).train()
     generator = torch_generator(0, "any machine", tokens)

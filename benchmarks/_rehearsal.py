@@ -24,26 +24,14 @@ from benchmarks.cuda_rehearsal import Rehearsal, Wait
 from finetune.adapters.adapter import attach_adapter
 from finetune.compute.capabilities import CUDA, T4, Capabilities
 from finetune.compute.matmul_rate import DTYPES
-from finetune.config import (
-    Adapter,
-    Chat,
-    Classify,
-    Completion,
-    Evaluate,
-    LanguageModel,
-    MaskedLM,
-    Optimizer,
-    Regress,
-    Seq2Seq,
-    Task,
-    Train,
-)
+from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data import Batches, Example
 from finetune.data.masking import Masking
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory
 from finetune.stacked.engine import CellEngine
+from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
 from finetune.train.loop import train_stage
 from regularizers import (
     ASAM,
@@ -114,7 +102,7 @@ class Case:
     def task(self) -> Task:
         """Its objective's, packed or not."""
         task = OBJECTIVES[self.objective]
-        return replace(task, pack=self.packed) if isinstance(task, LanguageModel | Completion | Chat) else task
+        return replace(task, pack=self.packed) if task.causal else task
 
 
 def all_cases() -> Iterator[Case]:
@@ -122,7 +110,7 @@ def all_cases() -> Iterator[Case]:
     for objective, regularizer, checkpointing, accumulate in itertools.product(
         OBJECTIVES, REGULARIZERS, CHECKPOINTING, (1, 2)
     ):
-        packable = isinstance(OBJECTIVES[objective], LanguageModel | Completion | Chat)
+        packable = OBJECTIVES[objective].causal
         for packed in (False, True) if packable else (False,):
             yield Case(objective, regularizer, checkpointing, accumulate, packed)  # type: ignore[arg-type]
 
@@ -132,7 +120,7 @@ def covering_cases() -> list[Case]:
     one and two micro-batches, bf16 and float32."""
     chosen, regularizers = [], itertools.cycle(REGULARIZERS)
     for index, (objective, checkpointing) in enumerate(itertools.product(OBJECTIVES, CHECKPOINTING)):
-        packed = isinstance(OBJECTIVES[objective], LanguageModel | Completion | Chat) and index % 2 == 0
+        packed = OBJECTIVES[objective].causal and index % 2 == 0
         case = Case(objective, next(regularizers), checkpointing, 1 + index % 2, packed)  # type: ignore[arg-type]
         chosen.append(case if index % 5 else replace(case, precision="fp32"))
     return chosen
@@ -189,7 +177,7 @@ def rehearse(
         max_length=_LENGTH,
         **(settings or {}),
     )
-    masking = Masking(3, np.arange(4, VOCABULARY)) if isinstance(task, MaskedLM) else None
+    masking = Masking(3, np.arange(4, VOCABULARY)) if task.hides_tokens else None
     batches = Batches(
         examples,
         task=task,

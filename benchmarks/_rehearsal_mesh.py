@@ -50,11 +50,12 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from benchmarks._rehearsal import REGULARIZERS, _Pad, rows
     from benchmarks.cuda_rehearsal import Rehearsal
     from finetune.compute.capabilities import CUDA, rehearsed
-    from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
+    from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
     from finetune.data import Batches
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.run_directory import RunDirectory
+    from finetune.tasks import LanguageModel
     from finetune.train.loop import train_stage
     from regularizers import build
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import Benchmark
-from finetune.config import Completion
+from finetune.tasks import Completion
 
 COUNT, MICRO, LENGTH = 1000, 8, 384
 SHIPPED = "sample:banking/train"
@@ -89,7 +89,7 @@ def read(files: Sequence[str], *, prompt: str | None, completion: str | None) ->
     """The first thousand rows of `files` that fit; without files, of the sample that ships."""
     from benchmarks.train_step import BACKBONE
     from finetune.backbone import load_tokenizer
-    from finetune.data import encode, read_rows, required_columns
+    from finetune.data import encode, read_rows
 
     name = f"{COUNT:,} rows of {', '.join(Path(file).name.split('.')[0] for file in files) or SHIPPED}"
     if files:
@@ -99,7 +99,7 @@ def read(files: Sequence[str], *, prompt: str | None, completion: str | None) ->
         print(f"no --data: {SHIPPED}, which ships")
     tokenizer = load_tokenizer(BACKBONE)
     found: list[Any] = []
-    for row in read_rows(list(files) or [SHIPPED], required=required_columns(task)):
+    for row in read_rows(list(files) or [SHIPPED], required=task.columns()):
         encoded = encode([row], task=task, tokenizer=tokenizer, max_length=LENGTH)
         if not encoded.truncated:
             found += encoded.examples

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks._harness import Benchmark, cpu_seconds
-from finetune.config import Chat
 from finetune.data import encode
 from finetune.data.encoding import IGNORE
 from finetune.errors import UserError
+from finetune.tasks import Chat
 from tests.chat_models import (
     CONVERSATIONS,
     DATE,

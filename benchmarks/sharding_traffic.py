@@ -123,10 +123,11 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
 
     from benchmarks._collectives import Collectives
     from finetune.compute.precision import autocast
-    from finetune.config import Adapter, LanguageModel, Mesh, Optimizer, Train
+    from finetune.config import Adapter, Mesh, Optimizer, Train
     from finetune.data.batches import MicroBatch
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
+    from finetune.tasks import LanguageModel
     from finetune.train.optimizer import AdapterOptimizer
     from regularizers import GGPO, Plain, build
 

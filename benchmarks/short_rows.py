@@ -27,12 +27,13 @@ def update(backbone: str, tokens: int, precision: Any) -> Callable[[], None]:
     from finetune.backbone import load_backbone
     from finetune.compute.loss import batch_loss
     from finetune.compute.precision import autocast
-    from finetune.config import Adapter, Classify, LanguageModel, Train
+    from finetune.config import Adapter, Train
     from finetune.data.batches import MicroBatch
     from finetune.seeds import torch_generator
+    from finetune.tasks import Classify, LanguageModel
 
     task = Classify() if "encoder" in backbone else LanguageModel()
-    names = ("a", "b", "c") if isinstance(task, Classify) else None
+    names = ("a", "b", "c") if task.has_classes else None
     model = load_backbone(backbone, task=task, label_names=names, precision=precision)
     model = attach_adapter(model, Adapter(rank=8), task=task, seed=0).train()
     generator = torch_generator(0, "short rows", tokens)

@@ -48,9 +48,10 @@ def _cells(
     noisy: every second cell trains with GGPO. last: adapters in the last block, and the same rows for all cells.
     """
     from finetune.backbone import load_backbone, load_tokenizer
-    from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
+    from finetune.config import Adapter, Evaluate, Optimizer, Train
     from finetune.data import Batches, encode, read_rows
     from finetune.run_directory import RunDirectory
+    from finetune.tasks import LanguageModel
     from finetune.train.loop import stage_work
     from regularizers import GGPO, Plain, build
 
@@ -109,8 +110,8 @@ class _Stacked:
     """The cells as one stack."""
 
     def __init__(self, backbone: Any, cells: Sequence[Any]) -> None:
-        from finetune.config import LanguageModel
         from finetune.stacked import Host, cell_engine
+        from finetune.tasks import LanguageModel
 
         task = LanguageModel()
         self.engines = [cell_engine(backbone, adapter, task=task, train=train) for adapter, train, _ in cells]
@@ -132,8 +133,8 @@ class _Alone:
     """The cells one after another."""
 
     def __init__(self, backbone: Any, cells: Sequence[Any]) -> None:
-        from finetune.config import LanguageModel
         from finetune.stacked import cell_engine
+        from finetune.tasks import LanguageModel
 
         task = LanguageModel()
         self.engines = [cell_engine(backbone, adapter, task=task, train=train) for adapter, train, _ in cells]

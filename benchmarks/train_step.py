@@ -26,7 +26,8 @@ from typing import Any, Literal
 
 from benchmarks import _thousand
 from benchmarks._harness import Benchmark, cpu_seconds, interleave, limit_threads, peak_bytes
-from finetune.config import Adapter, Classify, Completion, Evaluate, LanguageModel, Optimizer, Task, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
+from finetune.tasks import Classify, Completion, LanguageModel, Task
 from regularizers.config import GGPO, Plain, RegularizerConfig
 
 BACKBONE, SEED = "flatshift-5m", 0
@@ -41,7 +42,7 @@ def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> An
     from finetune.backbone import load_tokenizer
     from finetune.data import Batches, encode, read_rows
 
-    labelled = not isinstance(task, LanguageModel)
+    labelled = "label" in task.columns()
     source = "sample:scicite/train" if labelled else "sample:pool"
     found = [row for row, _ in zip(read_rows([source]), range(2000), strict=False)]
     tokenizer = load_tokenizer(BACKBONE)
@@ -62,7 +63,7 @@ def model_of(task: Task, precision: Precision, device: str = "cpu", backbone: st
     from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone
 
-    labels = ("background", "method", "result") if isinstance(task, Classify) else None
+    labels = ("background", "method", "result") if task.has_classes else None
     loaded = load_backbone(backbone, task=task, label_names=labels, precision=precision, device=device)
     return attach_adapter(loaded, Adapter(rank=8), task=task, seed=SEED)
 

@@ -9,8 +9,6 @@ from experiments.data.splits import warm_up_task
 from experiments.recipe.config import Recipe, WarmUp
 from finetune.backbone import resolve_device
 from finetune.compiling import refuse_compile
-from finetune.config import Chat, MaskedLM
-from finetune.data.chat import template_record
 from finetune.errors import UserError
 from finetune.kinds import check_task, has_both_sides
 from finetune.parallel.rules import Settings, check_settings
@@ -39,16 +37,11 @@ def check_recipe(recipe: Recipe) -> None:
         )
     if recipe.warmup is not None:
         _check_warm_up(recipe, recipe.warmup)
-    if isinstance(recipe.task, Chat):
-        template_record(recipe.task)
-        if recipe.data.label_noise:
-            raise UserError(
-                "data.label_noise: a conversation has no label to make wrong; set it to 0 for task.kind: chat"
-            )
-    if recipe.record is not None and recipe.task.kind == "regress":
-        raise UserError("record: task.kind: regress has no right and wrong to record; take the block out")
-    if recipe.data.label_noise and recipe.task.kind == "masked-lm":
-        raise UserError("data.label_noise: task.kind: masked-lm has no labels to make wrong; set it to 0")
+    recipe.task.template_record()
+    if recipe.data.label_noise:
+        recipe.task.refuse("data.label_noise")
+    if recipe.record is not None:
+        recipe.task.refuse("record")
 
 
 def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
@@ -66,15 +59,11 @@ def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
             f"warmup.batch_size: {warmup.batch_size} rows do not divide among the {ranks} data ranks of the mesh; take "
             "a multiple of them"
         )
-    if isinstance(recipe.task, Chat):
+    recipe.task.refuse("warmup")
+    if has_both_sides(recipe.backbone):
         raise UserError(
-            "the recipe's `warmup` block moves towards the target's texts, and conversations (task.kind: chat) have "
-            "none; leave it out"
-        )
-    both = "task.kind: seq2seq" if recipe.task.kind == "seq2seq" else f"backbone {recipe.backbone!r}"
-    if recipe.task.kind == "seq2seq" or has_both_sides(recipe.backbone):
-        raise UserError(
-            f"the recipe's `warmup` block trains a decoder or an encoder alone, and {both} has both; leave it out"
+            f"the recipe's `warmup` block trains a decoder or an encoder alone, and backbone {recipe.backbone!r} has "
+            "both; leave it out"
         )
     task, _ = warm_up_task(recipe)
     try:
@@ -89,7 +78,7 @@ def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
     except UserError as error:
         raise UserError(f"the recipe's `warmup` block: {error}") from None
     begun = recipe.adapter.init != "default" or recipe.adapter.under is not None
-    if begun and isinstance(task, MaskedLM):
+    if begun and task.new_head:
         what = "adapter.under" if recipe.adapter.under is not None else f"adapter.init: {recipe.adapter.init}"
         raise UserError(
             f"{what} does not go with the warm-up of an encoder, whose stages differ in their heads; leave one out"

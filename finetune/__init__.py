@@ -16,24 +16,17 @@ if TYPE_CHECKING:
     from .backbone import load_backbone, load_tokenizer, resolve_backbone
     from .config import (
         Adapter,
-        Chat,
-        Classify,
-        Completion,
         Data,
         Evaluate,
-        LanguageModel,
-        MaskedLM,
         Mesh,
         Optimizer,
-        Regress,
-        Seq2Seq,
-        Task,
         Train,
     )
     from .errors import Interrupted, UserError
     from .fingerprint import checksum
     from .planner.memory import memory_plan, plan_lines
     from .run_directory import RunDirectory, read_metrics
+    from .tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
     from .train.loop import Diverged, StageResult, train_stage
 
 _HOMES = {
@@ -41,22 +34,15 @@ _HOMES = {
     "backbone": ("load_backbone", "load_tokenizer", "resolve_backbone"),
     "config": (
         "Adapter",
-        "Chat",
-        "Classify",
-        "Completion",
         "Data",
         "Evaluate",
-        "LanguageModel",
-        "MaskedLM",
         "Mesh",
         "Optimizer",
-        "Regress",
-        "Seq2Seq",
-        "Task",
         "Train",
     ),
     "errors": ("Interrupted", "UserError"),
     "fingerprint": ("checksum",),
+    "tasks": ("Chat", "Classify", "Completion", "LanguageModel", "MaskedLM", "Regress", "Seq2Seq", "Task"),
     "train.loop": ("Diverged", "StageResult", "train_stage"),
     "planner.memory": ("memory_plan", "plan_lines"),
     "run_directory": ("RunDirectory", "read_metrics"),

@@ -26,23 +26,15 @@ from .compute.numerics import dropout_rates, uses_dropout
 from .compute.precision import loading_dtype
 from .compute.presence import look, missing, read_straight_to
 from .compute.widened import widen_on_use
-from .config import (
-    ByExample,
-    Chat,
-    Completion,
-    LanguageModel,
-    MaskedLM,
-    Precision,
-    Quantization,
-    Regress,
-    Seq2Seq,
-    Task,
-)
+from .config import Precision, Quantization
 from .errors import UserError, first_line, is_out_of_memory, user_path
 from .quantised import check_available, import_library, loading_options, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .tasks import Task
+
 
 _PACKAGE = "package:"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
@@ -236,7 +228,7 @@ def load_backbone(
     auto, settings = auto_class(task, num_labels=num_labels, label_names=label_names)
     where = f"backbone {str(name)!r}"
     # a checkpoint's head for other classes is replaced
-    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if isinstance(task, ByExample) else {}
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.by_example else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
     if quantization is not None:
         from .parallel.skeleton import build_skeleton
@@ -279,30 +271,9 @@ def auto_class(
     task: Task, *, num_labels: int | None, label_names: Sequence[str] | None
 ) -> tuple[type[Any], dict[str, Any]]:
     """transformers' class for `task` and the settings of its config: the classes of a head."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSequenceClassification,
-    )
+    import transformers
 
-    if isinstance(task, Seq2Seq):
-        return AutoModelForSeq2SeqLM, {}
-    if isinstance(task, MaskedLM):
-        return AutoModelForMaskedLM, {}
-    if isinstance(task, Regress):
-        return AutoModelForSequenceClassification, {"num_labels": 1, "problem_type": "regression"}
-    if not isinstance(task, ByExample):
-        return AutoModelForCausalLM, {}
-    names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
-    if not names or (num_labels is not None and len(names) != num_labels):
-        raise ValueError("load_backbone(task=Classify) needs num_labels or label_names, and they must agree")
-    by_name = {label: i for i, label in enumerate(names)}
-    # a checkpoint's own problem_type is of its old head
-    problem = "multi_label_classification" if task.multi else "single_label_classification"
-    return AutoModelForSequenceClassification, {
-        "num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": by_name, "problem_type": problem
-    }  # fmt: skip
+    return getattr(transformers, task.auto_class), task.head_settings(num_labels=num_labels, label_names=label_names)
 
 
 def configured(directory: Path, settings: dict[str, Any], *, dropout: float | None) -> Any:
@@ -338,22 +309,16 @@ def refusal(error: Exception, task: Task, where: str) -> UserError:
         raise error
     if "Unrecognized configuration class" in str(error):
         return no_class(task, where)
-    return UserError(f"{where} cannot be loaded for {_modelling(task)}: {first_line(error)}")
+    return UserError(f"{where} cannot be loaded for {task.modelling}: {first_line(error)}")
 
 
 def no_class(task: Task, where: str) -> UserError:
     """What the user is told where transformers has no class of this task for the backbone."""
     return UserError(
-        f"{where}: transformers has no {_modelling(task)} class for this architecture; `task.kind: seq2seq` is for "
+        f"{where}: transformers has no {task.modelling} class for this architecture; `task.kind: seq2seq` is for "
         "encoder-decoders (T5, BART), language-model and completion are for decoders, masked-lm is for encoders, "
         "classify and regress are for most"
     )
-
-
-def _modelling(task: Task) -> str:
-    head = "sequence classification"
-    kinds = {"classify": head, "regress": head, "seq2seq": "encoder-decoder", "masked-lm": "masked language modelling"}
-    return kinds.get(task.kind, "causal language modelling")
 
 
 def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) -> None:
@@ -400,12 +365,12 @@ def _reads_both_ways(config: Any) -> bool:
 
 def check_causal(config: Any, task: Task, where: str) -> None:
     """Raise UserError for an encoder as language model, and a decoder as masked one; `config` is transformers' own."""
-    if isinstance(task, LanguageModel | Completion | Chat) and _reads_both_ways(config):
+    if task.backbone == "decoder" and _reads_both_ways(config):
         raise UserError(
             f"{where} is an encoder ({config.model_type}) whose tokens see the future, so it cannot be trained as a "
             "language model; take `task.kind: masked-lm` or classify, or a decoder"
         )
-    if isinstance(task, MaskedLM) and (config.is_encoder_decoder or getattr(config, "is_decoder", False)):
+    if task.backbone == "encoder" and (config.is_encoder_decoder or getattr(config, "is_decoder", False)):
         raise UserError(f"{where} has a decoder ({config.model_type}), and task.kind: masked-lm is for encoders")
 
 
@@ -414,8 +379,7 @@ def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, 
     mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}
     absent = sorted(set(report["missing_keys"]) | mismatched)
     prefix = model.base_model_prefix + "."
-    headed = isinstance(task, ByExample | MaskedLM)
-    core = [n for n in absent if not headed or (n.startswith(prefix) and ".pooler." not in n)]
+    core = [n for n in absent if not task.new_head or (n.startswith(prefix) and ".pooler." not in n)]
     if core:
         more = f" and {len(core) - 1} more" if len(core) > 1 else ""
         for entry in report["mismatched_keys"]:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from .compute.numerics import uses_dropout
-from .config import Adapter, Mesh, Seq2Seq, Task, Train
+from .config import Adapter, Mesh, Train
 from .errors import UserError
 from .parallel.fsdp import blocks
+
+if TYPE_CHECKING:
+    from .tasks import Task
 
 REGULARIZERS = frozenset({"plain", "ggpo", "flat-lora"})
 """Those whose compiled steps are compared with eager ones in the tests."""
@@ -32,13 +35,13 @@ def refuse_compile(train: Train, *, mesh: Mesh, adapter: Adapter, task: Task, re
         return
     if mesh.auto:
         raise UserError("train.compile: blocks are compiled in one process only; leave mesh.auto off, or compile")
+    task.refuse("train.compile")
     reasons = {
         "train.quantization": train.quantization is not None and "quantised products are the library's own kernels",
         "train.checkpointing": train.checkpointing != "none" and "it replaces the blocks' own forward pass",
         "adapter.dropout": adapter.dropout > 0 and "compiled masks are not those of the same seed",
         "adapter.projector": adapter.projector is not None and "features enter between the blocks",
         "adapter.dora": adapter.dora and "its norms are taken without a gradient inside of the graph",
-        "task.kind: seq2seq": isinstance(task, Seq2Seq) and "decoder rows come in all lengths, each a graph of its own",
         f"regularizer.kind: {regularizer}": regularizer not in REGULARIZERS
         and "it has not been compared with eager steps",
     }

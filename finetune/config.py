@@ -1,6 +1,6 @@
 """What a fine-tuning run can be told: one frozen dataclass per component. Imports nothing heavy.
 
-A union (`Task`) is chosen in a recipe by its `kind:` tag. Every field's docstring is its help text.
+What a run learns is in `finetune.tasks`. Every field's docstring is its help text.
 """
 
 from __future__ import annotations
@@ -12,15 +12,6 @@ from typing import Literal
 from .adapters.projector_settings import Projector as Projector
 from .bounds import LONGEST, MOST_STEPS, refuse_zero
 from .bounds import check_bounds as check_bounds
-from .tasks import ByExample as ByExample
-from .tasks import Chat as Chat
-from .tasks import Classify as Classify
-from .tasks import Completion as Completion
-from .tasks import LanguageModel as LanguageModel
-from .tasks import MaskedLM as MaskedLM
-from .tasks import Regress as Regress
-from .tasks import Seq2Seq as Seq2Seq
-from .tasks import Task as Task
 from .train.data_order import Spikes as Spikes
 from .train.trackers import Tracker as Tracker
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .backbone import auto_class, check_causal, no_class, read_config
-from .config import MaskedLM, Task
+
+if TYPE_CHECKING:
+    from .tasks import Task
 
 
 def check_task(name: str | Path, task: Task) -> None:
@@ -22,7 +25,7 @@ def check_task(name: str | Path, task: Task) -> None:
     auto, _ = auto_class(task, num_labels=2, label_names=None)
     if type(config) not in auto._model_mapping:  # what `from_pretrained` asks first
         raise no_class(task, where)
-    if isinstance(task, MaskedLM) or not config.is_encoder_decoder:  # else the decoder alone is meant, if it is there
+    if task.backbone == "encoder" or not config.is_encoder_decoder:  # else the decoder alone is meant, if it is there
         check_causal(config, task, where)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import Interrupted
 from finetune.fingerprint import checksum
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import LanguageModel
 from finetune.train.loop import train_stage
 from regularizers import RegularizerConfig, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone

@@ -134,8 +134,9 @@ def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = 
 def adapted(shape: Shape, device: Any, *, rank: int, checkpointing: Any = "none") -> Any:
     """The same with an adapter on all linear layers, in bf16, as a run has it."""
     from finetune.adapters.adapter import attach_adapter
-    from finetune.config import Adapter, LanguageModel
+    from finetune.config import Adapter
     from finetune.parallel.activation_checkpoint import checkpoint_activations
+    from finetune.tasks import LanguageModel
 
     model = attach_adapter(backbone(shape, device), Adapter(rank=rank), task=LanguageModel(pack=False), seed=SEED)
     checkpoint_activations(model, checkpointing)
@@ -147,9 +148,9 @@ def batches(shape: Shape, *, rows: int, sequence: int, count: int = 4) -> Any:
     again."""
     import numpy as np
 
-    from finetune.config import LanguageModel
     from finetune.data import Batches, Example
     from finetune.seeds import numpy_generator
+    from finetune.tasks import LanguageModel
 
     generator = numpy_generator(SEED, "gpu", "rows")
     ids = generator.integers(3, shape.vocabulary, (rows * count, sequence), dtype=np.int64)

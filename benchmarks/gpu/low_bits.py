@@ -103,8 +103,9 @@ def sized(
         return {figure: {"reason": MISSING} for figure in ("seconds", "memory", "frozen")}
     from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone, quiet_transformers
-    from finetune.config import Adapter, LanguageModel
+    from finetune.config import Adapter
     from finetune.quantised import scales
+    from finetune.tasks import LanguageModel
 
     where, sizes, task = Device(device), shape_of(shape), LanguageModel(pack=False)
     found: dict[str, dict[Any, Any]] = {"seconds": {}, "memory": {}, "frozen": {}}

@@ -54,7 +54,7 @@ def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
     """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens."""
     from finetune import config
     from finetune.backbone import decoder_start, load_tokenizer
-    from finetune.data import Batches, Masking, Row, encode, read_rows, required_columns
+    from finetune.data import Batches, Masking, Row, encode, read_rows
 
     task: Any = {
         "language-model": config.LanguageModel(),
@@ -67,7 +67,7 @@ def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
         "masked-lm": config.MaskedLM(),
     }[kind]
     source = "sample:gsm8k/train" if kind == "chat" else "sample:scicite/train"
-    rows_of_kind = read_rows([source], required=required_columns(task))
+    rows_of_kind = read_rows([source], required=task.columns())
     found = [row for row, _ in zip(rows_of_kind, range(limit), strict=False)]
     labels: tuple[str, ...] | None = None
     if kind == "classify":

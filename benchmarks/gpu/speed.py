@@ -56,8 +56,9 @@ class Updates:
     """A stage of ours under way, update by update; nothing of it is saved."""
 
     def __init__(self, case: Case, device: str, folder: Path, *, regularizer: Any = None) -> None:
-        from finetune.config import Evaluate, LanguageModel, Optimizer, Train
+        from finetune.config import Evaluate, Optimizer, Train
         from finetune.run_directory import RunDirectory
+        from finetune.tasks import LanguageModel
         from finetune.train.loop import stage_work
         from regularizers import Plain, build
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from finetune.config import Classify, Task
-from finetune.data import Row, label_reader, limit_rows, read_rows, required_columns, sort_labels
+from finetune.data import Row, limit_rows, read_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
+from finetune.tasks import Task
 
 _SPLIT = "split"
 
@@ -33,9 +33,7 @@ def split_rows(
         raise UserError(f"{file}: {validation} validation rows leave nothing of {len(train)} rows to train on")
     chosen = limit_rows(range(len(train)), validation, seed=derive(0, "comparison", "validation"))
     apart = set(chosen)
-    labels = sort_labels(row.values["label"] for row in train) if isinstance(task, Classify) else None
-    if isinstance(task, Classify) and task.labels is not None:
-        labels = task.labels
+    labels = task.class_names(train)
     pool = [row for i, row in enumerate(train) if i not in apart]
     if judged == "validation":
         return pool, [train[i] for i in chosen], labels
@@ -45,4 +43,4 @@ def split_rows(
 
 @functools.lru_cache(maxsize=16)
 def _read(file: str, task: Task) -> Sequence[Row]:
-    return list(read_rows([file], required=required_columns(task), label=label_reader(task)))
+    return list(read_rows([file], required=task.columns(), label=task.read_label))

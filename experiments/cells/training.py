@@ -15,10 +15,11 @@ import numpy as np
 
 from experiments.cells.refusing import refuse_beginning
 from experiments.recipe.config import Recipe
-from finetune.config import Chat, Classify, Completion, Optimizer, Task, Train
+from finetune.config import Optimizer, Train
 from finetune.errors import UserError
 from finetune.lock import scratch
 from finetune.seeds import derive
+from finetune.tasks import Task
 from finetune.train.loop import Diverged, train_stage
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def judge_examples(
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
     from finetune.compute.precision import autocast_dtype
-    from finetune.evaluate import class_scores, document_nats, evaluating, judge_classes
+    from finetune.evaluate import document_nats, evaluating, head_scores, judge_classes
 
     how: dict[str, Any] = {
         "batch_size": recipe.eval.batch_size,
@@ -141,15 +142,16 @@ def judge_examples(
         "autocast_dtype": autocast_dtype(recipe.train),
     }
     with evaluating(engine.judged):
-        if isinstance(task, Classify):
-            nats, predicted = class_scores(engine.judged, examples, **how)
+        if task.one_class:
+            nats, logits = head_scores(engine.judged, examples, task=task, **how)
+            predicted = logits.argmax(-1)
             gold = [int(example.labels) for example in examples]  # type: ignore[arg-type]
             figures = judge_classes(gold, predicted.tolist(), resamples=0, confidence=0.95, seed=0)
             _refuse_nan(nats)
             values = {name: float(figure["value"] or 0.0) for name, figure in figures.items()}
             right = "".join("1" if p == g else "0" for p, g in zip(predicted.tolist(), gold, strict=True))
             return {"loss": float(nats.mean()), **values}, right
-        if isinstance(task, Completion | Chat) and task.score != "perplexity":
+        if task.score != "perplexity":
             raise UserError("task.score: a comparison judges answers by their loss; take perplexity")
         nats, tokens = document_nats(engine.judged, examples, task=task, **how)
     _refuse_nan(nats)

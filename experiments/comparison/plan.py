@@ -18,7 +18,6 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
-from finetune.config import Classify
 from finetune.errors import UserError
 from regularizers.config import RegularizerConfig
 
@@ -104,7 +103,7 @@ class Plan:
 
     def classifies(self, task: str) -> bool:
         """Whether a task is judged by accuracy (else by its loss)."""
-        return isinstance(self._recipes[self.study.baseline, task].task, Classify)
+        return self._recipes[self.study.baseline, task].task.accuracy
 
     def steps(self, task: str) -> int:
         """Optimizer updates of a run at equal steps."""
@@ -120,7 +119,7 @@ class Plan:
                 raise UserError(
                     f"task {task!r}: a comparison judges classify, language-model and completion tasks only"
                 )
-            if isinstance(recipe.task, Classify) and recipe.task.multi:
+            if recipe.task.multi:
                 raise UserError(f"task {task!r}: a comparison judges rows of one class; leave task.multi off")
             if recipe.train.quantization is not None:
                 raise UserError("a comparison trains on backbones as they are: leave train.quantization out")

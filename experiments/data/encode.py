@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from experiments.data.sources import SPLITS, Split, choose, parts_of
 from experiments.recipe.config import Recipe
 from finetune.assets import beside_weights
 from finetune.cache_directory import cache_root
-from finetune.config import Chat, Classify, Completion, Regress, Seq2Seq, Task
 from finetune.data import (
     Examples,
     ExampleWriter,
@@ -31,15 +31,14 @@ from finetune.data import (
     TokenCache,
     classes_of,
     content_name,
-    encode,
     expand,
     sort_labels,
 )
-from finetune.data.chat import ChatEncoder, template_record
 from finetune.data.formats import split_suffix
 from finetune.data.left_out import Losses
 from finetune.data.units import Units, output_layer
 from finetune.errors import UserError, user_path
+from finetune.tasks import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,9 +98,15 @@ def encode_rows(
     """
     from finetune.backbone import decoder_start
 
-    settings: dict[str, Any] = {"bad_rows": recipe.data.bad_rows, "truncation": recipe.train.truncation}
-    start = decoder_start(recipe.backbone) if isinstance(task, Seq2Seq) else None
-    chats: dict[tuple[Split, int], ChatEncoder] = {}
+    settings: dict[str, Any] = {
+        "label_names": labels,
+        "bad_rows": recipe.data.bad_rows,
+        "decoder_start": decoder_start(recipe.backbone) if task.encoder_decoder else None,
+        "truncation": recipe.train.truncation,
+        "units": units,
+        "features": recipe.adapter.projector,
+    }
+    encoders: dict[tuple[Split, int], Any] = {}  # each counts its losses over all rows of a part
     losses: dict[tuple[Split, int], Losses] = {}
     writers: dict[Split, ExampleWriter] = {}
     for split in SPLITS:
@@ -112,24 +117,11 @@ def encode_rows(
     made = Made({}, [0] * parts)
     skipped: dict[Split, list[str]] = {}
     for split, part, chunk in _chunks(rows):
-        overlong = recipe.train.overlong
-        settings["overlong"] = None if overlong == "drop" and split != "train" else overlong
-        if isinstance(task, Chat):  # counts its losses over all rows of a part
-            if (split, part) not in chats:
-                chats[split, part] = ChatEncoder(task, tokenizer, recipe.train.max_length, **settings)
-            encoded = chats[split, part].add(chunk)
-        else:
-            encoded = encode(
-                chunk,
-                task=task,
-                tokenizer=tokenizer,
-                max_length=recipe.train.max_length,
-                label_names=labels,
-                decoder_start=start,
-                units=units,
-                features=recipe.adapter.projector,
-                **settings,
-            )
+        if (split, part) not in encoders:
+            overlong = recipe.train.overlong
+            settings["overlong"] = None if overlong == "drop" and split != "train" else overlong
+            encoders[split, part] = task.encoder(tokenizer, recipe.train.max_length, **settings)
+        encoded = encoders[split, part].add(chunk)
         losses.setdefault((split, part), Losses(_called(recipe, split, part, what))).add(encoded)
         writers[split].add(encoded.examples)
         made.truncated += encoded.truncated
@@ -138,8 +130,8 @@ def encode_rows(
         skipped.setdefault(split, []).extend(encoded.skipped)
         if split == "train":
             made.sizes[part] += len(encoded.examples)
-    for (split, part), chat in chats.items():
-        made.notes += [f"{_called(recipe, split, part, what)}: {note}" for note in chat.close()]
+    for (split, part), encoder in encoders.items():
+        made.notes += [f"{_called(recipe, split, part, what)}: {note}" for note in encoder.close()]
     made.splits = {split: writer.close() for split, writer in writers.items()}
     if made.dropped and not made.splits["train"]:
         raise UserError(
@@ -221,15 +213,12 @@ def survey(recipe: Recipe, splits: Sequence[Split] = SPLITS) -> Survey:
     """
     data, task = recipe.data, recipe.task
     parts = parts_of(data)
-    wants_labels = not (isinstance(task, Classify) and task.labels is not None) and (
-        isinstance(task, Classify) or (isinstance(task, Completion) and task.score == "rank")
-    )
+    wants_labels = task.has_classes and task.given_classes is None
     apart = data.holdout and not (parts["dev"] and parts["test"])
     limits = any(part.limit is not None for split in SPLITS for part in parts[split])
-    given = task.labels if isinstance(task, Classify) else None
-    targets = array("d") if isinstance(task, Regress) else None
+    targets = array("d") if task.has_targets else None
     if not (wants_labels or apart or limits or targets is not None):
-        return Survey(dict.fromkeys(SPLITS), given)
+        return Survey(dict.fromkeys(SPLITS), task.given_classes)
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     labels: set[str] = set()
     for split in splits:
@@ -256,7 +245,7 @@ def survey(recipe: Recipe, splits: Sequence[Split] = SPLITS) -> Survey:
         if split in chosen.own:
             routes[split][chosen.own[split]] = number  # type: ignore[index]
     trained = () if targets is None else np.asarray(targets)[routes["train"] == 1].tolist()
-    return Survey(routes, sort_labels(labels) if wants_labels else given, trained)
+    return Survey(routes, sort_labels(labels) if wants_labels else task.given_classes, trained)
 
 
 def streamed(recipe: Recipe, known: Survey, skipped: list[str]) -> Routed:
@@ -331,7 +320,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     train = {name: getattr(recipe.train, name) for name in ("max_length", "truncation", "overlong", "max_dropped")}
     task = dataclasses.asdict(recipe.task)
     task.pop("template", None)  # its text counts, not where it lies
-    template = template_record(recipe.task) if isinstance(recipe.task, Chat) else None
+    template = recipe.task.template_record()
     what = {
         "inputs": names,
         "parts": counts,
@@ -350,9 +339,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
 
 def _head(recipe: Recipe) -> dict[str, Any] | None:
     """The head that a regression's units are made for."""
-    if not (isinstance(recipe.task, Regress) and recipe.task.standardise):
-        return None
-    return dataclasses.asdict(output_layer(recipe.backbone))
+    return dataclasses.asdict(output_layer(recipe.backbone, recipe.task)) if recipe.task.own_units else None
 
 
 def _tokenizer_digest(directory: Path) -> str:
@@ -380,11 +367,16 @@ def _code_files() -> list[Path]:
     import finetune.data
     import finetune.data.units
     import finetune.seeds
+    import finetune.tasks
 
     here = Path(__file__).resolve().parent
     single = [finetune.backbone.__file__, finetune.seeds.__file__, finetune.data.units.__file__]
     return [
-        *sorted(Path(finetune.data.__file__).resolve().parent.rglob("*.py")),
+        *(file for room in (finetune.data, finetune.tasks) for file in sorted(_folder(room).rglob("*.py"))),
         *map(Path, single),
         *(here / name for name in ("encode.py", "sources.py", "splits.py")),
     ]
+
+
+def _folder(package: ModuleType) -> Path:
+    return Path(str(package.__file__)).resolve().parent

@@ -20,7 +20,7 @@ _ROUGHLY = 4
 def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> None:
     """Raise UserError for a judged row whose prompt leaves no room for its answer (score: generate)."""
     task = recipe.task
-    if getattr(task, "score", None) != "generate":
+    if task.score != "generate":
         return
     from finetune.backbone import read_config
     from finetune.evaluate.generate import check_room
@@ -30,7 +30,7 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
     )
     for judged in (judged_train(recipe, splits["train"]), splits["dev"], splits["test"]):
         if judged:
-            check_room(counted, judged, task.max_new_tokens)  # type: ignore[union-attr]
+            check_room(counted, judged, task.max_new_tokens)
 
 
 def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Iterator[str]:
@@ -80,7 +80,7 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
             f"{gib(held.adapter)}, and this machine has {gib(memory)}; take at most {fits:,}"
         )
     lengths = Examples.of(train).ragged("input_ids")
-    packed = getattr(recipe.task, "pack", False)
+    packed = recipe.task.pack
     share = 1.0 if packed or lengths is None else float(lengths[2].mean()) / settings.max_length
     if held.activations * share > _ROUGHLY * memory:
         fits = max(1, int(settings.batch_size * memory / (held.activations * share)))

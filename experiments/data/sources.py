@@ -10,35 +10,21 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.recipe.config import Recipe
-from finetune.config import (
-    ByExample,
-    Chat,
-    Classify,
-    Columns,
-    Completion,
-    Data,
-    LanguageModel,
-    MaskedLM,
-    Task,
-    Train,
-)
+from finetune.config import Columns, Data, Train
 from finetune.data import (
     Batches,
     Example,
     Examples,
-    Masking,
     Mixture,
     Proportions,
     Row,
-    label_reader,
     limit_rows,
     read_rows,
     require_rows,
-    required_columns,
-    used_columns,
 )
 from finetune.errors import UserError
 from finetune.seeds import derive
+from finetune.tasks import Task
 
 _LOOKED_AT = 50
 """Updates whose padding is counted."""
@@ -68,12 +54,12 @@ class Part:
         rows = read_rows(
             self.files,
             columns=self.columns,
-            required=required_columns(task),
+            required=task.columns(),
             bad_rows=data.bad_rows,
             skipped=skipped,
             setting=self.columns_setting,
             first=self.first,
-            label=label_reader(task),
+            label=task.read_label,
             used=self._used(task),
         )
         try:
@@ -86,8 +72,8 @@ class Part:
         """Columns with a name of the user's that one row at least must have. Other rows than those that train may lack
         ids and tools, and cannot name them otherwise; a pair without its second text is no row of the task."""
         if self.setting.startswith("data.train"):
-            return (*used_columns(task), "id")
-        return tuple(name for name in used_columns(task) if name == "text2")
+            return (*task.optional_columns(), "id")
+        return tuple(name for name in task.optional_columns() if name == "text2")
 
     def refuse_none(self, skipped: Sequence[str]) -> None:
         """Raise UserError: it has no usable row."""
@@ -246,8 +232,7 @@ def shares_of(mixture: Mixture) -> list[float]:
 
 def check_data(recipe: Recipe) -> None:
     """Refuse what the rows cannot be used for. Raises UserError."""
-    packed = isinstance(recipe.task, LanguageModel | Completion | Chat) and recipe.task.pack
-    if recipe.train.group is not None and packed:
+    if recipe.train.group is not None and recipe.task.pack:
         raise UserError(
             f"train.group: {recipe.train.group} has no use with task.pack: true, whose rows are full; leave it out, or "
             "set task.pack: false"
@@ -266,7 +251,7 @@ def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
     names: the classes in head order; None for a task without.
     """
     task = recipe.task
-    if names is None or len(names) > 1 or (isinstance(task, Classify) and task.multi):
+    if names is None or len(names) > 1 or task.multi:
         return
     found = f"there is only {names[0]!r}" if names else "there is none"
     raise UserError(
@@ -287,7 +272,7 @@ def judged_train(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
 def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     """Refuse rows of a split that a head over an encoder-decoder does not take in one batch: those that differ in their
     number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""
-    if not isinstance(recipe.task, ByExample):
+    if not recipe.task.by_example:
         return
     from finetune.headtokens import judged_token
 
@@ -324,7 +309,7 @@ def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | No
     from finetune.backbone import load_tokenizer
 
     settings, task = recipe.train, recipe.task
-    masking = Masking.of(task, load_tokenizer(recipe.backbone)) if isinstance(task, MaskedLM) else None
+    masking = task.masking(load_tokenizer(recipe.backbone)) if task.hides_tokens else None
     batches = Batches(
         train, task=recipe.task, batch_size=settings.batch_size, accumulate=settings.accumulate,
         seed=seed, max_length=settings.max_length, pad_id=0, mixture=mixture,

@@ -13,7 +13,7 @@ from experiments.data.lengths import beyond_positions, check_answers
 from experiments.data.sources import SPLITS, Part, Split, check_classes, check_ends, choose, mixture_of, parts_of
 from experiments.recipe.config import Recipe
 from finetune.atomic import read_object
-from finetune.config import Chat, Classify, Columns, Completion, LanguageModel, MaskedLM, Regress, Task
+from finetune.config import Columns
 from finetune.data import (
     CacheError,
     Example,
@@ -21,22 +21,18 @@ from finetune.data import (
     ExampleWriter,
     Mixture,
     Row,
-    answer_columns,
-    classes_of,
     describe,
     expand,
-    foreign_answers,
     label_index,
-    noisy_rows,
     open_examples,
     read_rows,
     require_rows,
     shuffled_examples,
-    sort_labels,
 )
-from finetune.data.units import Units, output_layer, units_of
+from finetune.data.units import Units
 from finetune.errors import UserError
 from finetune.seeds import derive
+from finetune.tasks import LanguageModel, MaskedLM, Task
 
 if TYPE_CHECKING:
     from finetune.train.trace.recorder import Recording
@@ -108,7 +104,7 @@ def read_splits(recipe: Recipe, task: Task | None = None, splits: Sequence[Split
             counts[split].append(len(found))
         records = records or len(rows["train"]) + len(skipped)
     train = rows["train"]
-    names = class_names(train, task)
+    names = task.class_names(train)
     chosen = choose(data, parts, counts, recipe.train.seed)
     held: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     for split in SPLITS[1:]:
@@ -185,10 +181,8 @@ def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | N
     Runs of earlier versions did not note them all: then from its training files. Raises UserError if those changed.
     """
     task = recipe.task
-    if isinstance(task, Classify) and task.labels is not None:
-        return task.labels, None
-    if not (isinstance(task, Classify | Regress) or (isinstance(task, Completion) and task.score == "rank")):
-        return None, None
+    if task.given_classes is not None or not (task.has_classes or task.has_targets):
+        return task.given_classes, None
     file = run / "manifest.json"
     if not file.is_file():
         raise UserError(f"{file} is missing, which tells the run's classes or units; copy it along with the rest")
@@ -203,11 +197,12 @@ def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | N
                 f"{now['path']} changed since the run began, and its rows alone tell the run's classes or units, which "
                 f"{file} does not; restore it"
             )
-    if isinstance(task, Regress) and recipe.data.label_noise:
+    if task.has_targets and recipe.data.label_noise:
         rows = read_splits(recipe, splits=("train",))
-        return None, _units(recipe, [row.values["label"] for row in _wrong_answers(recipe, rows)[0]])
+        targets = [row.values["label"] for row in _wrong_answers(recipe, rows)[0]]
+        return None, task.units(targets, recipe.backbone)
     known = survey(recipe, ("train",))
-    return known.labels, _units(recipe, known.targets)
+    return known.labels, task.units(known.targets, recipe.backbone)
 
 
 def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
@@ -219,7 +214,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
     """Encoded splits, in `folder` where there is one, and all else that is to be known of them as plain values."""
     from finetune.backbone import load_tokenizer
 
-    noise = recipe.data.label_noise
+    noise, task = recipe.data.label_noise, recipe.task
     paths = [str(path) for path in input_paths(recipe)]
     flipped: list[str] = []
     pool: list[str] = []
@@ -230,18 +225,18 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
         train, flipped = _wrong_answers(recipe, rows)
         pool = [row.id for row in rows.pool]
         routed = _routed(train, rows)
-        units = _units(recipe, [row.values["label"] for row in train] if isinstance(recipe.task, Regress) else ())
-        if flipped and labels is not None and isinstance(recipe.task, Classify) and not recipe.task.multi:
+        units = task.units([row.values["label"] for row in train] if task.has_targets else (), recipe.backbone)
+        if flipped and labels is not None and task.one_class:
             wrong = set(flipped)
             true = {row.id: label_index(row, labels) for row in rows.train if row.id in wrong}
     else:
         known = survey(recipe)
         skipped, labels, parts = [], known.labels, len(parts_of(recipe.data)["train"])
         routed = streamed(recipe, known, skipped)
-        units = _units(recipe, known.targets)
+        units = task.units(known.targets, recipe.backbone)
     check_classes(recipe, labels)
     tokenizer = load_tokenizer(recipe.backbone)
-    shuffle = bool(noise) and isinstance(recipe.task, LanguageModel)
+    shuffle = bool(noise) and task.noise == "tokens"
     made = encode_rows(
         recipe,
         tokenizer,
@@ -312,14 +307,6 @@ def _routed(train: Sequence[Row], rows: Rows) -> Routed:
     yield from (("test", 0, row) for row in rows.test)
 
 
-def _units(recipe: Recipe, targets: Sequence[float]) -> Units | None:
-    """Of the targets that are trained on, each row once whatever its source's weight; None for other tasks."""
-    if not isinstance(recipe.task, Regress):
-        return None
-    layer = output_layer(recipe.backbone) if recipe.task.standardise else None
-    return units_of(targets, layer)
-
-
 def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
     """What the recipe's warm-up trains, and why."""
     from finetune.backbone import is_encoder
@@ -338,15 +325,9 @@ def _noise_seed(recipe: Recipe) -> int:
 def _wrong_answers(recipe: Recipe, rows: Rows) -> tuple[list[Row], list[str]]:
     """The training rows with `data.label_noise`, where it is made before encoding, and the ids of the wrong ones."""
     rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
-    if not rate or isinstance(task, LanguageModel | MaskedLM):
+    if not rate or task.noise != "rows":
         return rows.train, []
-    if isinstance(task, Regress) or (isinstance(task, Classify) and task.multi):
-        noisy, flipped = foreign_answers(rows.pool, columns=("label",), rate=rate, seed=seed)
-    elif rows.label_names is not None:
-        noisy, flipped = noisy_rows(rows.pool, rate=rate, label_names=rows.label_names, seed=seed)
-    else:
-        assert not isinstance(task, Classify | Chat)  # one has label names, the other is refused by check_recipe
-        noisy, flipped = foreign_answers(rows.pool, columns=answer_columns(task), rate=rate, seed=seed)
+    noisy, flipped = task.with_noise(rows.pool, rate=rate, label_names=rows.label_names, seed=seed)
     by_id, wrong = {row.id: row for row in noisy}, set(flipped)
     return [by_id[row.id] for row in rows.train], [row.id for row in rows.train if row.id in wrong]
 
@@ -394,11 +375,3 @@ def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: 
     return Prepared(
         made.splits["train"], [], [], None, made.truncated, made.skipped, [], dropped=made.dropped, notes=notes
     )
-
-
-def class_names(rows: list[Row], task: Task) -> tuple[str, ...] | None:
-    """The classes in head order, from the task or the training rows; None for a task without classes."""
-    if isinstance(task, Classify) and task.labels is not None:
-        return task.labels
-    ranked = isinstance(task, Completion) and task.score == "rank"
-    return sort_labels(classes_of(rows)) if ranked or isinstance(task, Classify) else None

@@ -13,16 +13,14 @@ from finetune.config import (
     Data,
     Evaluate,
     Files,
-    LanguageModel,
-    MaskedLM,
     Mesh,
     Optimizer,
     Record,
-    Task,
     Tracker,
     Train,
     check_bounds,
 )
+from finetune.tasks import LanguageModel, MaskedLM, Task
 from regularizers.config import Plain, RegularizerConfig
 from selection.config import Chunk, Embedder, GotD, Method, Relevance, TfIdf
 from selection.hygiene.config import Hygiene

@@ -14,7 +14,7 @@ from experiments.recipe.build import Origins, build, nearest
 from experiments.recipe.config import Recipe
 from experiments.recipe.template import names_file, with_own_template
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse, parse_file
-from finetune.config import Chat, Files, Source, TrainFiles
+from finetune.config import Files, Source, TrainFiles
 from finetune.errors import UserError, shortened, user_path
 from selection.config import Features
 
@@ -157,7 +157,7 @@ def _anchored(recipe: Recipe) -> Recipe:
         under=recipe.adapter.under and _absolute(recipe.adapter.under),
     )
     task = recipe.task
-    if isinstance(task, Chat) and names_file(recipe):
+    if names_file(recipe):
         task = dataclasses.replace(task, template=_absolute(task.template or ""))
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 

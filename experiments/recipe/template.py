@@ -10,8 +10,7 @@ from pathlib import Path
 
 from experiments.recipe.config import Recipe
 from finetune.atomic import read_object
-from finetune.config import Chat
-from finetune.data.chat import shipped_templates, template_record, template_text
+from finetune.data.chat import shipped_templates, template_text
 from finetune.errors import UserError
 
 COPY = "template.jinja"
@@ -19,16 +18,13 @@ COPY = "template.jinja"
 
 def names_file(recipe: Recipe) -> bool:
     """Whether `task.template` is a file of the user's, not a shipped name or the tokenizer's own."""
-    task = recipe.task
-    return isinstance(task, Chat) and task.template is not None and task.template not in shipped_templates()
+    return recipe.task.template is not None and recipe.task.template not in shipped_templates()
 
 
 def template_copy(recipe: Recipe) -> dict[str, str]:
     """What a new run directory keeps of the user's template: file name → text; nothing where there is none."""
-    if not names_file(recipe):
-        return {}
-    assert isinstance(recipe.task, Chat) and recipe.task.template is not None
-    return {COPY: template_text(recipe.task.template)}
+    template = recipe.task.template
+    return {COPY: template_text(template)} if template is not None and names_file(recipe) else {}
 
 
 def with_own_template(run: Path, recipe: Recipe) -> Recipe:
@@ -38,13 +34,13 @@ def with_own_template(run: Path, recipe: Recipe) -> Recipe:
     manifest.json notes.
     """
     task, file = recipe.task, run / "manifest.json"
-    if not isinstance(task, Chat) or task.template is None:
+    if task.template is None:
         return recipe
     if names_file(recipe) and (run / COPY).is_file():
         task = dataclasses.replace(task, template=str((run / COPY).absolute()))
     noted = read_object(file).get("chat_template") if file.is_file() else None
     if noted is not None:
-        now = template_record(task)
+        now = task.template_record()
         assert now is not None
         if now["sha256"] != noted["sha256"]:
             raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")

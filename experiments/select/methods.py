@@ -11,9 +11,9 @@ import numpy as np
 
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console, Task
-from finetune.config import LanguageModel
 from finetune.data import Row
 from finetune.errors import UserError
+from finetune.tasks import LanguageModel
 from selection.config import Domains, Features, Method, Perplexity, needs, ranking
 from selection.errors import TooLittleMemory
 from selection.transport.progress import ITERATIONS

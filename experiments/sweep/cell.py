@@ -96,14 +96,11 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     """
     from experiments.recipe.precision import settled
     from experiments.workflows.run_parts import recipe_inputs
-    from finetune.config import Chat
-    from finetune.data.chat import template_record
 
     resolved = settled(resolved)
     digests = [_digest(path) for path in recipe_inputs(resolved.recipe)]
     digests += _backbone_digests(resolved.recipe.backbone)
-    task = resolved.recipe.task
-    if isinstance(task, Chat) and (template := template_record(task)) is not None:
+    if (template := resolved.recipe.task.template_record()) is not None:
         digests.append(["template", template["sha256"]])
     adapter = resolved.recipe.adapter
     for setting, name in (("start", adapter.start), ("under", adapter.under)):

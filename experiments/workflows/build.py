@@ -13,13 +13,13 @@ from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
 from finetune.adapters.initial_values import Calibration
 from finetune.backbone import load_tokenizer, resolve_device
-from finetune.config import Task
 from finetune.data import Example
 from finetune.evaluate import evaluate
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.seeds import derive
+from finetune.tasks import Task
 
 
 def lay_out(

@@ -21,8 +21,6 @@ from experiments.workflows.initial_adapter import check_run
 from experiments.workflows.model_card import card, own_name, published_name
 from finetune.atomic import write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_backbone
-from finetune.config import Regress
-from finetune.data.chat import give_template
 from finetune.errors import UserError
 from finetune.lock import owned
 from finetune.run_directory import new_output, refuse_old
@@ -63,7 +61,7 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
         _require_hub_name(base_model)
     labels = known_labels(path, recipe)
     tokenizer = load_tokenizer(recipe.backbone)
-    give_template(tokenizer, recipe.task)
+    recipe.task.prepare_tokenizer(tokenizer)
     with new_output(out) as temporary:
         if added:
             from finetune.adapters.combine import combine
@@ -138,7 +136,7 @@ def require_finished(path: Path, recipe: Recipe) -> None:
 
 def known_labels(path: Path, recipe: Recipe) -> tuple[str, ...] | None:
     """The classes of a run in head order, as `learnt` tells them; None where there are none, as of a regression."""
-    return None if isinstance(recipe.task, Regress) else learnt(recipe, path)[0]
+    return learnt(recipe, path)[0] if recipe.task.has_classes else None
 
 
 def _require_hub_name(name: str) -> None:

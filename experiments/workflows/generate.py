@@ -21,11 +21,10 @@ from experiments.workflows.build import lay_out
 from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import replacing
 from finetune.compute.numerics import cpu_threads
-from finetune.config import Chat, Mesh
-from finetune.data import Row, read_rows, require_rows, required_columns
-from finetune.data.chat import ask, question
+from finetune.config import Mesh
+from finetune.data import Row, read_rows, require_rows
 from finetune.data.formats import has_half_pair
-from finetune.data.prompts import Writer, end_token, writer_of
+from finetune.data.specials import end_token
 from finetune.errors import UserError
 from finetune.lock import owned
 
@@ -82,10 +81,11 @@ def _generate(
             f"{path}: its adapter reads features with every row (adapter.projector), and `flatshift generate` hands "
             "none in; judge it by `flatshift eval`"
         )
-    writer = None if isinstance(recipe.task, Chat) else writer_of(recipe.task)
-    settings = {"max_new_tokens": getattr(recipe.task, "max_new_tokens", Decoding.max_new_tokens), **(decoding or {})}
+    task = recipe.task
+    task.check_writes()
+    settings = {"max_new_tokens": task.max_new_tokens, **(decoding or {})}
     if not settings.get("temperature"):
-        settings.setdefault("num_beams", getattr(recipe.task, "num_beams", None) or 1)
+        settings.setdefault("num_beams", task.num_beams or 1)
     try:
         how = Decoding(**settings)
     except ValueError as error:
@@ -97,24 +97,26 @@ def _generate(
             raise UserError(f"--prompt {number} is not valid UTF-8; write it in that encoding")
     console = Console(quiet=quiet)
     tokenizer = load_tokenizer(recipe.backbone)
-    if writer is None:
-        asked, ids, ends = _from_conversations(recipe, tokenizer, prompts, data, console)
-    else:
-        asked = [{"id": f"prompt-{i}", "prompt": text} for i, text in enumerate(prompts, start=1)]
-        if data:
-            asked += _from_rows(recipe, writer, data, console)
-        ids, ends = [writer.ids(tokenizer, record["prompt"]) for record in asked], []
+    questions = task.ask_texts(prompts, tokenizer)
+    if data:
+        skipped: list[str] = []
+        found, left_out = task.ask(_read(recipe, data, skipped), tokenizer, bad_rows=recipe.data.bad_rows)
+        if skipped := [*skipped, *left_out]:
+            console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
+        questions += found
+    asked: list[dict[str, Any]] = [{"id": one.id, "prompt": one.text} for one in questions]
+    ends = sorted({one.stop for one in questions if one.stop is not None})
     if not asked:
         raise UserError("there is no prompt: give --prompt TEXT, --data FILE, or lines on standard input")
 
     from finetune.compute.precision import autocast_dtype
 
-    start = decoder_start(recipe.backbone) if recipe.task.kind == "seq2seq" else None
+    start = decoder_start(recipe.backbone) if task.encoder_decoder else None
     with cpu_threads(recipe.train.threads), console.task("generating", len(asked), "prompts") as bar:
         engine, _ = lay_out(recipe, recipe.task, None, adapter=path / "adapter")
         answers = continue_prompts(
             engine.model,
-            ids,
+            [one.ids for one in questions],
             how,
             end=[token for token in (end_token(tokenizer), *ends) if token is not None],
             pad_id=tokenizer.pad_token_id,
@@ -130,40 +132,15 @@ def _generate(
     return asked
 
 
-def _from_rows(recipe: Recipe, writer: Writer, files: Sequence[str], console: Console) -> list[dict[str, Any]]:
-    skipped: list[str] = []
-    kept = _read(recipe, writer.columns(recipe.task), files, skipped)
-    _say_skipped(skipped, console)
-    return [{"id": row.id, "prompt": writer.text(recipe.task, row)} for row in kept]
-
-
-def _from_conversations(
-    recipe: Recipe, tokenizer: Any, prompts: Sequence[str], files: Sequence[str], console: Console
-) -> tuple[list[dict[str, Any]], list[list[int]], list[int]]:
-    """The records asked for, their tokens, and the tokens that end a turn."""
-    assert isinstance(recipe.task, Chat)
-    how: dict[str, Any] = {"task": recipe.task, "tokenizer": tokenizer}
-    asked, _ = ask([question(text, number) for number, text in enumerate(prompts, start=1)], **how)
-    if files:
-        skipped: list[str] = []
-        rows = _read(recipe, required_columns(recipe.task), files, skipped)
-        found, left_out = ask(rows, bad_rows=recipe.data.bad_rows, **how)
-        _say_skipped([*skipped, *left_out], console)
-        asked += found
-    records = [{"id": one.id, "prompt": one.text} for one in asked]
-    return records, [one.ids for one in asked], sorted({one.stop for one in asked})
-
-
-def _read(recipe: Recipe, required: Sequence[str], files: Sequence[str], skipped: list[str]) -> list[Row]:
+def _read(recipe: Recipe, files: Sequence[str], skipped: list[str]) -> list[Row]:
     rows = read_rows(
-        files, columns=recipe.data.columns, required=required, bad_rows=recipe.data.bad_rows, skipped=skipped
+        files,
+        columns=recipe.data.columns,
+        required=recipe.task.prompt_columns(),
+        bad_rows=recipe.data.bad_rows,
+        skipped=skipped,
     )
     return require_rows(rows, files=files, what="prompt", skipped=skipped)
-
-
-def _say_skipped(skipped: Sequence[str], console: Console) -> None:
-    if skipped:
-        console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
 
 
 def finished_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from experiments.data.splits import Prepared, warm_up_task
 from experiments.recipe.config import Recipe
 from finetune.atomic import read_object, replacing_directory
-from finetune.config import Adapter, Regress, Task
+from finetune.config import Adapter
 from finetune.digests import check_files
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
+from finetune.tasks import Task
 
 if TYPE_CHECKING:
     from finetune.adapters.initial_values import Calibration
@@ -95,7 +96,7 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
             import torch
 
             task: Task = recipe.task if recipe.warmup is None else warm_up_task(recipe)[0]
-            labels = tuple(str(i) for i in range(2)) if task.kind == "classify" else None
+            labels = tuple(str(i) for i in range(2)) if task.has_classes else None
             skeleton = build_skeleton(recipe.backbone, task=task, label_names=labels)
             model = attach_on_meta(skeleton, recipe.adapter, task=task, dtype=torch.float32)
             check_start(saved, read_adapter(saved.path), model, where=where)
@@ -171,7 +172,7 @@ def settle_beginning(path: Path, recipe: Recipe, engine: Engine, say: Callable[[
     if fits and any(".lora_" not in name and name not in tensors for name in shapes):
         fits = False
     reason = "does not fit this task"
-    if fits and isinstance(recipe.task, Regress) and recipe.task.standardise:
+    if fits and recipe.task.own_units:
         fits, reason = False, "answers in the units of its own targets"  # and training sees standardised ones
     engine.load_adapter(directory, partial=not fits)
     left = "" if fits or not heads else f"; its {heads[0]} {reason} and stays behind"

@@ -27,8 +27,6 @@ from experiments.workflows.build import lay_out
 from experiments.workflows.generate import alone, finished_recipe
 from finetune.atomic import write_json
 from finetune.compute.numerics import cpu_threads
-from finetune.config import Chat, Seq2Seq
-from finetune.data.prompts import writer_of
 from finetune.data.specials import Specials
 from finetune.errors import UserError, first_line
 from finetune.seeds import derive
@@ -64,18 +62,14 @@ def run_harness(
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--harness needs the package lm-eval; {GET}")
     recipe = alone(finished_recipe(path, overrides))
-    if isinstance(recipe.task, Chat):
-        raise UserError(
-            "--harness: lm-eval would not ask a chat run as it was trained; `flatshift merge` it and give lm-eval "
-            "--apply_chat_template, or judge it with `flatshift eval RUN_DIR --data FILE`"
-        )
+    recipe.task.refuse("--harness")
     if recipe.adapter.soft_tokens is not None:
         what = "soft_tokens" if recipe.adapter.projector is None else "projector"
         raise UserError(
             f"--harness: lm-eval pads prompts on the left, behind what adapter.{what} puts before every text; judge "
             "this run with `flatshift eval RUN_DIR --data FILE`"
         )
-    writer_of(recipe.task)
+    recipe.task.check_writes()
     for name, value in (("limit", limit), ("batch-size", batch_size)):
         if value is not None and value < 1:
             raise UserError(f"--harness-{name}: {value} is too small; give at least 1")
@@ -139,14 +133,14 @@ def _evaluated(
             "own by --harness-include DIRECTORY"
         )
     engine, tokenizer = lay_out(recipe, recipe.task, None, adapter=path / "adapter")
-    tokenizer, prefix = _beginning(tokenizer, begin=not isinstance(recipe.task, Seq2Seq))
+    tokenizer, prefix = _beginning(tokenizer, begin=not recipe.task.encoder_decoder)
     console.say(f"lm-eval on {', '.join(tasks)}")
     try:
         found = simple_evaluate(
             HFLM(
                 pretrained=engine.model,
                 tokenizer=tokenizer,
-                backend="seq2seq" if isinstance(recipe.task, Seq2Seq) else "causal",
+                backend="seq2seq" if recipe.task.encoder_decoder else "causal",
                 batch_size=batch_size,
                 mixed_precision_dtype=autocast_dtype(recipe.train),
             ),

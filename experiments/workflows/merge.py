@@ -26,9 +26,8 @@ from finetune.adapters.adapter import WEIGHTS
 from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import write_json
 from finetune.backbone import auto_class, decoder_start, load_tokenizer, quiet_transformers, resolve_backbone
-from finetune.config import Chat, Mesh
+from finetune.config import Mesh
 from finetune.data import encode, iterate_eval
-from finetune.data.chat import give_template
 from finetune.errors import UserError
 from finetune.lock import owned
 from finetune.run_directory import new_output, refuse_old
@@ -84,7 +83,7 @@ def _merge(path: Path, out: Path, check: Check) -> dict[str, Any]:
     SavedAdapter.find(str(path), where=str(path))  # refuses one that fits changed frozen weights
     labels = known_labels(path, recipe)
     tokenizer = load_tokenizer(recipe.backbone)
-    give_template(tokenizer, recipe.task)
+    recipe.task.prepare_tokenizer(tokenizer)
     dtype = stored_dtype(recipe)
     adapter = path / "adapter"
     with new_output(out) as temporary:
@@ -196,9 +195,7 @@ def _compare_logits(
 
 def _some_rows(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> list[Any]:
     """The first rows of the run's test files, else of dev, else of train, encoded for its task."""
-    data, task = recipe.data, recipe.task
-    if isinstance(task, Chat):  # shares are of all rows, and these are few
-        task = dataclasses.replace(task, max_truncated=1.0, max_unsupervised=1.0)
+    data, task = recipe.data, recipe.task.lenient()  # shares are of all rows, and these are few
     parts = parts_of(data)
     chosen = parts["test"] or parts["dev"] or parts["train"]
     skipped: list[str] = []
@@ -210,7 +207,7 @@ def _some_rows(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -
         max_length=recipe.train.max_length,
         label_names=labels,
         bad_rows=data.bad_rows,
-        decoder_start=decoder_start(recipe.backbone) if recipe.task.kind == "seq2seq" else None,
+        decoder_start=decoder_start(recipe.backbone) if task.encoder_decoder else None,
     )
     skipped += encoded.skipped
     if not encoded.examples:
@@ -231,7 +228,7 @@ def _drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]
     if tokenizer.eos_token_id is not None:
         ids[:, -1] = tokenizer.eos_token_id
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if recipe.task.kind == "seq2seq":
+    if recipe.task.encoder_decoder:
         start = torch.full((_ROWS, 1), decoder_start(recipe.backbone))
         inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], dim=1)
     return inputs

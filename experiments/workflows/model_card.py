@@ -19,13 +19,12 @@ from experiments.recipe.config import Recipe
 from experiments.report.formats import FLOORS
 from finetune import assets
 from finetune.atomic import read_object
-from finetune.config import Chat
 from finetune.data.chat import ask, question
 from finetune.data.formats import HUB, HubName
-from finetune.data.prompts import end_token
-from finetune.data.specials import Specials
+from finetune.data.specials import Specials, end_token
 from finetune.data.template import Template
 from finetune.errors import UserError
+from finetune.tasks import Chat
 
 _METRICS = {
     "accuracy": "accuracy",
@@ -318,11 +317,11 @@ def _prompt(recipe: Recipe) -> str:
     if template is None:
         return "Once upon a time"
     filled = (literal + ("" if name is None else "some text") for literal, name in Template(template, "").parts)
-    return (getattr(recipe.task, "prefix", None) or "") + "".join(filled)
+    return (recipe.task.prefix or "") + "".join(filled)
 
 
 def _generating(recipe: Recipe, tokenizer: Any, ends: Any) -> str:
-    tokens = getattr(recipe.task, "max_new_tokens", 64)
+    tokens = recipe.task.max_new_tokens
     return (
         f"answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens={tokens}, "
         f"do_sample=False, use_cache=True, eos_token_id={ends}, pad_token_id={tokenizer.pad_token_id})"
@@ -390,7 +389,7 @@ def _classifying(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, b
         _ids(specials.prefix, specials.suffix, "'some text'"),
         "with torch.no_grad():",
         "    logits = model(input_ids=ids).logits",
-        f"print({several if getattr(recipe.task, 'multi', None) else 'LABELS[int(logits.argmax())]'})",
+        f"print({several if recipe.task.multi else 'LABELS[int(logits.argmax())]'})",
     ]
     return "\n".join(lines)
 

@@ -24,7 +24,6 @@ from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
 from finetune.compute.loss import batch_loss
 from finetune.compute.numerics import cpu_threads
-from finetune.config import ByExample, Regress
 from finetune.data import Example, iterate_eval
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
@@ -75,7 +74,7 @@ def measure_run(
         examples = splits[chosen]
         if not examples:
             raise UserError(f"--sharpness-split {chosen}: the run has no {chosen} rows; name another split, or --data")
-        if isinstance(recipe.task, Regress) and recipe.task.standardise:
+        if recipe.task.own_units:
             raise UserError(
                 "--sharpness: this run's head was folded back into the targets' own units, which is not the loss that "
                 "was trained on; train with task.standardise: false to measure it"
@@ -92,7 +91,7 @@ def measure_run(
         ]
         supervised = sum(micro.supervised for micro in micros)
         head = engine.find_head(micros[0].inputs, task=recipe.task)
-        unit = "examples" if isinstance(recipe.task, ByExample) else "supervised tokens"
+        unit = "examples" if recipe.task.by_example else "supervised tokens"
         console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
 
         def loss() -> Iterator[Tensor]:

@@ -63,9 +63,8 @@ from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_device
 from finetune.compute.matmul_rate import peak_rate
 from finetune.compute.numerics import cpu_threads
-from finetune.config import Chat, LanguageModel, MaskedLM, Optimizer, Task, Train
-from finetune.data import Batches, Masking, describe, first_batch_panel, refuse_leaks
-from finetune.data.chat import template_record
+from finetune.config import Optimizer, Train
+from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
 from finetune.data.units import fold_units
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
@@ -77,6 +76,7 @@ from finetune.parallel.rules import Settings, check_settings
 from finetune.planner.memory import mesh_lines, plan_lines
 from finetune.run_directory import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
+from finetune.tasks import Task
 from finetune.train.loop import train_stage
 from finetune.train.throughput import rate_text
 from finetune.train.trackers import Trackers, open_trackers
@@ -108,8 +108,8 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         check_memory(recipe, prepared.train)
         manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}}
         manifest |= learnt_record(prepared)
-        if isinstance(recipe.task, Chat):
-            manifest["chat_template"] = template_record(recipe.task)
+        if (template := recipe.task.template_record()) is not None:
+            manifest["chat_template"] = template
         if prepared.mixture is not None:
             manifest["sources"] = mixture_record(prepared.mixture)
         if adapters := check_beginning(recipe):
@@ -310,7 +310,7 @@ def _warm_up(
             eval_every=0,
             best="auto",
             patience=None,
-            group=None if isinstance(task, LanguageModel) and task.pack else recipe.train.group,
+            group=None if task.pack else recipe.train.group,
         ),
         previous=None,
         trackers=trackers,
@@ -423,7 +423,7 @@ def stage_arguments(
         multiple=train.max_length if train.compile else engine.multiple,  # one shape, one graph
         mixture=prepared.mixture,
         group=train.group,
-        masking=Masking.of(task, tokenizer) if isinstance(task, MaskedLM) else None,
+        masking=task.masking(tokenizer),
     )
     if batches.packed:
         refuse_leaks(engine.judged)
@@ -444,7 +444,7 @@ def stage_arguments(
     if name == FINE_TUNE and prepared.flipped and engine.is_main:
         write_json(run.path / LABEL_NOISE, noise_record(recipe, prepared))
     fresh = getattr(engine.peft.get_base_model(), "new_parameters", ())
-    if isinstance(task, MaskedLM) and fresh:
+    if fresh and not task.by_example:
         console.say(
             f"the backbone's checkpoint has no masked-LM head: its transform is drawn by train.seed and trains whole, "
             f"its bias stays 0 ({', '.join(fresh)})"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from experiments.data.splits import read_splits, warm_up_task
 from experiments.recipe.config import Recipe
 from experiments.workflows.build import judge, lay_out
-from finetune.config import LanguageModel, MaskedLM
 from finetune.data import encode, limit_rows
 from finetune.parallel.mesh import World
 from finetune.seeds import derive
+from finetune.tasks import LanguageModel, MaskedLM
 
 _ROWS = 500
 """Rows of each split that are read; enough for an interval of a few per cent."""
@@ -33,8 +34,8 @@ def text_perplexity(
     Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
     """
     task = task or warm_up_task(recipe)[0]
-    if isinstance(task, LanguageModel):
-        task = LanguageModel(pack=False)
+    if task.pack:
+        task = dataclasses.replace(task, pack=False)
     rows = read_splits(recipe)
     splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
     if not splits:

@@ -18,7 +18,7 @@ from torch import nn
 from ..atomic import replacing_directory
 from ..backbone import resolve_backbone
 from ..compute.capabilities import kept_draws
-from ..config import Adapter, Task
+from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError
 from ..parallel.layout import canonical
@@ -34,6 +34,8 @@ from .under import read_under
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
+
+    from ..tasks import Task
 
 WEIGHTS = "adapter_model.safetensors"
 _SMALLER = "the adapter is not saved; take a smaller optimizer.lr"

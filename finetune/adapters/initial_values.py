@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compute.numerics import seeded
-from ..config import DATA_INITS, Adapter, Task
+from ..config import DATA_INITS, Adapter
 from ..errors import UserError
 from ..parallel.index import read_index
 from ..seeds import derive
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data import Example, MicroBatch
+    from ..tasks import Task
 
 ROWS = 64
 """`adapter.init_rows` by default."""

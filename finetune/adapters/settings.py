@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..config import Adapter, Task
+from ..config import Adapter
 from ..errors import UserError
 from . import experts as mixtures
 from .patterns import by_pattern
@@ -20,14 +20,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
+    from ..tasks import Task
+
 _HEADS = {"classifier", "score"}
 """Heads that PEFT trains whole by itself (its task type SEQ_CLS)."""
-_PEFT_TASKS = {
-    "classify": "SEQ_CLS",
-    "regress": "SEQ_CLS",
-    "seq2seq": "SEQ_2_SEQ_LM",
-    "masked-lm": None,  # PEFT has no kind for it
-}  # else CAUSAL_LM
 _BIAS = {None: "none", "all": "all", "adapted": "lora_only"}
 _BLOCK_LISTS = ("layers", "h", "layer", "block", "blocks")
 
@@ -65,7 +61,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
         targets = _linear_names(backbone, adapter, targets, task)
     whole = _whole(backbone, adapter)
     return LoraConfig(
-        task_type=_PEFT_TASKS.get(task.kind, "CAUSAL_LM"),
+        task_type=task.peft_type,
         r=adapter.rank,
         lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
@@ -159,7 +155,7 @@ def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | li
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     if isinstance(targets, str):
-        config = LoraConfig(target_modules=targets, task_type=_PEFT_TASKS.get(task.kind, "CAUSAL_LM"))
+        config = LoraConfig(target_modules=targets, task_type=task.peft_type)
         resolved: Any = _maybe_include_all_linear_layers(config, backbone)
         names = sorted(resolved.target_modules)
     else:
@@ -217,7 +213,7 @@ def _new_outside_head(backbone: PreTrainedModel, task: Task, new: Iterable[str])
     Of a masked-LM head these are the layers before the output one: that is the embedding again, and its bias stays 0.
     """
     owners = {name.rsplit(".", 1)[0] for name in new}
-    if task.kind == "masked-lm":
+    if not task.by_example:
         output = backbone.get_output_embeddings()
         modules = {owner: backbone.get_submodule(owner) for owner in owners}
         return sorted(o for o, m in modules.items() if m is not output and not any(True for _ in m.children()))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..compute.numerics import seeded
-from ..config import Adapter, Mesh, Task, Train
+from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..parallel.rules import Settings, check_settings
 from ..seeds import torch_generator
@@ -21,6 +21,8 @@ from .projector import attach_projector
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
+
+    from ..tasks import Task
 
 WEIGHT = "prompt_encoder.embedding.weight"
 """Plain name of the trained tensor (n, D)."""

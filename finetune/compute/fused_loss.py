@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..atomic import write_json
-from ..config import Task, Train
+from ..config import Train
 from ..evaluate.mode import evaluating
-from .loss import IGNORED, Head, aligned, linear_cross_entropy, smoothing
+from .loss import IGNORED, Head, aligned, linear_cross_entropy
 from .numerics import attention
 from .precision import autocast, compute_dtype
 from .presence import is_cuda, product_dtype
@@ -35,6 +35,7 @@ from .presence import is_cuda, product_dtype
 if TYPE_CHECKING:
     from ..data import Batches, MicroBatch
     from ..parallel.engine import Engine
+    from ..tasks import Task
 
 RECORD = "loss_kernel.json"
 GAIN = 0.95
@@ -224,7 +225,7 @@ def _trial(
     def cost(hidden: Tensor) -> Tensor:
         values, targets = aligned(hidden, batch.labels, task)
         mask = targets != IGNORED
-        found.update(tried(kernels, values[mask], head.linear, targets[mask], ratio=smoothing(task)))
+        found.update(tried(kernels, values[mask], head.linear, targets[mask], ratio=task.smoothing))
         return hidden.new_zeros(1, 1, 1)
 
     around = autocast(train, engine.device) if compute_dtype(train) != torch.float32 else contextlib.nullcontext()

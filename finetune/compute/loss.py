@@ -13,17 +13,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ByExample, Classify, MaskedLM, Regress, Seq2Seq, Task
 from . import attention as packed_attention
 from .capabilities import capabilities, slice_rows
 from .numerics import attention
 from .widened import WidenedLinear
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 IGNORED = -100
 _PROBE = 64
@@ -68,47 +70,18 @@ class Head:
 
 
 def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | None = None) -> Tensor:
-    """The loss summed over supervised items, float32 scalar: cross entropy in nats, or squared errors (Regress).
+    """The loss summed over supervised items, float32 scalar: cross entropy in nats, or as the task's `example_losses`.
 
     Args:
-        logits: [B, T, V] (causal models: position t predicts the label at t + 1; Seq2Seq and MaskedLM: the label at t)
-            or [B, C] (Classify, Regress).
-        labels: [B, T] with -100 where unsupervised, or as `example_losses` takes them.
+        logits: [B, T, V] (`task.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
+            (`task.by_example`).
+        labels: [B, T] with -100 where unsupervised, or as the task takes them.
         chosen: which of the B·T labels are supervised, where it is known.
     """
-    if isinstance(task, ByExample):
-        return example_losses(logits, labels, task).sum()
+    if task.by_example:
+        return task.example_losses(logits, labels).sum()
     rows, targets = supervised(logits, labels, task, chosen)
-    return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=smoothing(task))
-
-
-def example_losses(logits: Tensor, labels: Tensor, task: ByExample) -> Tensor:
-    """The loss of each example, float32 [B], from logits [B, C].
-
-    Classify: cross entropy with the classes [B]; with `multi` the sum over classes of the binary cross entropies with
-    0 and 1 [B, C] (transformers' `multi_label_classification` takes their mean: ours is C times it). Regress: squared
-    error of one output with the targets [B].
-    """
-    logits = logits.float()
-    if isinstance(task, Regress):
-        return (logits[:, 0] - labels).square()
-    if task.multi:
-        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(dim=1)
-    return F.cross_entropy(logits, labels, reduction="none")
-
-
-def answered_right(logits: Tensor, labels: Tensor, task: Classify) -> Tensor:
-    """Whether each example is answered right, bool [B]: by its likeliest class, or with `multi` by exactly those
-    classes whose logit is above 0 (a probability above one half)."""
-    if task.multi:
-        return ((logits > 0) == (labels > 0)).all(dim=1)
-    return logits.argmax(dim=-1) == labels
-
-
-def smoothing(task: Task) -> float:
-    """ε of label smoothing (Szegedy et al. 1512.00567, §7): a token's loss is (1 − ε)·−log p(token) + ε times the mean
-    of −log p over the vocabulary, as transformers' `LabelSmoother` has it."""
-    return (task.label_smoothing or 0.0) if isinstance(task, Seq2Seq) else 0.0
+    return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=task.smoothing)
 
 
 def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
@@ -131,8 +104,8 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
     linear, held = head.linear, getattr(head.linear, "vocabulary", None)
     if held is None:
         kernel = head.kernel if rows.requires_grad and len(rows) else None
-        return (kernel or linear_cross_entropy)(rows, linear, targets, smoothing=smoothing(task))
-    assert smoothing(task) == 0  # finetune.parallel.rules
+        return (kernel or linear_cross_entropy)(rows, linear, targets, smoothing=task.smoothing)
+    assert task.smoothing == 0  # finetune.parallel.rules
     found: Tensor = held.cross_entropy(rows, linear, targets)  # finetune.parallel.tensor.vocabulary
     return found
 
@@ -146,7 +119,7 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multip
     single number in its place must come out as it went in (BART adds a bias to the logits, zero until someone trains
     it). Under FSDP2 every rank of the mesh calls this at once.
     """
-    if isinstance(task, ByExample):
+    if task.by_example:
         return None
     causal: Any = getattr(model, "get_base_model", lambda: model)()
     linear = getattr(causal, "get_output_embeddings", lambda: None)()
@@ -175,7 +148,7 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multip
     if len(seen) != 1:
         return None
     hidden, out, own = seen[0]
-    tokens = one["decoder_input_ids"] if isinstance(task, Seq2Seq) else first[:1]
+    tokens = one["decoder_input_ids"] if task.encoder_decoder else first[:1]
     if not own or hidden.shape[:2] != tokens[:, :cut].shape[:2] or not torch.equal(out, logits):
         return None
     number = hidden.new_full((1, 1, 1), 0.5)
@@ -209,7 +182,7 @@ def supervised(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | None
         values, targets = aligned(values, labels, task)
         mask = targets != IGNORED
         return values[mask], targets[mask]
-    before = 0 if isinstance(task, Seq2Seq | MaskedLM) else 1
+    before = 1 if task.causal else 0
     return values.flatten(0, 1).index_select(0, chosen - before), labels.flatten().index_select(0, chosen)
 
 
@@ -219,9 +192,9 @@ def aligned(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]
 
     Labels may be T + 1, where the last position's next token is known (context parallelism).
     """
-    if isinstance(task, Seq2Seq | MaskedLM):
-        return values, labels
-    return values[:, : labels.shape[1] - 1], labels[:, 1:]
+    if task.causal:
+        return values[:, : labels.shape[1] - 1], labels[:, 1:]
+    return values, labels
 
 
 def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:

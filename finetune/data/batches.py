@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..compute.capabilities import copied
-from ..config import ByExample, Chat, Completion, LanguageModel, MaskedLM, Task
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .columns import Examples
-from .encoding import IGNORE, Example
+from .example import IGNORE, Example
 from .masking import Masking, unmasked
 from .mixture import Epochs, Mixed, Mixture
 from .run import Rows
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 _GROUPED = 50
 """Micro-batches of a window whose rows are grouped by length."""
@@ -71,8 +73,7 @@ class _Store:
 
     def __init__(self, examples: Sequence[Example], task: Task) -> None:
         columns = Examples.of(examples)
-        self.wholes = isinstance(task, ByExample)
-        self.causal = isinstance(task, LanguageModel | Completion | Chat)
+        self.wholes, self.causal = task.by_example, task.causal
         self.ids, self.starts, self.lengths = _part(columns, "input_ids")
         self.segments = columns.ragged("segments")
         self.words = columns.ragged("words")
@@ -252,10 +253,10 @@ class Batches:
         self.batch_size, self.accumulate, self.seed = batch_size, accumulate, seed
         self.max_length, self.pad_id = max_length, pad_id
         self.share, self.multiple = share, multiple
-        self.packed = isinstance(task, LanguageModel | Completion | Chat) and task.pack
+        self.packed = task.pack
         if group is not None and self.packed:
             raise UserError(f"train.group: {group} has no use where task.pack is true, rows are full; leave it out")
-        if isinstance(task, MaskedLM) != (masking is not None):
+        if task.hides_tokens != (masking is not None):
             raise ValueError("Batches needs `masking` for masked-lm, and for no other task")
         self._masking = masking
         self._store = _Store(examples, task)

@@ -46,6 +46,17 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a model reads before it has to answer."""
+
+    id: str
+    text: str
+    ids: list[int]
+    stop: int | None = None
+    """The token that ends the answer, beside the end of sequence."""
+
+
+@dataclass(frozen=True)
 class Encoded:
     """Examples in row order, with what was lost on the way."""
 

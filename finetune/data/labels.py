@@ -7,25 +7,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..config import Classify, Regress, Task
 from ..errors import UserError
-from .rows import Row, canonical_label
-
-
-def label_reader(task: Task) -> Callable[[Any], Any]:
-    """What turns a record's label into a row's: a class (text), for `multi` a sorted tuple of them, or a float.
-
-    The reader raises ValueError with the reason for a value of another kind.
-    """
-    if isinstance(task, Regress):
-        return read_number
-    if isinstance(task, Classify) and task.multi:
-        return partial(read_classes, separator=task.separator or ",")
-    return canonical_label
+from .rows import Row, canonical_label, missing_column
 
 
 def read_classes(value: Any, *, separator: str) -> tuple[str, ...]:
@@ -73,6 +59,36 @@ def classes_of(rows: Iterable[Row]) -> Iterable[str]:
             yield from label
         elif label is not None:
             yield label
+
+
+def sort_labels(labels: Iterable[str]) -> tuple[str, ...]:
+    """Distinct labels in head order: by number if all are integers, else by name."""
+    distinct = set(labels)
+    if all(label.removeprefix("-").isdecimal() for label in distinct):
+        return tuple(sorted(distinct, key=lambda label: (int(label), label)))
+    return tuple(sorted(distinct))
+
+
+def label_index(row: Row, label_names: Sequence[str]) -> int:
+    """The class of a row.
+
+    Raises:
+        UserError: the label is missing or not among `label_names`; names the nearest.
+    """
+    label = row.values.get("label")
+    if label is None:
+        raise UserError(f"{row.where}: {missing_column('label', row.record, 'data.columns.label')}")
+    try:
+        return label_names.index(label)
+    except ValueError:
+        raise unknown_class(label, label_names, row.where) from None
+
+
+def class_indices(rows: Sequence[Row], label_names: Sequence[str]) -> list[int]:
+    """The class of each row. Raises UserError as `label_index`."""
+    known = {name: i for i, name in enumerate(label_names)}
+    found = (known.get(row.values.get("label", "")) for row in rows)
+    return [at if at is not None else label_index(row, label_names) for at, row in zip(found, rows, strict=True)]
 
 
 def unknown_class(label: Any, label_names: Sequence[str], where: str) -> UserError:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-from ..config import Completion, Seq2Seq, Task, Train
+from ..config import Train
 from ..errors import UserError
 from .example import Encoded
 from .rows import Row
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 _SHARE = 0.1
 """Of samples that may be left out or lose some of their answer, unless the recipe says otherwise."""
@@ -76,10 +80,9 @@ class Losses:
 
     def refuse(self, task: Task, train: Train) -> None:
         """Raise UserError if more was lost than `train.max_dropped` or `task.max_truncated` allows."""
-        most = task.max_truncated if isinstance(task, Completion | Seq2Seq) else None
         for lost, setting, allowed, what in (
             (self.dropped, "train.max_dropped", train.max_dropped, "are longer than"),
-            (self.cut_answers, "task.max_truncated", most, "have an answer that is cut at"),
+            (self.cut_answers, "task.max_truncated", task.max_truncated, "have an answer that is cut at"),
         ):
             share = _SHARE if allowed is None else allowed
             if lost > share * self.samples:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import MaskedLM
 from ..errors import UserError
 from ..seeds import numpy_generator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..tasks import MaskedLM
 
 IGNORE = -100
 SPECIAL = -1

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..seeds import numpy_generator
-from .encoding import IGNORE, Example
+from .example import IGNORE, Example
 from .rows import Row
 
 

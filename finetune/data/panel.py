@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config import ByExample, Classify, Task
 from ..errors import UserError
 from .batches import MicroBatch
-from .encoding import IGNORE
+from .example import IGNORE
 from .units import Units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..tasks import Task
 
 OPEN, CLOSE = "⟦", "⟧"
 
@@ -95,25 +96,16 @@ def first_batch_panel(
         raise UserError("the first batch has no supervised token, so there is nothing to learn; check task and columns")
     spans = panel_spans(micro, tokenizer)
     real = _real_tokens(micro)
-    rows, unit = len(micro.rows), "examples" if isinstance(task, ByExample) else "tokens"
+    rows, unit = len(micro.rows), "examples" if task.by_example else "tokens"
     lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {micro.supervised} {unit} supervised"]
     for i, sample in enumerate(spans[:samples]):
         text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)
-        if isinstance(task, ByExample):
-            text += f" → {OPEN}{_whole(micro, i, task, label_names, units)}{CLOSE}"
+        if task.by_example:
+            text += f" → {OPEN}{task.shown_label(micro.labels[i], label_names=label_names, units=units)}{CLOSE}"
         lines.append(f"  {i + 1}. " + text.replace("\n", "\n     "))
     if len(spans) > samples:
         lines.append(f"  … and {len(spans) - samples} more")
     return "\n".join(lines)
-
-
-def _whole(micro: MicroBatch, i: int, task: ByExample, label_names: Sequence[str] | None, units: Units | None) -> str:
-    """What is supervised of the whole of sample i."""
-    if isinstance(task, Classify):
-        indices = micro.labels[i].nonzero()[:, 0].tolist() if task.multi else [int(micro.labels[i])]
-        return ", ".join(label_names[k] if label_names else str(k) for k in indices) or "none"
-    seen = float(micro.labels[i])
-    return f"{units.offset + units.scale * seen if units else seen:.6g}"
 
 
 def _real_tokens(micro: MicroBatch) -> int:

@@ -33,7 +33,7 @@ class Row:
     """One usable record."""
 
     values: dict[str, Any]
-    """Canonical `text`, `text2`, `label` (a string, or what the task's `label_reader` makes of it), `messages`, `tools`
+    """Canonical `text`, `text2`, `label` (a string, or what the task's `read_label` makes of it), `messages`, `tools`
     and `id` where the record has them, beside all its own columns."""
     id: str
     """The given id, or `<file index>-<line>`, both 0-based (line: ordinal of the record for CSV and Parquet)."""
@@ -146,7 +146,7 @@ def read_rows(
         skipped: receives `file:line: reason` of every skipped row.
         setting: where the user named the columns, for messages.
         first: stop after so many rows, without reading on; None: at the end.
-        label: makes a row's label of a record's (`finetune.data.label_reader`), or raises ValueError.
+        label: makes a row's label of a record's (`Objective.read_label`), or raises ValueError.
         used: canonical names that a row may lack; where `columns` names them otherwise than by default, one must not.
         named: columns of the record's own that likewise one row must have, and where the user named each.
 

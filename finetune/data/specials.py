@@ -42,6 +42,19 @@ class Specials:
         return cls(prefix, suffix, middle, pair_suffix, segments)
 
 
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text alone, without special ones around it."""
+    return list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that closes every trained answer: the end of sequence, else what the tokenizer's template ends with."""
+    if tokenizer.eos_token_id is not None:
+        return int(tokenizer.eos_token_id)
+    suffix = Specials.of(tokenizer).suffix
+    return suffix[0] if suffix else None
+
+
 def _runs(tokenizer: PreTrainedTokenizerBase, *texts: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Special tokens before, between and after the content of an encoded text or pair."""
     encoded = tokenizer(*texts, return_special_tokens_mask=True)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import Regress
 from ..errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..tasks import Task
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class OutputLayer:
     bias: bool
 
 
-def output_layer(backbone: str | Path) -> OutputLayer:
-    """The layer of `backbone` that answers a regression; of its files only config.json and headers are read.
+def output_layer(backbone: str | Path, task: Task) -> OutputLayer:
+    """The layer of `backbone` that answers `task`, a regression; of its files only config.json and headers are read.
 
     Raises:
         UserError: as `finetune.parallel.skeleton.build_skeleton`; or no linear layer that is trained whole answers.
@@ -53,7 +54,7 @@ def output_layer(backbone: str | Path) -> OutputLayer:
     from ..adapters.settings import trained_whole
     from ..parallel.skeleton import build_skeleton
 
-    model: Any = build_skeleton(backbone, task=Regress())
+    model: Any = build_skeleton(backbone, task=task)
     found = [
         OutputLayer(name, module.bias is not None)
         for name, module in model.named_modules()

@@ -15,7 +15,6 @@ _HOME = {
     "token_nats": "perplexity",
     "judge_sets": "multilabel",
     "judge_numbers": "regression",
-    "class_scores": "classify",
     "head_scores": "classify",
     "rank_choices": "ranking",
     "generate_answers": "generate",
@@ -23,6 +22,7 @@ _HOME = {
     "evaluating": "mode",
     "forward_precision": "mode",
     "evaluate": "judge",
+    "Judge": "judge",
     "Share": "share",
 }
 __all__ = sorted(_HOME)

@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..compute.loss import example_losses
-from ..config import ByExample, Classify
 from ..data.batches import iterate_eval
 from ..data.encoding import Example
 from .mode import forward_precision
 from .share import ALONE, Share
 
-
-def class_scores(
-    model: torch.nn.Module,
-    examples: Sequence[Example],
-    *,
-    batch_size: int,
-    pad_id: int,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
-    share: Share = ALONE,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cross entropy in nats (N,) float64 and predicted class (N,) int64 of each example, in their order."""
-    nats, logits = head_scores(
-        model,
-        examples,
-        task=Classify(),
-        batch_size=batch_size,
-        pad_id=pad_id,
-        device=device,
-        autocast_dtype=autocast_dtype,
-        share=share,
-    )
-    return nats, logits.argmax(-1)
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 
 @torch.no_grad()
@@ -44,14 +22,14 @@ def head_scores(
     model: torch.nn.Module,
     examples: Sequence[Example],
     *,
-    task: ByExample,
+    task: Task,
     batch_size: int,
     pad_id: int,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`finetune.compute.loss.example_losses` (N,) float64 and the head's outputs (N, C) float64 of the examples, in
+    """The task's `example_losses` (N,) float64 and the head's outputs (N, C) float64 of the examples, in
     order."""
     losses, outputs = np.zeros(len(examples)), np.zeros((len(examples), 0))
     for micro in iterate_eval(
@@ -70,6 +48,6 @@ def head_scores(
         if not micro.samples:
             continue
         index = [row[0] for row in micro.rows]
-        losses[index] = example_losses(logits, batch.labels, task).double().cpu().numpy()
+        losses[index] = task.example_losses(logits, batch.labels).double().cpu().numpy()
         outputs[index] = logits.double().cpu().numpy()
     return share.add(losses), share.add(outputs)

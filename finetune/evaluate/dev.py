@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..compute import attention
-from ..compute.loss import Head, answered_right, batch_loss, loss_sum
-from ..config import ByExample, Classify, Seq2Seq, Task
+from ..compute.loss import Head, batch_loss, loss_sum
 from ..data.batches import iterate_eval
 from ..train.deferred_metrics import read
 from .mode import evaluating
@@ -19,6 +17,7 @@ from .mode import evaluating
 if TYPE_CHECKING:
     from ..data import Example
     from ..parallel.engine import Engine
+    from ..tasks import Task
 
 
 @torch.no_grad()
@@ -42,7 +41,7 @@ def dev_figures(
         precision: what surrounds each forward pass.
     """
     share, model = engine.evaluation, engine.judged
-    judged = dataclasses.replace(task, label_smoothing=None) if isinstance(task, Seq2Seq) else task
+    judged = task.judged()
     found: list[torch.Tensor] = []  # loss and right answers of each batch
     counts: list[int] = []
     with evaluating(model):
@@ -56,11 +55,11 @@ def dev_figures(
         ):
             batch = micro.to(engine.device)
             with precision():
-                if isinstance(judged, ByExample):
+                if judged.by_example:
                     with attention.reading(batch) as inputs:
                         logits = model(**inputs).logits
                     loss = loss_sum(logits, batch.labels, task=judged)
-                    right = answered_right(logits, batch.labels, judged).sum() if isinstance(judged, Classify) else None
+                    right = judged.answered_right(logits, batch.labels).sum() if judged.accuracy else None
                 else:
                     loss = batch_loss(model, batch, task=judged, head=engine.usable(head))
                     right = None
@@ -74,4 +73,4 @@ def dev_figures(
         sums += torch.tensor([*pair, count], dtype=torch.float64)
     loss_of, right_of, count_of = share.add(sums.numpy()).tolist()
     figures = {"loss": loss_of / max(count_of, 1)}
-    return {**figures, "accuracy": right_of / max(count_of, 1)} if isinstance(task, Classify) else figures
+    return {**figures, "accuracy": right_of / max(count_of, 1)} if task.accuracy else figures

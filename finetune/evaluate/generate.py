@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..data.encoding import IGNORE, Example
+from ..data.example import IGNORE, Example
 from ..errors import UserError
 from .share import ALONE, Share
 from .writing import lacking_room, written

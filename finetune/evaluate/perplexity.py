@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,24 +12,25 @@ from torch import Tensor
 
 from ..compute.capabilities import capabilities, slice_rows
 from ..compute.loss import Head, aligned, find_head
-from ..config import LanguageModel, MaskedLM, Task
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
 from .mode import forward_precision
 from .share import ALONE, Share
 
-_CAUSAL = LanguageModel()
+if TYPE_CHECKING:
+    from ..tasks import Task
+
 _LOGITS = 1 << 28
 """Logits that exist at once, at most (one row always may): 1 GiB in float32."""
 
 
 def token_nats(
-    values: Tensor, labels: Tensor, task: Task = _CAUSAL, *, linear: torch.nn.Linear | None = None
+    values: Tensor, labels: Tensor, task: Task, *, linear: torch.nn.Linear | None = None
 ) -> tuple[Tensor, Tensor]:
     """−log p of every supervised token.
 
     Arguments:
-        values: logits (B, T, V); position t predicts the token at t + 1 (seq2seq and masked-lm: the label at t). With
+        values: logits (B, T, V); position t predicts the token at t + 1 (`task.causal`; else the label at t). With
             `linear` the hidden states (B, T, D) that it makes logits of, for some supervised tokens at a time.
         labels: (B, T), −100 where unsupervised.
     Returns:
@@ -55,7 +56,7 @@ def document_nats(
     *,
     batch_size: int,
     pad_id: int,
-    task: Task = _CAUSAL,
+    task: Task,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
@@ -116,7 +117,7 @@ def _by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) 
 
 
 def _no_cache(task: Task) -> dict[str, bool]:
-    return {} if isinstance(task, MaskedLM) else {"use_cache": False}  # an encoder has none
+    return {} if task.backbone == "encoder" else {"use_cache": False}  # an encoder has none
 
 
 def vocabulary_size(model: Any) -> int:

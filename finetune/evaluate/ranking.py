@@ -12,18 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..data.encoding import IGNORE, Example
+from ..data.example import IGNORE, Example
 from .generate import prompt_of
 from .mode import forward_precision
 from .perplexity import document_nats
 from .share import ALONE, Share
 from .writing import batched, padded
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 _VECTORS = 1 << 26
 """Bytes of vectors (`adapter.projector`) that rows hold at once: 64 MiB."""
@@ -36,12 +39,14 @@ class _How:
     device: torch.device | str
     autocast_dtype: torch.dtype | None
     share: Share
+    task: Task
 
 
 def rank_choices(
     model: Any,
     examples: Sequence[Example],
     *,
+    task: Task,
     batch_size: int,
     pad_id: int,
     device: torch.device | str = "cpu",
@@ -52,7 +57,7 @@ def rank_choices(
 
     The model is called as it stands: put it into evaluation mode before (`evaluating`). Each example has K `choices`.
     """
-    how = _How(batch_size, pad_id, device, autocast_dtype, share)
+    how = _How(batch_size, pad_id, device, autocast_dtype, share, task)
     if not _can_share(model, examples, how):
         return _separately(model, examples, how)
     scores = np.zeros((len(examples), len(examples[0].choices or ())))
@@ -101,6 +106,7 @@ def _apart(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
     nats, _ = document_nats(
         model,
         rows,
+        task=how.task,
         batch_size=how.batch_size,
         pad_id=how.pad_id,
         device=how.device,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from ..adapters.adapter import Calibration, attach_adapter, attach_on_meta, init
 from ..backbone import load_backbone
 from ..compute.numerics import dropout_rates, uncounted_dropout, uses_dropout
 from ..compute.precision import adapter_dtype
-from ..config import Adapter, Mesh, Task, Train
+from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..planner.memory import size
 from ..quantised import describe, unwrap_packed
@@ -28,6 +28,9 @@ from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
 from .layout import canonical
 from .mesh import World
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 _TOKENS_FIRST = ("xlnet", "fsmt")
 """Model types that compute with (tokens, rows, features)."""

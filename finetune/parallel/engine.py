@@ -35,7 +35,6 @@ from ..compute.attention import without_starts
 from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
 from ..compute.loss import Head, batch_loss, find_head
-from ..config import Task
 from ..errors import UserError
 from ..evaluate.share import Share
 from .layout import Layout, Slice, canonical, local, put, whole_all
@@ -43,6 +42,7 @@ from .mesh import DATA, TOKENS, World
 
 if TYPE_CHECKING:
     from ..data import MicroBatch
+    from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding
     from .pipeline.runner import PipelineRunner

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
 
-from ..config import (
-    Adapter,
-    ByExample,
-    Classify,
-    Completion,
-    LanguageModel,
-    MaskedLM,
-    Mesh,
-    Optimizer,
-    Regress,
-    Seq2Seq,
-    Task,
-    Train,
-)
+from ..config import Adapter, Mesh, Optimizer, Train
 from ..errors import UserError
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 
 @dataclass(frozen=True)
@@ -71,10 +61,6 @@ def _schedule_is_looped(s: Settings) -> bool:
 
 
 REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
-
-
-def _of_several(task: Task) -> bool:
-    return isinstance(task, Classify) and task.multi is True
 
 
 RULES: tuple[Rule, ...] = (
@@ -142,26 +128,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mesh.cp > 1", INCOMPATIBLE, "task.kind: classify or regress",
         "a head takes the last token, which one rank has", "use mesh.dp",
-        lambda s: s.mesh.cp > 1 and isinstance(s.task, ByExample),
+        lambda s: s.mesh.cp > 1 and s.task.by_example,
     ),
     Rule(
         "task.kind: masked-lm", INCOMPATIBLE, "mesh.tp, mesh.pp or mesh.cp > 1",
         "its head is cut by none of them", "use mesh.dp or mesh.replicate",
-        lambda s: isinstance(s.task, MaskedLM) and s.mesh.tp * s.mesh.pp * s.mesh.cp > 1,
+        lambda s: "tp" not in s.task.mesh_axes and s.mesh.tp * s.mesh.pp * s.mesh.cp > 1,
     ),
     Rule(
         "mesh.pp > 1", INCOMPATIBLE, "task.kind: regress, or classify with multi",
         "a row that fills a piece up must bear a label that the loss leaves out", "use mesh.dp",
-        lambda s: s.mesh.pp > 1 and (isinstance(s.task, Regress) or _of_several(s.task)),
+        lambda s: s.mesh.pp > 1 and "pp" not in s.task.mesh_axes,
     ),
     Rule(
         "task.label_smoothing", INCOMPATIBLE, "mesh.tp > 1", "the mean over the vocabulary lies on several ranks",
         "set it to 0 or use mesh.dp",
-        lambda s: isinstance(s.task, Seq2Seq) and (s.task.label_smoothing or 0) > 0 and s.mesh.tp > 1,
+        lambda s: s.task.smoothing > 0 and s.mesh.tp > 1,
     ),
     Rule(
         "mesh.cp > 1", INCOMPATIBLE, "task.kind: seq2seq", "encoder and decoder have rows of their own",
-        "use mesh.dp", lambda s: s.mesh.cp > 1 and isinstance(s.task, Seq2Seq),
+        "use mesh.dp", lambda s: s.mesh.cp > 1 and "cp" not in s.task.mesh_axes,
     ),
     Rule(
         "adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that lie on other ranks",
@@ -181,17 +167,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "adapter.soft_tokens", REQUIRES, "task.pack: false", "samples in one row would share them",
-        "set task.pack: false", lambda s: s.adapter.soft_tokens is not None and bool(getattr(s.task, "pack", False)),
+        "set task.pack: false", lambda s: s.adapter.soft_tokens is not None and s.task.pack,
     ),
     Rule(
         "adapter.soft_tokens", REQUIRES, "task.kind: language-model or completion",
         "they come before a text that a decoder goes on with", "train LoRA for other tasks",
-        lambda s: s.adapter.soft_tokens is not None and not isinstance(s.task, LanguageModel | Completion),
+        lambda s: s.adapter.soft_tokens is not None and not s.task.soft_tokens,
     ),
     Rule(
         "adapter.soft_tokens", INCOMPATIBLE, "task.score: generate", "rows behind them are judged by likelihood",
         "take perplexity or rank",
-        lambda s: s.adapter.soft_tokens is not None and isinstance(s.task, Completion) and s.task.score == "generate",
+        lambda s: s.adapter.soft_tokens is not None and s.task.score == "generate",
     ),
     Rule(
         "adapter.soft_tokens", INCOMPATIBLE, "optimizer.lora_plus", "there are no factors to speed up", "leave it out",
@@ -271,7 +257,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mesh.sequence_parallel", INCOMPATIBLE, "task.kind: classify or regress",
         "a head takes the last token, which one rank has", "leave it off",
-        lambda s: s.mesh.sequence_parallel and isinstance(s.task, ByExample),
+        lambda s: s.mesh.sequence_parallel and s.task.by_example,
     ),
     Rule(
         "mesh.offload", REQUIRES, "regularizer.kind: plain",

@@ -25,12 +25,14 @@ from ..backbone import (
     resolve_backbone,
 )
 from ..compute.matmul_rate import DTYPES
-from ..config import Precision, Task
+from ..config import Precision
 from ..errors import UserError
 from .keys import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ..tasks import Task
 
 
 def build_skeleton(

@@ -15,15 +15,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regularizers.config import RegularizerConfig
 
-from ..config import Adapter, Mesh, Task, Train
+from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..parallel.rules import Settings, broken_rule, check_settings
 from .devices import Devices, at_hand
 from .footprint import Backbone, Footprint, footprint, gib
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 _GEMMAS = ("gemma", "gemma2", "gemma3_text")

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..adapters.adapter import attach_adapter
-from ..config import Adapter, Task, Train
+from ..config import Adapter, Train
 from ..parallel.engine import Engine
 from ..parallel.mesh import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ..tasks import Task
 
 
 class CellEngine(Engine):

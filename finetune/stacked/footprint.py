@@ -15,7 +15,7 @@ import torch
 
 from ..compute.capabilities import capabilities
 from ..compute.precision import autocast
-from ..config import Adapter, ByExample, Classify, Mesh, Regress, Train
+from ..config import Adapter, Mesh, Train
 from ..data.batches import MicroBatch
 from ..planner.memory import at_length, saved_bytes
 from .passes import SHARED_TOKENS, split
@@ -99,19 +99,11 @@ def _has_plain_head(host: Host, train: Train) -> bool:
 def _micro(host: Host, rows: int, tokens: int) -> MicroBatch:
     """Rows of one token over and over."""
     ids = torch.zeros(rows, tokens, dtype=torch.long)
-    labels = _whole_labels(host, rows) if isinstance(host.task, ByExample) else ids
+    labels = host.task.blank_labels(rows, host.backbone.config.num_labels or 0) if host.task.by_example else ids
     # two samples a row where they are packed: attention then keeps what a mask makes it keep
     halves = {"position_ids": torch.arange(tokens).remainder(tokens // 2).expand(rows, -1)}
-    told = halves if getattr(host.task, "pack", False) else {"attention_mask": torch.ones_like(ids)}
+    told = halves if host.task.pack else {"attention_mask": torch.ones_like(ids)}
     return MicroBatch({"input_ids": ids, **told}, labels, 1, rows, ())
-
-
-def _whole_labels(host: Host, count: int) -> torch.Tensor:
-    if isinstance(host.task, Regress):
-        return torch.zeros(count)
-    if isinstance(host.task, Classify) and host.task.multi:
-        return torch.zeros(count, host.backbone.config.num_labels or 0)
-    return torch.zeros(count, dtype=torch.long)
 
 
 def estimate(directory: Path, cells: Sequence[tuple[Adapter, Train]], *, device: str = "cpu") -> int:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..compute.capabilities import capabilities
-from ..compute.loss import Head, aligned, example_losses, linear_cross_entropies
+from ..compute.loss import Head, aligned, linear_cross_entropies
 from ..compute.numerics import attention, uses_dropout
-from ..config import ByExample, Task
 from ..data.encoding import IGNORE
 from ..parallel.engine import Engine
 from ..parallel.layout import canonical
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..data import MicroBatch
+    from ..tasks import Task
     from ..train.loop import Work
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -235,7 +235,7 @@ class Host:
 
         plain: as in `forward`. Where the logits of all tokens are held, passes may not be longer for it.
         """
-        return self._shared if plain or isinstance(self.task, ByExample) else 0.0
+        return self._shared if plain or self.task.by_example else 0.0
 
     def _share_nothing(self) -> None:
         self._shared = 0.0
@@ -318,8 +318,8 @@ class Host:
         def summed(nats: Tensor, owners: Tensor) -> Tensor:
             return torch.zeros(cells, dtype=wide, device=owner.device).index_add(0, owners, nats.to(wide)).float()
 
-        if isinstance(self.task, ByExample):
-            return summed(example_losses(self.backbone(**inputs).logits, labels, self.task), owner)
+        if self.task.by_example:
+            return summed(self.task.example_losses(self.backbone(**inputs).logits, labels), owner)
 
         def supervised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             values, targets = aligned(values, labels, self.task)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..config import Adapter, Seq2Seq, Task, Train
+from ..config import Adapter, Train
 from ..errors import UserError
 
 if TYPE_CHECKING:
     from regularizers.config import RegularizerConfig
+
+    from ..tasks import Task
 
 _OWN_PASS = {
     "sam": "it differentiates with respect to the dense weights",
@@ -23,8 +25,8 @@ class NotStackable(UserError):
 
 def refusal(task: Task, adapter: Adapter, train: Train, regularizer: RegularizerConfig) -> str | None:
     """Why a cell with these settings runs alone; None where it may share the backbone with others."""
-    if isinstance(task, Seq2Seq):
-        return "task.kind: seq2seq has an encoder and a decoder, whose rows are padded apart"
+    if "stack" in task.refuses:
+        return task.refuses["stack"]
     if adapter.dora:
         return "adapter.dora: the norms of DoRA need each cell's whole weights"
     if adapter.init != "default":

@@ -25,7 +25,7 @@ from ..compute import attention
 from ..compute.fused_loss import with_kernel
 from ..compute.numerics import seeded, uses_dropout, without_input_casts
 from ..compute.precision import autocast, settled
-from ..config import Classify, Evaluate, Optimizer, Task, Train
+from ..config import Evaluate, Optimizer, Train
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
 from ..evaluate.dev import dev_figures
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from regularizers.protocol import Regularizer
 
     from ..data import Batches, Example
+    from ..tasks import Task
 
 
 def stage_work(
@@ -217,7 +218,7 @@ class _Loop:
             train=self.train,
             optimizer=self.settings,
             judged=bool(self.dev),
-            by_accuracy=isinstance(self.task, Classify) and self.train.best != "loss",
+            by_accuracy=self.task.accuracy and self.train.best != "loss",
             output=str(self.run.path),
             is_main=self.engine.is_main,
             log=self.run.log,

@@ -18,7 +18,7 @@ from ..compiling import Compiled
 from ..compute.loss import Head
 from ..compute.numerics import cpu_threads, deterministic
 from ..compute.precision import float32_products
-from ..config import Classify, Optimizer, Task, Train
+from ..config import Optimizer, Train
 from ..data.prefetch import fed
 from ..errors import UserError
 from ..parallel.engine import Context, Engine
@@ -28,6 +28,7 @@ from .throughput import Meter
 
 if TYPE_CHECKING:
     from ..data import Batches, MicroBatch
+    from ..tasks import Task
 
 Arguments = ParamSpec("Arguments")
 
@@ -138,7 +139,7 @@ def on_device(
 
 def check_best(train: Train, task: Task) -> None:
     """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
-    if train.best == "accuracy" and not isinstance(task, Classify):
+    if train.best == "accuracy" and not task.accuracy:
         raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
 
 

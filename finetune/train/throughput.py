@@ -17,13 +17,13 @@ from regularizers.protocol import Figures
 
 from ..compute.capabilities import copied
 from ..compute.loss import Head, batch_loss
-from ..config import Task
 from ..parallel.mesh import DATA, TOKENS
 from .flops import Cost, Tally, attention_width
 
 if TYPE_CHECKING:
     from ..data import MicroBatch
     from ..parallel.engine import Engine
+    from ..tasks import Task
 
 
 EVERY = 10

@@ -16,8 +16,8 @@ from experiments.workflows.build import lay_out
 from experiments.workflows.initial_adapter import check_unchanged
 from finetune.adapters.saved import SavedAdapter
 from finetune.backbone import load_backbone
-from finetune.config import LanguageModel
 from finetune.errors import UserError
+from finetune.tasks import LanguageModel
 from flatshift.cli import run
 
 SMALL = {

@@ -16,13 +16,14 @@ from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.compiling import Compiled
 from finetune.compute.capabilities import capabilities
-from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Train
+from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from finetune.parallel import fsdp as sharding
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.fsdp import blocks, in_order
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import LanguageModel
 from finetune.train.loop import train_stage
 from regularizers import GGPO, FlatLora, Plain, build
 from tests.distributed_ranks import run_ranks

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.config import LanguageModel, Mesh
+from finetune.config import Mesh
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.context import ContextParallel, check_context
@@ -22,6 +22,7 @@ from finetune.parallel.fsdp import shard
 from finetune.parallel.mesh import World
 from finetune.parallel.pipeline import PipelineRunner, cut_parts
 from finetune.parallel.tensor import tensor_parallel
+from finetune.tasks import LanguageModel
 from regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
 from tests.tensor_models import VOCABULARY, adapted, backbone

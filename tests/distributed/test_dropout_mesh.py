@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.config import Adapter, Classify, LanguageModel, Mesh, Optimizer, Seq2Seq, Task, Train
+from finetune.config import Adapter, Mesh, Optimizer, Train
 from finetune.data import Batches, Example
 from finetune.parallel.build import build_engine
 from finetune.parallel.mesh import World
 from finetune.run_directory import read_metrics
+from finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
 from regularizers import GGPO, Plain, RegularizerConfig, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import save_backbone

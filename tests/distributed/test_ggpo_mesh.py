@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from finetune.config import LanguageModel, Mesh
+from finetune.config import Mesh
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
 from finetune.parallel.fsdp import shard
 from finetune.parallel.mesh import World
 from finetune.parallel.pipeline import PipelineRunner, cut_parts
 from finetune.parallel.tensor import tensor_parallel
+from finetune.tasks import LanguageModel
 from regularizers import GGPO, RegularizerError, build
 from regularizers.ggpo import GGPORegularizer
 from regularizers.sharded import Part

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Spikes, Train
+from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Spikes, Train
 from finetune.parallel.build import build_engine
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import LanguageModel
 from finetune.train.loop import train_stage
 from regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks

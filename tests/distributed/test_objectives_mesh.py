@@ -26,12 +26,13 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
 def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients and figures of a few updates on `mesh`, and the saved head, on every rank."""
     from finetune.adapters.adapter import read_adapter
-    from finetune.config import Adapter, Classify, Evaluate, MaskedLM, Regress, Train
+    from finetune.config import Adapter, Evaluate, Train
     from finetune.data import Batches, Masking, encode
     from finetune.data.units import Units, fold_units
     from finetune.evaluate import evaluate
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
+    from finetune.tasks import Classify, MaskedLM, Regress
     from tests.data_models import text_rows
 
     task = {"sets": Classify(multi=True), "numbers": Regress(), "masked": MaskedLM()}[kind]
@@ -79,7 +80,8 @@ def all_meshes(source: str, warm: str) -> list[dict[str, Any]]:
 def test_every_mesh_trains_and_judges_as_one_process(tmp_path: Path) -> None:
     from finetune.adapters.adapter import attach_adapter, save_adapter
     from finetune.backbone import load_backbone
-    from finetune.config import Adapter, MaskedLM, Mesh
+    from finetune.config import Adapter, Mesh
+    from finetune.tasks import MaskedLM
     from tests.objective_models import scatter
 
     torch.set_num_threads(1)

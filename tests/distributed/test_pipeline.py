@@ -153,12 +153,13 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     import torch.distributed as dist
 
     from finetune.compute.loss import batch_loss
-    from finetune.config import Classify, LanguageModel, Mesh
+    from finetune.config import Mesh
     from finetune.parallel.fsdp import shard
     from finetune.parallel.layout import whole_all
     from finetune.parallel.mesh import World
     from finetune.parallel.pipeline import PipelineRunner, cut_parts
     from finetune.parallel.tensor import tensor_parallel
+    from finetune.tasks import Classify, LanguageModel
 
     mesh = Mesh(pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces)
     world = World.of(mesh, torch.device("cpu"))
@@ -239,9 +240,10 @@ def with_dropout() -> tuple[list[str], list[int]]:
     """Sums of the gradients of three updates, the first two with the same seeds, and the numbers that seeds come by."""
     import contextlib
 
-    from finetune.config import LanguageModel, Mesh
+    from finetune.config import Mesh
     from finetune.parallel.mesh import World
     from finetune.parallel.pipeline import PipelineRunner, cut_parts
+    from finetune.tasks import LanguageModel
 
     mesh = Mesh(pp=2, schedule="interleaved")
     world = World.of(mesh, torch.device("cpu"))

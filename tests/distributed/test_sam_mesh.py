@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 
-from finetune.config import LanguageModel, Mesh
+from finetune.config import Mesh
+from finetune.tasks import LanguageModel
 from regularizers import ASAM, GGPO, SAM, BiLora, LoraSAM, PlainRegularizer, RegularizerError, build
 from tests.distributed.test_ggpo_mesh import STEPS, Case, build_engine, checksums, far, micros
 from tests.distributed_ranks import run_ranks

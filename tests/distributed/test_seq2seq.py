@@ -30,11 +30,12 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def curve(source: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients, document surprise and greedy answers of a few updates on `mesh`, on every rank."""
-    from finetune.config import Adapter, Evaluate, Seq2Seq, Train
+    from finetune.config import Adapter, Evaluate, Train
     from finetune.data import Batches, encode
     from finetune.evaluate import evaluate, evaluating, generate_answers
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
+    from finetune.tasks import Seq2Seq
 
     task, cpu = Seq2Seq(score="generate", max_new_tokens=4), torch.device("cpu")
     world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)

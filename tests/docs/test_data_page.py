@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from finetune.config import Chat, Classify, Completion
-from finetune.data import encode, read_rows, required_columns
+from finetune.data import encode, read_rows
+from finetune.tasks import Chat, Classify, Completion
 from tests.chat_models import chat_tokenizer, unmarked
 from tests.data_models import byte_tokenizer
 
@@ -20,7 +20,7 @@ def test_the_rows_on_the_page_can_be_read_and_encoded(tmp_path):
     prompt, completion = re.search(r'templates: `"(.*?)"` and `"(.*?)"`', supervised).groups()
     tokenizer = byte_tokenizer()
     for task in (Classify(), Completion(prompt=prompt.replace(r"\n", "\n"), completion=completion, score="rank")):
-        rows = list(read_rows([str(tmp_path / "rows.jsonl")], required=required_columns(task)))
+        rows = list(read_rows([str(tmp_path / "rows.jsonl")], required=task.columns()))
         encoded = encode(rows, task=task, tokenizer=tokenizer, max_length=256)
         assert len(encoded.examples) == 2 and encoded.label_names == ("INHIBITOR", "UPREGULATOR")
     shown = tokenizer.decode(encoded.examples[0].input_ids)
@@ -31,7 +31,7 @@ def test_the_conversations_on_the_page_are_encoded_as_it_says(tmp_path):
     page = (DOCS / "supervised.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```jsonl\n(.*?)```", page, re.DOTALL)
     (tmp_path / "rows.jsonl").write_text(block, encoding="utf-8")
-    rows = list(read_rows([str(tmp_path / "rows.jsonl")], required=required_columns(Chat())))
+    rows = list(read_rows([str(tmp_path / "rows.jsonl")], required=Chat().columns()))
     tokenizer = chat_tokenizer("qwen2_5")
     encoded = encode(rows, task=Chat(), tokenizer=tokenizer, max_length=4096)
     (shown,) = re.findall(r"```\n(<\|im_start\|>user.*?)```", page, re.DOTALL)

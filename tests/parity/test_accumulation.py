@@ -7,9 +7,10 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Completion, Evaluate, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data import Batches, Example
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import Completion, LanguageModel
 from finetune.train.loop import train_stage
 from regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone

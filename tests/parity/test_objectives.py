@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
-from finetune.config import Adapter, Classify, Evaluate, MaskedLM, Regress, Seq2Seq
+from finetune.config import Adapter, Evaluate
 from finetune.data import Batches, Masking, encode, iterate_eval
 from finetune.data.units import Units
 from finetune.evaluate import evaluate, generate_answers, judge_numbers, judge_sets
@@ -20,6 +20,7 @@ from finetune.evaluate.chrf import chrf
 from finetune.evaluate.multilabel import average_precision, f1_macro, f1_micro
 from finetune.evaluate.regression import mae, pearson, rmse, spearman
 from finetune.parallel.engine import Engine
+from finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.data_models import text_rows
 from tests.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, scatter, several_rows
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from finetune.compute.loss import loss_sum
-from finetune.config import Completion, LanguageModel
 from finetune.data import Batches, Mixture, encode, refuse_leaks
 from finetune.errors import UserError
+from finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 
 TOKENIZER = byte_tokenizer()

@@ -13,9 +13,10 @@ import pytest
 
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Completion, Optimizer, Train
+from finetune.config import Adapter, Optimizer, Train
 from finetune.data import Batches, Example, Mixture
 from finetune.run_directory import read_metrics
+from finetune.tasks import Completion
 from finetune.train.checkpoint import steps as saved_steps
 from regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, save_backbone

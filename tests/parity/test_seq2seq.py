@@ -7,9 +7,10 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
-from finetune.config import Adapter, Seq2Seq
+from finetune.config import Adapter
 from finetune.data import Batches, encode
 from finetune.parallel.engine import Engine
+from finetune.tasks import Seq2Seq
 from tests.data_models import text_rows
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 

@@ -14,11 +14,12 @@ from experiments.sweep.cell import cell_of, run_cell
 from experiments.sweep.stacking import run_stack
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Classify, Completion, Evaluate, LanguageModel, Optimizer, Record, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
 from finetune.data import Batches, Example
 from finetune.fingerprint import checksum
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked import Host, cell_engine, run_together
+from finetune.tasks import Classify, Completion, LanguageModel
 from finetune.train.loop import stage_work, train_stage
 from finetune.train.throughput import RATES
 from finetune.train.trace.files import read_trace

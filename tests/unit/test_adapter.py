@@ -18,8 +18,9 @@ from finetune.adapters.adapter import (
     write_adapter,
 )
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Classify, LanguageModel
+from finetune.config import Adapter
 from finetune.errors import UserError
+from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import save_backbone
 
 LM, CLS = LanguageModel(), Classify()

@@ -12,10 +12,11 @@ from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter
 from finetune.adapters.initial_values import TAKES_OUT, Calibration
 from finetune.adapters.offsets import lora_layers, offsets_of
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, LanguageModel, Mesh, Train
+from finetune.config import Adapter, Mesh, Train
 from finetune.data import Example
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
+from finetune.tasks import LanguageModel
 from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone
 

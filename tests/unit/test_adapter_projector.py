@@ -22,18 +22,7 @@ from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter
 from finetune.backbone import load_backbone, position_limit
 from finetune.compiling import refuse_compile
 from finetune.compute.loss import batch_loss, find_head
-from finetune.config import (
-    Adapter,
-    Classify,
-    Completion,
-    Data,
-    LanguageModel,
-    Mesh,
-    Optimizer,
-    Projector,
-    Train,
-    TrainFiles,
-)
+from finetune.config import Adapter, Data, Mesh, Optimizer, Projector, Train, TrainFiles
 from finetune.data import Example, Examples
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, ranking
@@ -43,6 +32,7 @@ from finetune.parallel.engine import Engine
 from finetune.planner.memory import memory_plan
 from finetune.run_directory import read_metrics
 from finetune.stacked.refusing import refusal
+from finetune.tasks import Classify, Completion, LanguageModel
 from finetune.train.stage import check_length
 from regularizers import GGPO, Plain, RegularizerError, build
 from tests.finetune_models import IGNORED, Micro, RandomBatches, save_backbone
@@ -253,9 +243,9 @@ def test_choices_are_ranked_some_examples_at_a_time(sources, monkeypatch):
         return document_nats(model, rows, **how)
 
     monkeypatch.setattr(ranking, "document_nats", watched)
-    whole = ranking.rank_choices(model, Examples.of(examples), batch_size=4, pad_id=0)
+    whole = ranking.rank_choices(model, Examples.of(examples), task=Completion(), batch_size=4, pad_id=0)
     monkeypatch.setattr(ranking, "_VECTORS", 2 * len(choices) * K * WIDTH * 4 + 1)
-    sliced = ranking.rank_choices(model, Examples.of(examples), batch_size=4, pad_id=0)
+    sliced = ranking.rank_choices(model, Examples.of(examples), task=Completion(), batch_size=4, pad_id=0)
     assert seen == [21, 6, 6, 6, 3]
     np.testing.assert_allclose(sliced, whole, rtol=1e-5)
     for i, k in ((0, 0), (4, 1), (6, 2)):

@@ -20,10 +20,11 @@ from finetune.adapters.merge import merge_files
 from finetune.adapters.offsets import lora_layers
 from finetune.adapters.saved import SavedAdapter, check_start
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Classify, LanguageModel, Optimizer
+from finetune.config import Adapter, Optimizer
 from finetune.errors import UserError
 from finetune.fingerprint import fingerprint
 from finetune.parallel.skeleton import build_skeleton
+from finetune.tasks import Classify, LanguageModel
 from finetune.train.optimizer import AdapterOptimizer
 from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone

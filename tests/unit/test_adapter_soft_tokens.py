@@ -7,10 +7,11 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone, position_limit
-from finetune.config import Adapter, Classify, Completion, LanguageModel, Mesh, Optimizer, Train
+from finetune.config import Adapter, Mesh, Optimizer, Train
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
 from finetune.run_directory import read_metrics
+from finetune.tasks import Classify, Completion, LanguageModel
 from regularizers import GGPO, RegularizerError, build
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop

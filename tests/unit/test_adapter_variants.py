@@ -7,9 +7,10 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone, resolve_backbone
-from finetune.config import Adapter, Classify, Mesh, Optimizer, Train
+from finetune.config import Adapter, Mesh, Optimizer, Train
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
+from finetune.tasks import Classify
 from finetune.train.optimizer import AdapterOptimizer
 from tests.finetune_models import save_backbone
 

@@ -11,12 +11,13 @@ import torch
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone
 from finetune.compute.numerics import uses_dropout
-from finetune.config import Adapter, Classify, Completion, LanguageModel, Seq2Seq
+from finetune.config import Adapter
 from finetune.data import encode, iterate_eval
 from finetune.errors import UserError
 from finetune.features import hidden_state_encoder
 from finetune.fingerprint import checksum
 from finetune.parallel.skeleton import build_skeleton
+from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 

@@ -88,8 +88,8 @@ def test_every_measurement_of_the_plan_is_tried_and_named_once():
 @pytest.mark.parametrize("tied", [True, False])
 def test_operations_in_closed_form_are_those_that_hooks_count(tied):
     from benchmarks.gpu.llama import Shape, adapted, batches, operations
-    from finetune.config import LanguageModel
     from finetune.parallel.engine import Engine
+    from finetune.tasks import LanguageModel
     from finetune.train.flops import Tally, attention_width
 
     shape, rows, sequence, rank = Shape(64, 160, 3, 4, 2, 512, tied), 2, 24, 4

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from finetune.config import Chat, Evaluate
+from finetune.config import Evaluate
 from finetune.data import Batches, encode, first_batch_panel, iterate_eval
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, evaluate, generate_answers
+from finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import byte_tokenizer, row, tiny_model
 

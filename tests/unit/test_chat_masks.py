@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.config import Chat
 from finetune.data import encode
 from finetune.data.encoding import IGNORE
+from finetune.tasks import Chat
 from tests.chat_models import (
     CONVERSATIONS,
     DATE,

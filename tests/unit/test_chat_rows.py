@@ -7,10 +7,11 @@ import json
 
 import pytest
 
-from finetune.config import Chat, Columns
-from finetune.data import encode, read_rows, required_columns
+from finetune.config import Columns
+from finetune.data import encode, read_rows
 from finetune.data.chat import read_conversation
 from finetune.errors import UserError
+from finetune.tasks import Chat
 from tests.chat_models import chat_tokenizer
 from tests.data_models import byte_tokenizer, row, write_jsonl
 
@@ -42,12 +43,12 @@ def test_forms_of_one_conversation(tmp_path):
     assert read_conversation(row(messages=parts)).messages == parts
     assert len({str(example.input_ids) for example in encoded(*forms).examples}) == 1
     path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": form} for form in forms])
-    rows = list(read_rows([str(path)], columns=Columns(messages="conversations"), required=required_columns(Chat())))
+    rows = list(read_rows([str(path)], columns=Columns(messages="conversations"), required=Chat().columns()))
     assert read_conversation(rows[1]).messages == turns
     with pytest.raises(
         UserError, match=r"rows\.jsonl:1: no column 'messages'; .*'conversations'.*data.columns.messages"
     ):
-        list(read_rows([str(path)], required=required_columns(Chat())))
+        list(read_rows([str(path)], required=Chat().columns()))
 
 
 def test_a_system_turn_is_put_in_front_where_there_is_none():

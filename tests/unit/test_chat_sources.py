@@ -9,10 +9,10 @@ import pytest
 from experiments.data import encode as tokens
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
-from finetune.config import Chat
 from finetune.data import Examples, encode
 from finetune.data.chat import ask, question, template_text
 from finetune.errors import UserError
+from finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import byte_tokenizer, row, write_jsonl
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.config import Classify, Completion, LanguageModel
 from finetune.data import Batches, Example, encode, first_batch_panel, iterate_eval, pack_order, panel_spans
 from finetune.data.encoding import IGNORE
 from finetune.errors import UserError
+from finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows
 
 TOKENIZER = byte_tokenizer()

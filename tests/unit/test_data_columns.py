@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from finetune import cache_directory
-from finetune.config import Classify, Completion, LanguageModel, Seq2Seq
 from finetune.data import Batches, Example, Examples, ExampleWriter, TokenCache, encode, iterate_eval, open_examples
 from finetune.data.columns import _KNOWN
 from finetune.errors import UserError
+from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
 
 TOKENIZER = byte_tokenizer()

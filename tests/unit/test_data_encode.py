@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.config import Classify, Completion, LanguageModel, Seq2Seq
-from finetune.data import Template, encode, required_columns, sort_labels
+from finetune.data import Template, encode, sort_labels
 from finetune.data.encoding import IGNORE
 from finetune.data.template import fit_completion
 from finetune.errors import UserError
+from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows
 
 TOKENIZER = byte_tokenizer()
@@ -167,8 +167,8 @@ def test_templates():
         Template("{txt}", "task.prompt").fill(row(text="a"))
     with pytest.raises(ValueError, match=r"^column 'x' is a list"):
         Template("{x}", "task.prompt").fill(row(x=[1]))
-    assert required_columns(Completion(prompt="{a} {b}", completion="{a}{c}")) == ("a", "b", "c")
-    assert required_columns(Classify()) == ("text", "label")
+    assert Completion(prompt="{a} {b}", completion="{a}{c}").columns() == ("a", "b", "c")
+    assert Classify().columns() == ("text", "label")
 
 
 def test_classes_in_head_order():

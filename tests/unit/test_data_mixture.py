@@ -9,10 +9,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from finetune.config import Classify, Completion, LanguageModel
 from finetune.data import Batches, Mixture, Proportions, encode
 from finetune.data.mixture import Epochs, Mixed
 from finetune.errors import UserError
+from finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows
 
 TOKENIZER = byte_tokenizer()

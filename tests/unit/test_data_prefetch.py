@@ -10,11 +10,12 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Classify, Completion, LanguageModel, MaskedLM, Optimizer, Train
+from finetune.config import Adapter, Optimizer, Train
 from finetune.data import Batches, Masking, encode, prefetch
 from finetune.data.prefetch import Prefetch, fed
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
+from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 from tests.stage_runs import run_or_stop

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
-from finetune.config import Classify, Completion, LanguageModel, Seq2Seq, Train
+from finetune.config import Train
 from finetune.data import Example, encode
 from finetune.data.encoding import IGNORE
 from finetune.data.example import Encoded
 from finetune.data.left_out import Losses
 from finetune.errors import UserError
+from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row
 
 TOKENIZER = byte_tokenizer()

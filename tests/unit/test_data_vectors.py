@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from finetune.config import Completion, LanguageModel, Projector
+from finetune.config import Projector
 from finetune.data import Batches, Examples, ExampleWriter, encode, iterate_eval, open_examples
 from finetune.errors import UserError
+from finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, row
 
 TOKENIZER = byte_tokenizer()

@@ -14,9 +14,10 @@ from finetune.compute.capabilities import CUDA, rehearsed
 from finetune.compute.fused_loss import with_kernel
 from finetune.compute.loss import Head
 from finetune.compute.numerics import deterministic
-from finetune.config import Adapter, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Optimizer, Train
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
+from finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
 

@@ -8,7 +8,7 @@ import torch
 from finetune import backbone as loading
 from finetune.backbone import load_backbone
 from finetune.compute import presence
-from finetune.config import Classify, LanguageModel
+from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import save_backbone
 
 

@@ -11,12 +11,13 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute import attention
 from finetune.compute.attention import NAME, as_mask, rows_apart, starts, without_starts
 from finetune.compute.loss import batch_loss
-from finetune.config import Adapter, Completion, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Optimizer, Train
 from finetune.data import Batches, encode, prefetch, refuse_leaks
 from finetune.data.prefetch import Prefetch
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
+from finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 from tests.stage_runs import run_or_stop
 from tests.unit.test_data_prefetch import FakeLane

@@ -10,13 +10,14 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import OutOfMemory, is_out_of_memory
 from finetune.parallel.engine import Engine
 from finetune.planner import out_of_memory
 from finetune.planner.memory import MemoryPlan, memory_plan, size
 from finetune.planner.out_of_memory import Measured, asked_for, changes
 from finetune.run_directory import RunDirectory
+from finetune.tasks import LanguageModel
 from finetune.train.loop import train_stage
 from flatshift import cli
 from regularizers import BAR, GGPO, LoraSAM, Plain, build

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.config import Classify, Completion, Evaluate, LanguageModel
+from finetune.config import Evaluate
 from finetune.data import encode
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, evaluate, generate_answers, rank_choices, ranking, token_nats
+from finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -38,7 +39,7 @@ def test_perplexity_is_the_sum_over_documents(kind, task):
     examples = encoded(task).examples
     nats = np.array([by_hand(model, example) for example in examples])
     tokens = sum(label != -100 for example in examples for label in example.labels)
-    ours, counted = document_nats(model, examples, batch_size=7, pad_id=0)
+    ours, counted = document_nats(model, examples, task=task, batch_size=7, pad_id=0)
     np.testing.assert_allclose(ours, nats, rtol=1e-5)
     assert counted.sum() == tokens
     figures = evaluate(model, TOKENIZER, examples, task=task, config=CONFIG)
@@ -54,9 +55,9 @@ def test_perplexity_is_the_sum_over_documents(kind, task):
 def test_slices_of_logits_do_not_show(monkeypatch):
     logits, labels = torch.randn(2, 9, 11, generator=torch.Generator().manual_seed(0)), torch.randint(0, 11, (2, 9))
     labels[0, :4] = -100
-    whole, rows = token_nats(logits, labels)
+    whole, rows = token_nats(logits, labels, LanguageModel())
     monkeypatch.setattr("finetune.evaluate.perplexity.slice_rows", lambda vocabulary, device: 2)
-    sliced, same = token_nats(logits, labels)
+    sliced, same = token_nats(logits, labels, LanguageModel())
     assert torch.equal(whole, sliced) and torch.equal(rows, same) and rows.tolist() == [0] * 5 + [1] * 8
 
 
@@ -65,7 +66,7 @@ def test_ranking_scores_whole_completions(kind):
     model = tiny_model(kind, len(TOKENIZER))
     task = Completion(prompt="{text} is", completion=" {label}", score="rank")
     coded = encoded(task, count=9)
-    scores = rank_choices(model, coded.examples, batch_size=4, pad_id=0)
+    scores = rank_choices(model, coded.examples, task=task, batch_size=4, pad_id=0)
     for example, ours in zip(coded.examples, scores, strict=True):
         prompt = example.input_ids[: example.labels.count(-100)]
         for choice, score in zip(example.choices, ours, strict=True):
@@ -84,13 +85,13 @@ def test_ranking_scores_whole_completions(kind):
 def test_a_model_whose_cache_cannot_be_shared_is_scored_row_by_row(monkeypatch):
     model = tiny_model("llama", len(TOKENIZER))
     examples = encoded(Completion(score="rank"), count=6).examples
-    shared = rank_choices(model, examples, batch_size=4, pad_id=0)
+    shared = rank_choices(model, examples, task=Completion(), batch_size=4, pad_id=0)
 
     def wrong(*arguments):
         return np.zeros((2, 3))
 
     monkeypatch.setattr(ranking, "_shared", wrong)
-    apart = rank_choices(model, examples, batch_size=4, pad_id=0)
+    apart = rank_choices(model, examples, task=Completion(), batch_size=4, pad_id=0)
     np.testing.assert_allclose(apart, shared, atol=1e-4)
     assert np.abs(apart).min() > 0
 
@@ -158,8 +159,11 @@ def test_evaluation_leaves_no_trace():
 def test_autocast_changes_little():
     model = tiny_model("llama", len(TOKENIZER))
     examples = encoded(LanguageModel()).examples
-    exact, _ = document_nats(model, examples, batch_size=8, pad_id=0)
-    coarse, _ = document_nats(model, examples, batch_size=8, pad_id=0, autocast_dtype=torch.bfloat16)
+    how = {"task": LanguageModel(), "batch_size": 8, "pad_id": 0}
+    exact, _ = document_nats(model, examples, **how)
+    coarse, _ = document_nats(
+        model, examples, task=LanguageModel(), batch_size=8, pad_id=0, autocast_dtype=torch.bfloat16
+    )
     assert not np.array_equal(exact, coarse)
     np.testing.assert_allclose(coarse, exact, rtol=2e-2)
 

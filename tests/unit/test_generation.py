@@ -10,16 +10,17 @@ from transformers import GenerationConfig
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Classify, Completion, LanguageModel, Seq2Seq
+from finetune.config import Adapter
 from finetune.data import Example, encode
 from finetune.data.encoding import IGNORE
-from finetune.data.prompts import end_token, writer_of
+from finetune.data.specials import end_token
 from finetune.errors import UserError
 from finetune.evaluate import generate_answers
 from finetune.evaluate.generate import prompt_of
 from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
 from finetune.evaluate.share import Share
 from finetune.evaluate.writing import written as run_prompts
+from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 from tests.seq2seq_models import save_encoder_decoder
 
@@ -185,8 +186,7 @@ def test_an_encoder_decoder_begins_with_its_start_token(tmp_path):
     rows = text_rows(5)
     examples = encode(rows, task=task, tokenizer=TOKENIZER, max_length=64, decoder_start=2).examples
     judged = generate_answers(model, TOKENIZER, examples, max_new_tokens=6, batch_size=5)
-    writer = writer_of(task)
-    prompts = [writer.ids(TOKENIZER, writer.text(task, r)) for r in rows]
+    prompts = [question.ids for question in task.ask(rows, TOKENIZER)[0]]
     assert prompts == [example.input_ids for example in examples]
     how = Decoding(max_new_tokens=6)
     found = dict(continue_prompts(model, prompts, how, end=EOS, pad_id=PAD, decoder_start=2, batch_size=2))
@@ -199,9 +199,8 @@ def test_an_encoder_decoder_begins_with_its_start_token(tmp_path):
 def test_prompts_are_what_training_put_before_the_answer(tokenizer):
     rows = text_rows(8)
     for task in (Completion(prompt="Q: {text}\nA:", completion=" {label}"), LanguageModel()):
-        writer = writer_of(task)
         for r, example in zip(rows, encode(rows, task=task, tokenizer=tokenizer, max_length=512).examples, strict=True):
-            ids = writer.ids(tokenizer, writer.text(task, r))
+            ids = task.prompt_ids(tokenizer, task.prompt_text(r))
             assert example.input_ids[: len(ids)] == ids
             if isinstance(task, Completion):
                 assert prompt_of(example) == ids
@@ -211,7 +210,7 @@ def test_prompts_are_what_training_put_before_the_answer(tokenizer):
 def test_refusals_name_the_nearest_fix():
     model = tiny_model("gpt2", len(TOKENIZER))
     with pytest.raises(UserError, match=r"classify trains a model that writes no text.*flatshift eval"):
-        writer_of(Classify())
+        Classify().check_writes()
     with pytest.raises(UserError, match=r"prompt 2: 90 tokens and --max-new-tokens 8 do not fit .* 96 positions"):
         written(model, prompts=[[1, 5], [5] * 90])
     with pytest.raises(UserError, match="prompt 1 is empty"):
@@ -220,5 +219,5 @@ def test_refusals_name_the_nearest_fix():
         Decoding(top_p=0.5)
     with pytest.raises(ValueError, match="num_beams"):
         Decoding(temperature=1.0, num_beams=2)
-    assert writer_of(LanguageModel()).columns(LanguageModel()) == ("text",)
-    assert writer_of(Completion()).text(Completion(prompt="{text}?"), row(text="why")) == "why?"
+    assert LanguageModel().prompt_columns() == ("text",)
+    assert Completion(prompt="{text}?").prompt_text(row(text="why")) == "why?"

@@ -17,11 +17,12 @@ from experiments.sweep.axes import parse_grid, points_of
 from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import read_object
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone
-from finetune.config import Adapter, LanguageModel, Mesh, Optimizer
+from finetune.config import Adapter, Mesh, Optimizer
 from finetune.data import describe, expand, formats, read_rows
 from finetune.errors import UserError
 from finetune.parallel.index import SINGLE, read_index
 from finetune.run_directory import read_metrics
+from finetune.tasks import LanguageModel
 from selection.errors import SelectionError
 from selection.features.own import load_features
 from tests.finetune_models import save_backbone
@@ -298,7 +299,7 @@ def test_a_bad_config_blames_no_tokenizer(llama: Path, changes: dict, words: str
 
 
 def test_a_config_of_other_sizes_than_the_weights_is_named(llama: Path) -> None:
-    from finetune.config import Classify
+    from finetune.tasks import Classify
 
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))

@@ -10,21 +10,20 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.compute.loss import answered_right
-from finetune.config import Adapter, Classify, Regress
+from finetune.config import Adapter
 from finetune.data import (
     Batches,
     classes_of,
     encode,
     first_batch_panel,
     foreign_answers,
-    label_reader,
     read_rows,
     sort_labels,
 )
 from finetune.data.labels import read_classes, read_number
 from finetune.data.units import OutputLayer, Units, fold_units, output_layer, units_of
 from finetune.errors import UserError
+from finetune.tasks import Classify, Regress
 from tests.data_models import byte_tokenizer, row, write_jsonl
 from tests.finetune_models import save_backbone
 from tests.objective_models import CLASSES, numbered_rows, save_encoder, scatter, several_rows
@@ -68,7 +67,7 @@ def test_what_is_no_number(value):
 def test_a_target_that_is_text_is_refused_with_its_line_or_skipped_and_counted(tmp_path):
     rows = [{"text": "a", "label": 1.5}, {"text": "b", "label": "high"}, {"text": "c", "label": "2"}]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    how = {"required": ("text", "label"), "label": label_reader(NUMBER)}
+    how = {"required": ("text", "label"), "label": NUMBER.read_label}
     with pytest.raises(UserError, match=r"rows.jsonl:2: column 'label' is 'high', not a number"):
         list(read_rows([path], **how))
     skipped: list[str] = []
@@ -81,7 +80,7 @@ def test_sets_from_lists_and_from_csv(tmp_path):
     listed = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a", "label": ["y", "x"]}, {"text": "b", "label": []}])
     (tmp_path / "rows.csv").write_text("text,label\na,x|y\nb,\n", encoding="utf-8")
     for path in (listed, tmp_path / "rows.csv"):
-        rows = list(read_rows([str(path)], required=("text", "label"), label=label_reader(task)))
+        rows = list(read_rows([str(path)], required=("text", "label"), label=task.read_label))
         assert [r.values["label"] for r in rows] == [("x", "y"), ()]
     assert sort_labels(classes_of(rows)) == ("x", "y")
 
@@ -110,14 +109,14 @@ def test_rows_of_several_classes_are_encoded_batched_and_shown():
 def test_answers_are_right_only_as_whole_sets():
     logits = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, -2.0]])
     labels = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
-    assert answered_right(logits, labels, MULTI).tolist() == [True, False, True]
-    assert answered_right(logits, torch.tensor([0, 0, 1]), Classify()).tolist() == [True, True, False]
+    assert MULTI.answered_right(logits, labels).tolist() == [True, False, True]
+    assert Classify().answered_right(logits, torch.tensor([0, 0, 1])).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("label", [["a", "\ud800"], "a,\ud800"])
 def test_a_class_of_several_that_is_no_text(label):
     with pytest.raises(ValueError, match="has half of a surrogate pair"):
-        label_reader(MULTI)(label)
+        MULTI.read_label(label)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_units_are_mean_and_deviation_or_root_mean_square(bias):
 @pytest.mark.parametrize("kind", ["bert", "roberta", "llama", "gpt2"])
 def test_a_folded_head_answers_in_the_targets_units(kind, tmp_path):
     source = save_backbone(kind, tmp_path)
-    layer = output_layer(source)
+    layer = output_layer(source, NUMBER)
     units = units_of([900.0, 1100.0, 1000.0], layer)
     assert layer.bias == (kind in {"bert", "roberta"})
     model = scatter(attach_adapter(load_backbone(source, task=NUMBER), Adapter(rank=2), task=NUMBER, seed=0)).eval()

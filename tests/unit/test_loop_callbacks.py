@@ -10,10 +10,11 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data import Example
 from finetune.errors import Interrupted, UserError
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import steps as saved_steps
 from finetune.train.loop import train_stage
 from regularizers import Plain, build

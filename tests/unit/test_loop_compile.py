@@ -10,10 +10,11 @@ from finetune import compiling
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.compiling import REGULARIZERS, Compiled, refuse_compile
-from finetune.config import Adapter, Evaluate, LanguageModel, Mesh, Optimizer, Seq2Seq, Train
+from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from finetune.errors import UserError
 from finetune.parallel.fsdp import blocks
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import LanguageModel, Seq2Seq
 from finetune.train.loop import train_stage
 from regularizers import GGPO, FlatLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone

@@ -12,10 +12,11 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Spikes, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
 from finetune.errors import Interrupted
 from finetune.parallel.engine import Engine
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import steps as saved_steps
 from finetune.train.data_order import batch_index, leave_out, spike_limit, way_back
 from finetune.train.loop import Diverged, train_stage

@@ -9,10 +9,11 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import Interrupted, UserError
 from finetune.planner.memory import plan_lines
 from finetune.run_directory import RunDirectory
+from finetune.tasks import LanguageModel
 from finetune.train import adam8bit
 from finetune.train.adam8bit import check_optimizer, state_bytes
 from finetune.train.loop import train_stage

@@ -13,21 +13,11 @@ from experiments.recipe import from_override, load_recipe
 from experiments.recipe.config import Recipe
 from experiments.report.load import read_metrics
 from experiments.workflows.train import check_recipe
-from finetune.config import (
-    Adapter,
-    Classify,
-    LanguageModel,
-    Mesh,
-    Optimizer,
-    Projector,
-    Record,
-    Spikes,
-    Tracker,
-    Train,
-)
+from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
 from finetune.errors import UserError
 from finetune.run_directory import SPIKE, RunDirectory
 from finetune.stacked.refusing import refusal
+from finetune.tasks import Classify, LanguageModel
 
 TEXT = """
 task: language-model

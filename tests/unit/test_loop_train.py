@@ -12,12 +12,13 @@ import torch
 from finetune.adapters.adapter import attach_adapter, read_adapter, trainable
 from finetune.backbone import load_backbone, position_limit
 from finetune.compute.numerics import uses_dropout
-from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data import Batches, Example
 from finetune.errors import Interrupted, UserError
 from finetune.fingerprint import checksum
 from finetune.planner.memory import memory_plan, plan_lines
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import Classify, LanguageModel
 from finetune.train.checkpoint import steps as saved_steps
 from finetune.train.loop import Diverged, train_stage
 from regularizers import GGPO, Plain, build

@@ -11,9 +11,10 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.compute import loss as loss_module
 from finetune.compute.loss import batch_loss, find_head
-from finetune.config import Adapter, LanguageModel
+from finetune.config import Adapter
 from finetune.data import Example
 from finetune.evaluate import document_nats, evaluating, perplexity
+from finetune.tasks import LanguageModel
 from tests.finetune_models import IGNORED, Micro, save_backbone
 
 LM = LanguageModel()
@@ -83,9 +84,9 @@ def test_evaluation_holds_one_slice_and_gives_the_same_figures(model, monkeypatc
     examples = [Example(row, [IGNORED, *row[1:]], str(i), f"f:{i}") for i, row in enumerate(ids)]
     with evaluating(model):
         with Largest() as watching:
-            nats, tokens = document_nats(model, examples, batch_size=ROWS, pad_id=0)
+            nats, tokens = document_nats(model, examples, task=LM, batch_size=ROWS, pad_id=0)
         monkeypatch.setattr(perplexity, "find_head", lambda *args, **how: None)
         with Largest() as seeing:
-            wanted, same = document_nats(model, examples, batch_size=ROWS, pad_id=0)
+            wanted, same = document_nats(model, examples, task=LM, batch_size=ROWS, pad_id=0)
     assert watching.elements <= max(ALL // 16, VOCABULARY * 64) and seeing.elements >= ALL - ROWS * VOCABULARY
     assert nats == pytest.approx(wanted, rel=1e-6) and tokens.tolist() == same.tolist()

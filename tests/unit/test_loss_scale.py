@@ -12,11 +12,12 @@ from finetune.backbone import load_backbone
 from finetune.compute.loss import batch_loss, find_head
 from finetune.compute.precision import settled
 from finetune.compute.widened import WidenedEmbedding, WidenedLinear, widen_on_use
-from finetune.config import Adapter, LanguageModel, Optimizer, Train
+from finetune.config import Adapter, Optimizer, Train
 from finetune.errors import UserError
 from finetune.fingerprint import checksum
 from finetune.parallel.engine import Engine
 from finetune.run_directory import read_metrics
+from finetune.tasks import LanguageModel
 from finetune.train.loop import Diverged
 from finetune.train.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
 from regularizers import GGPO, MGPO, LoraSAM, Plain, build
@@ -141,7 +142,7 @@ def test_a_gradient_that_is_no_number_at_any_scale_stops_the_run(source, tmp_pat
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2-dropout", "bert"])
 def test_a_backbone_kept_in_bf16_computes_in_float32_what_its_rounded_weights_give(kind, tmp_path):
-    from finetune.config import MaskedLM
+    from finetune.tasks import MaskedLM
 
     task = MaskedLM() if kind == "bert" else LM
     directory = save_backbone(kind, tmp_path)

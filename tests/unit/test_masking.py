@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from finetune.backbone import is_encoder, load_backbone
 from finetune.compute.loss import batch_loss, find_head
-from finetune.config import Adapter, Classify, Evaluate, MaskedLM
+from finetune.config import Adapter, Evaluate
 from finetune.data import Batches, Masking, encode, first_batch_panel, iterate_eval
 from finetune.data.masking import SPECIAL, unmasked
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, evaluate
 from finetune.seeds import numpy_generator
+from finetune.tasks import Classify, MaskedLM
 from tests.data_models import byte_tokenizer, row, text_rows
 from tests.finetune_models import save_backbone
 from tests.objective_models import masked_tokenizer, save_encoder, scatter
@@ -251,7 +252,7 @@ def test_mistakes_are_told(source, tmp_path):
     with pytest.raises(UserError, match=r"tokenizer has a mask token.*task.kind: language-model"):
         encode(text_rows(2), task=TASK, tokenizer=byte_tokenizer(), max_length=32)
     with pytest.raises(UserError, match=r"bert.*task.kind: masked-lm"):
-        from finetune.config import LanguageModel
+        from finetune.tasks import LanguageModel
 
         load_backbone(save_backbone("bert", tmp_path), task=LanguageModel())
     with pytest.raises(ValueError, match="share"):

@@ -23,9 +23,10 @@ from experiments.workflows.model_card import _hub_sources
 from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
 from finetune.adapters.merge import merge_files, read_changes, spot_check
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Classify, LanguageModel, Task
+from finetune.config import Adapter
 from finetune.errors import UserError
 from finetune.parallel.skeleton import build_skeleton
+from finetune.tasks import Classify, LanguageModel, Task
 from flatshift.cli import run
 from tests.data_models import byte_tokenizer, write_jsonl
 from tests.finetune_models import save_backbone

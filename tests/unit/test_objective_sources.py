@@ -11,13 +11,12 @@ import torch
 from experiments.data import encode as tokens
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
-from finetune.config import Classify, MaskedLM, Regress, Seq2Seq
 from finetune.data import Batches, Examples, Masking, encode
 from finetune.data.masking import unmasked
-from finetune.data.prompts import writer_of
 from finetune.data.units import Units, units_of
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
+from finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.data_models import row, text_rows, write_jsonl
 from tests.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
 
@@ -139,4 +138,4 @@ def test_long_rows_lose_the_end_that_is_asked_for_or_are_left_out():
     task = Seq2Seq(prefix="say: ")
     with pytest.raises(UserError, match=r"train.truncation: left would cut task.prefix off"):
         encode(rows, task=task, tokenizer=TOKENIZER, max_length=16, truncation="left", decoder_start=1)
-    assert writer_of(task).text(task, row(0, text="why")) == "say: why"
+    assert task.prompt_text(row(0, text="why")) == "say: why"

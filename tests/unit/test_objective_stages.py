@@ -13,13 +13,14 @@ from experiments.sweep.stacking import stackable
 from experiments.workflows.train import check_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Classify, Evaluate, MaskedLM, Optimizer, Regress, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data import Batches, Masking, encode
 from finetune.data.units import Units
 from finetune.errors import Interrupted, UserError
 from finetune.evaluate import head_scores
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked import Host, cell_engine
+from finetune.tasks import Classify, MaskedLM, Regress
 from finetune.train.loop import Work, train_stage
 from finetune.train.throughput import Meter
 from finetune.train.trace.examples import per_example

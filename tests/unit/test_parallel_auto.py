@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from finetune import assets
-from finetune.config import Adapter, LanguageModel, Mesh, Train
+from finetune.config import Adapter, Mesh, Train
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
 from finetune.planner import auto_mesh
 from finetune.planner.auto_mesh import AXES, resolve
 from finetune.planner.devices import Devices, visible
 from finetune.planner.footprint import Backbone, footprint
+from finetune.tasks import LanguageModel
 from regularizers.config import SAM, Plain
 
 GIB = 2**30

@@ -6,21 +6,10 @@ import dataclasses
 
 import pytest
 
-from finetune.config import (
-    Adapter,
-    Classify,
-    Completion,
-    LanguageModel,
-    MaskedLM,
-    Mesh,
-    Optimizer,
-    Projector,
-    Regress,
-    Seq2Seq,
-    Train,
-)
+from finetune.config import Adapter, Mesh, Optimizer, Projector, Train
 from finetune.errors import UserError
 from finetune.parallel.rules import REQUIRES, RULES, Settings, check_settings
+from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
 from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
 
 # (setting, other side) of a rule → what breaks it and nothing before it; what obeys it, as near to that as can be

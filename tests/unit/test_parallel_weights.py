@@ -14,7 +14,7 @@ from torch import nn
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.compute.loss import batch_loss
-from finetune.config import Adapter, Classify, LanguageModel, Mesh
+from finetune.config import Adapter, Mesh
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.fsdp import blocks, shard
@@ -23,6 +23,7 @@ from finetune.parallel.layout import Layout, Slice, held, put, whole
 from finetune.parallel.mesh import World
 from finetune.parallel.skeleton import build_skeleton
 from finetune.parallel.weights import load_weights, materialize
+from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import Micro, save_backbone
 
 

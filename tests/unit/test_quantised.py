@@ -16,10 +16,11 @@ from torch import Tensor
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.compute.precision import autocast
-from finetune.config import Adapter, Classify, LanguageModel, Quantization, Train
+from finetune.config import Adapter, Quantization, Train
 from finetune.errors import UserError
 from finetune.fingerprint import checksum
 from finetune.quantised import KINDS, scales
+from finetune.tasks import Classify, LanguageModel
 from flatshift.cli import run
 from regularizers import GGPO, RegularizerError, build
 from regularizers.layers import find_lora_sites

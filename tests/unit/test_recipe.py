@@ -10,8 +10,8 @@ import pytest
 from experiments.recipe import from_override, load_recipe, resume_recipe, shipped_recipes
 from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Leaf, parse
-from finetune.config import Classify
 from finetune.errors import UserError
+from finetune.tasks import Classify
 from regularizers.config import GGPO, Plain
 
 

@@ -10,8 +10,9 @@ from finetune.backbone import load_backbone
 from finetune.compute import numerics
 from finetune.compute.loss import batch_loss
 from finetune.compute.numerics import SHORT
-from finetune.config import Adapter, LanguageModel
+from finetune.config import Adapter
 from finetune.parallel.activation_checkpoint import checkpoint_activations
+from finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone
 
 LM = LanguageModel()

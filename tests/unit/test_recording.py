@@ -13,9 +13,10 @@ from experiments.recipe import from_override, load_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.compute.loss import find_head
-from finetune.config import Adapter, Classify, Completion, LanguageModel, Optimizer, Record, Seq2Seq
-from finetune.data import Example, answer_columns, foreign_answers, shuffled_examples
+from finetune.config import Adapter, Optimizer, Record
+from finetune.data import Example, foreign_answers, shuffled_examples
 from finetune.errors import UserError
+from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from finetune.train.optimizer import AdapterOptimizer
 from finetune.train.trace.curvature import curvature_figures
 from finetune.train.trace.examples import Flipped, Judged, per_example, split_figures
@@ -446,7 +447,7 @@ def test_what_cannot_be_made_wrong():
 
 
 def test_which_columns_are_the_answer():
-    assert answer_columns(Completion(prompt="{q}", completion="{q} {a} {b}")) == ("a", "b")
-    assert answer_columns(Seq2Seq(prompt="{text}", target="{label}")) == ("label",)
+    assert Completion(prompt="{q}", completion="{q} {a} {b}").answer_columns() == ("a", "b")
+    assert Seq2Seq(prompt="{text}", target="{label}").answer_columns() == ("label",)
     with pytest.raises(UserError, match=r"data\.label_noise: the answer of task\.kind: completion has no column"):
-        answer_columns(Completion(prompt="{q}", completion=" yes, {q}"))
+        Completion(prompt="{q}", completion=" yes, {q}").answer_columns()

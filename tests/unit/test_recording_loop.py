@@ -13,11 +13,12 @@ from experiments.recipe import from_override, load_recipe
 from experiments.workflows.train import LABEL_NOISE, check_recipe, train
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, Evaluate, LanguageModel, Optimizer, Record, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
 from finetune.data import Example
 from finetune.errors import Interrupted, UserError
 from finetune.fingerprint import checksum
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import latest_checkpoint, unpack
 from finetune.train.loop import train_stage
 from finetune.train.trace.files import read_trace

@@ -24,11 +24,12 @@ from finetune.backbone import load_backbone
 from finetune.compute import attention
 from finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
 from finetune.compute.loss import batch_loss
-from finetune.config import Adapter, Classify, Evaluate, LanguageModel, MaskedLM, Optimizer, Seq2Seq, Spikes, Train
+from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
 from finetune.data import Batches
 from finetune.evaluate.generation import Decoding, continue_prompts
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
+from finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
 from finetune.train.checkpoint import steps as saved_steps
 from finetune.train.deferred_metrics import Line, Unread
 from finetune.train.loop import Diverged, train_stage
@@ -107,7 +108,7 @@ def test_generation_and_judging_stay_on_the_device(on):
     rows = cases.rows("completion", 3)
     with Rehearsal(on=on) as seen:  # raises where a tensor of the host strays in
         model, head = (cases._adapted(cases.Case(name)).to(on) for name in ("completion", "classify"))
-        document_nats(model, rows, **how)
+        document_nats(model, rows, task=LM, **how)
         per_example(model, rows, task=LM, **how)
         head_scores(head, cases.rows("classify", 3), task=Classify(), **how)
         for decoding in (Decoding(max_new_tokens=2), Decoding(max_new_tokens=2, temperature=0.7, top_p=0.9)):

@@ -14,11 +14,12 @@ from experiments.recipe import from_override, load_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
 from finetune.compute.loss import batch_loss, find_head
-from finetune.config import Adapter, Classify, Evaluate, LanguageModel, Regress, Seq2Seq, Train
-from finetune.data import Batches, encode, first_batch_panel, iterate_eval, required_columns
+from finetune.config import Adapter, Evaluate, Train
+from finetune.data import Batches, encode, first_batch_panel, iterate_eval
 from finetune.errors import UserError
 from finetune.evaluate import document_nats, evaluate, generate_answers
 from finetune.planner.memory import memory_plan
+from finetune.tasks import Classify, LanguageModel, Regress, Seq2Seq
 from tests.data_models import bert_tokenizer, row, text_rows, write_jsonl
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 
@@ -48,7 +49,7 @@ def batch_of(rows, *, start=PAD):
 
 def test_both_sides_of_a_row():
     (example,) = encoded([row(text="the cat", label="größe")], start=7).examples
-    assert required_columns(TASK) == ("text", "label")
+    assert TASK.columns() == ("text", "label")
     assert example.input_ids == TOKENIZER("say: the cat")["input_ids"]  # no <bos>: this tokenizer adds none itself
     assert example.labels == [*TOKENIZER("größe")["input_ids"], EOS]
     assert example.decoder_ids == [7, *example.labels[:-1]]

@@ -18,13 +18,14 @@ from experiments.sweep.cell import Outcome, cell_of, finish_cell, read_result
 from experiments.sweep.stacking import stackable, stacks
 from finetune.backbone import load_backbone
 from finetune.compute.loss import linear_cross_entropies, linear_cross_entropy
-from finetune.config import Adapter, Classify, LanguageModel, Optimizer, Seq2Seq, Train
+from finetune.config import Adapter, Optimizer, Train
 from finetune.data import MicroBatch
 from finetune.data.encoding import IGNORE
 from finetune.stacked import Host, NotStackable, cell_engine, passes, refusal, shared_copy
 from finetune.stacked.footprint import estimate
 from finetune.stacked.group import Group, Run
 from finetune.stacked.linear import HeadPart, Noise, Part, StackedLinear, StackedLora
+from finetune.tasks import Classify, LanguageModel, Seq2Seq
 from finetune.train.optimizer import AdapterOptimizer
 from regularizers import BAR, GGPO, SAM, BiLora, NEFTune, Plain
 from tests.finetune_models import save_backbone

@@ -10,8 +10,9 @@ from transformers import Trainer
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
-from finetune.config import Adapter, LanguageModel, Optimizer
+from finetune.config import Adapter, Optimizer
 from finetune.parallel.layout import canonical
+from finetune.tasks import LanguageModel
 from finetune.train.optimizer import AdapterOptimizer, decays
 from tests.finetune_models import save_backbone
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.studies.selection_quality.settings import Quality
 from experiments.cells.refusing import refuse_in_study
 from experiments.recipe.config import Recipe, Select
-from finetune.config import Classify, Data
+from finetune.config import Data
 from finetune.errors import UserError
 from selection.config import needs
 
@@ -41,8 +41,8 @@ def check_cells(recipe: Recipe, where: str = "") -> None:
     from finetune.parallel.rules import Settings, check_settings
 
     assert recipe.warmup is not None
-    if not isinstance(recipe.task, Classify) or recipe.task.multi:
-        kind = f"{recipe.task.kind} with multi" if isinstance(recipe.task, Classify) else recipe.task.kind
+    if not recipe.task.one_class:
+        kind = f"{recipe.task.kind} with multi" if recipe.task.multi else recipe.task.kind
         raise UserError(f"{where}a study of selectors fine-tunes classifiers of one class a row, not task.kind: {kind}")
     if recipe.warmup.task is not None:
         raise UserError(

@@ -19,10 +19,10 @@ from benchmarks.studies.selection_quality.features import pool_vectors, vectors
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
 from experiments.cells.rows import split_rows
 from finetune.atomic import replacing
-from finetune.config import Task
 from finetune.data import Row, limit_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
+from finetune.tasks import Task
 from selection import Pool, build_selector
 from selection.methods.base import keyed_uniform
 

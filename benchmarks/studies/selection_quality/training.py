@@ -19,9 +19,9 @@ from benchmarks.studies.selection_quality.stream import Packed, packed_rows
 from experiments.cells.rows import split_rows
 from experiments.cells.training import fresh_engine, judge_examples, kept_tokenizer, train_examples
 from experiments.recipe.key import settings_tree, short_hash
-from finetune.config import LanguageModel
 from finetune.data import encode, limit_rows
 from finetune.seeds import derive
+from finetune.tasks import LanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,15 +20,12 @@ _HOME = {
     "template_text": "template",
     "template_file": "template",
     "template_record": "template",
-    "give_template": "template",
     "shipped_templates": "template",
     "Sample": "answers",
     "Answers": "answers",
     "ChatEncoder": "encode",
-    "Question": "questions",
     "ask": "questions",
     "question": "questions",
-    "encode_chats": "encode",
 }
 __all__ = sorted(_HOME)
 

@@ -8,13 +8,12 @@ it is learnt up to there (without its end of turn). `train.overlong` leaves such
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from ...config import Chat
 from ...errors import UserError
-from ..encoding import IGNORE, Encoded, Example
+from ..example import IGNORE, Encoded, Example
 from ..left_out import LeftOut
 from ..rows import Row
 from .answers import Answers, Sample
@@ -24,6 +23,8 @@ from .tokens import CannotMap, Tokenised, TokenMap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ...tasks import Chat
 
 _CHUNK = 256
 
@@ -51,32 +52,12 @@ class _Counts:
     """Tokens that each row needs to be whole."""
 
 
-def encode_chats(
-    rows: Iterable[Row],
-    *,
-    task: Chat,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    bad_rows: str = "refuse",
-    truncation: Literal["left", "right"] | None = None,
-    overlong: Literal["drop", "refuse"] | None = None,
-) -> Encoded:
-    """Encode conversations; see `finetune.data.encode`. `Encoded.notes` says what was lost.
+class ChatEncoder:
+    """Takes rows a run at a time, and knows at the end what was lost of them all.
 
     A row may become several examples (`finetune.data.chat.answers`); the one with its last turn comes first and alone
     has an `answer` to generate (score: generate), the others are called `<id>#1`, `#2`, ….
-
-    Raises:
-        UserError: as `ChatEncoder`; no row left; more rows cut than `task.max_truncated`, or left without a supervised
-            token than `task.max_unsupervised`.
     """
-    encoder = ChatEncoder(task, tokenizer, max_length, bad_rows=bad_rows, truncation=truncation, overlong=overlong)
-    encoded = encoder.add(rows)
-    return replace(encoded, notes=encoder.close())
-
-
-class ChatEncoder:
-    """Takes rows a run at a time, and knows at the end what was lost of them all."""
 
     def __init__(
         self,

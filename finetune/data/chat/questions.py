@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...config import Chat
 from ...errors import UserError
+from ..example import Question
 from ..rows import Row
 from .conversation import open_turns
 from .encode import ChatEncoder
@@ -22,19 +21,10 @@ from .encode import ChatEncoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ...tasks import Chat
+
 _WORD = "."
 _ANY_LENGTH = 1 << 40
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a model reads before it has to answer."""
-
-    id: str
-    text: str
-    ids: list[int]
-    stop: int
-    """The token that ends the answer, beside the end of sequence."""
 
 
 def ask(

@@ -12,11 +12,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config import Chat, Task
 from ...errors import UserError, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ...tasks import Chat
 
 _SHIPPED = Path(__file__).resolve().parent / "templates"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -70,12 +71,6 @@ def template_record(task: Chat) -> dict[str, str] | None:
         return None
     digest = hashlib.sha256(template_text(task.template).encode()).hexdigest()
     return {"path": task.template, "sha256": digest}
-
-
-def give_template(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
-    """Make the task's own template the tokenizer's, so that what is saved is asked as it was trained."""
-    if isinstance(task, Chat) and task.template is not None:
-        tokenizer.chat_template = template_text(task.template)
 
 
 class ChatTemplate:

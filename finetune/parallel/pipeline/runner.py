@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...compute.loss import Batch, Head, batch_loss, find_head
-from ...config import Mesh, Task
+from ...config import Mesh
 from ...evaluate.mode import evaluating
 from ..mesh import DATA, World
 from .absent import Absent
@@ -27,6 +27,7 @@ from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
 from .stage import Around, Parts, Stage
 
 if TYPE_CHECKING:
+    from ...tasks import Task
     from ..context import ContextParallel
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...compute.loss import IGNORED, Head, aligned, answered_right, example_losses
-from ...config import ByExample, Classify, Regress, Task
+from ...compute.loss import IGNORED, Head, aligned
 from ...data import Example, MicroBatch, iterate_eval
 from ...evaluate.mode import evaluating, forward_precision
 from ...evaluate.perplexity import vocabulary_size
+
+if TYPE_CHECKING:
+    from ...tasks import Task
 
 _LOGITS = 1 << 26
 """Logits that exist at once, at most (one row always may): 256 MiB in float32."""
@@ -46,8 +48,7 @@ def per_example(
     """
     loss = np.zeros(len(examples))
     wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))
-    classes = isinstance(task, Classify) and not task.multi
-    whole = not isinstance(task, ByExample) and head is None
+    whole = not task.by_example and head is None
     batches = iterate_eval(
         examples,
         task=task,
@@ -60,19 +61,18 @@ def per_example(
             batch = micro.to(device)
             index = np.array([row[0] for row in micro.rows])
             with forward_precision(device, autocast_dtype):
-                if isinstance(task, ByExample):
-                    assert not isinstance(task, Regress)  # refused with a sentence before it is recorded
+                if task.by_example:
                     logits = model(**batch.inputs).logits.float()
-                    nats = example_losses(logits, batch.labels, task)
+                    nats = task.example_losses(logits, batch.labels)
                     rows = torch.arange(len(index), device=nats.device)
-                    misses = ~answered_right(logits, batch.labels, task)
+                    misses = ~task.answered_right(logits, batch.labels)
                     predicted[index] = logits.argmax(-1).cpu().numpy()
                 else:
                     nats, misses, rows = _tokens(model, batch, task, head)
             loss[index] = _sums(nats.double(), rows, len(index))
             wrong[index] = _sums(misses.long(), rows, len(index))
             supervised[index] = _sums(torch.ones_like(rows), rows, len(index))
-    return Judged(loss, wrong, supervised, predicted if classes else None)
+    return Judged(loss, wrong, supervised, predicted if task.one_class else None)
 
 
 def _sums(values: Tensor, rows: Tensor, count: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...atomic import write_json
 from ...compute.loss import Head, batch_loss
 from ...compute.precision import autocast_dtype
-from ...config import Evaluate, Optimizer, Record, Task, Train
+from ...config import Evaluate, Optimizer, Record, Train
 from ...data import Example, iterate_eval, limit_rows
 from ...errors import UserError
 from ...launch import watchdog
@@ -31,6 +31,7 @@ from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figur
 from .files import ABOUT, about, recorded_steps
 
 if TYPE_CHECKING:
+    from ...tasks import Task
     from ..checkpointer import Progress
 
 

@@ -1,0 +1,116 @@
+"""`task.kind: chat`."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from ..bounds import check_bounds
+from .objective import Objective
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.chat.encode import ChatEncoder
+    from ..data.example import Example, Question
+    from ..data.rows import Row
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Objective):
+    """Causal language modelling of conversations: what the assistant says is supervised, with the end of each turn."""
+
+    kind: Literal["chat"] = "chat"
+    turns: Literal["all", "last"] = "all"
+    """Which turns of the assistant are supervised."""
+    template: str | None = None
+    """How a conversation is written: a file of Jinja text, or `plain` (User: …, Assistant: …), which ships and needs no
+    special token but the end of sequence. Null: the tokenizer's own chat template."""
+    system: str | None = None
+    """System turn for the rows that have none."""
+    date: str | None = None
+    """What templates that write today's date are told, as YYYY-MM-DD; they need it, so that a resumed run sees the
+    same rows."""
+    pack: bool = True
+    """Fill rows of `train.max_length` with several samples; no sample attends to another."""
+    score: Literal["perplexity", "generate"] = "perplexity"
+    """How dev and test are judged besides perplexity: `generate` the last turn greedily and compare (exact match)."""
+    max_new_tokens: int = 64
+    """Longest generated answer, tokens (score: generate)."""
+    max_truncated: float = 0.1
+    """Largest share of rows with an answer that `train.max_length` cuts; more is refused."""
+    max_unsupervised: float = 0.01
+    """Largest share of rows that `train.max_length` leaves without a supervised token; these are left out, more is
+    refused."""
+
+    causal: ClassVar[bool] = True
+    backbone: ClassVar[Literal["decoder"]] = "decoder"
+    refuses: ClassVar[dict[str, str]] = {
+        "data.label_noise": "data.label_noise: a conversation has no label to make wrong; set it to 0 for task.kind: "
+        "chat",
+        "warmup": "the recipe's `warmup` block moves towards the target's texts, and conversations (task.kind: chat) "
+        "have none; leave it out",
+        "--harness": "--harness: lm-eval would not ask a chat run as it was trained; `flatshift merge` it and give "
+        "lm-eval --apply_chat_template, or judge it with `flatshift eval RUN_DIR --data FILE`",
+    }
+
+    def __post_init__(self) -> None:
+        check_bounds(self, max_new_tokens=(1, None), max_truncated=(0, 1), max_unsupervised=(0, 1))
+        if self.date is not None:
+            try:
+                datetime.date.fromisoformat(self.date)
+            except ValueError:
+                raise ValueError(f"date must be written YYYY-MM-DD, got {self.date!r}") from None
+
+    def columns(self) -> tuple[str, ...]:
+        return ("messages",)
+
+    def optional_columns(self) -> tuple[str, ...]:
+        return ("tools",)
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> ChatEncoder:
+        """The conversation as a chat template writes it; what the assistant has to write is supervised
+        (`finetune.data.chat`)."""
+        from ..data.chat.encode import ChatEncoder
+
+        own = {name: how[name] for name in ("bad_rows", "truncation", "overlong") if name in how}
+        return ChatEncoder(self, tokenizer, max_length, **own)
+
+    def lenient(self) -> Self:
+        return dataclasses.replace(self, max_truncated=1.0, max_unsupervised=1.0)
+
+    def template_record(self) -> dict[str, str] | None:
+        from ..data.chat.template import template_record
+
+        return template_record(self)
+
+    def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Make the task's own template the tokenizer's."""
+        from ..data.chat.template import template_text
+
+        if self.template is not None:
+            tokenizer.chat_template = template_text(self.template)
+
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """As a language model's; with `score: generate` also `exact_match` of each row's last answer."""
+        figures = super().judge(judge, examples)
+        return figures | judge.answers(examples) if self.score == "generate" else figures
+
+    def ask_texts(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Question]:
+        """Each text as the first turn of a user."""
+        from ..data.chat.questions import ask, question
+
+        return ask([question(text, i) for i, text in enumerate(texts, start=1)], task=self, tokenizer=tokenizer)[0]
+
+    def ask(
+        self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
+    ) -> tuple[list[Question], list[str]]:
+        """Conversations that wait for an answer; a row's own last answer is left out."""
+        from ..data.chat.questions import ask
+
+        return ask(rows, task=self, tokenizer=tokenizer, bad_rows=bad_rows)

@@ -1,0 +1,140 @@
+"""`task.kind: classify`: one class a row, or with `multi` any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from .objective import ByExample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..data.encoding import Encoder
+    from ..data.example import Example
+    from ..data.rows import Row
+    from ..data.units import Units
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classify(ByExample):
+    """Sequence classification with a new head over `text` (or the pair `text`, `text2`)."""
+
+    kind: Literal["classify"] = "classify"
+    labels: tuple[str, ...] | None = None
+    """Class names in head order; by default the sorted labels of all training rows, those beyond `limit` too."""
+    multi: bool | None = None
+    """A row has any number of classes, or none: `label` is a list of them, or a text that `separator` divides. Each
+    class is a yes or no of its own; a row's loss is the sum of their binary cross entropies."""
+    separator: str | None = None
+    """Between the classes of a label that is a text (multi); blanks around it do not count. Null: a comma."""
+
+    accuracy: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for place, name in enumerate(self.labels or ()):
+            if not name:
+                raise ValueError("labels has an empty name; a class needs one")
+            if name in (self.labels or ())[:place]:
+                raise ValueError(f"labels has {name!r} twice; name each class once")
+        if self.separator is not None and not (self.multi and self.separator.strip()):
+            raise ValueError("separator is for `multi: true`, and is no blank")
+
+    @property
+    def one_class(self) -> bool:
+        return not self.multi
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        return frozenset({"replicate", "dp", "tp"} if self.multi else {"replicate", "dp", "tp", "pp"})
+
+    @property
+    def has_classes(self) -> bool:
+        return True
+
+    @property
+    def given_classes(self) -> tuple[str, ...] | None:
+        return self.labels
+
+    def read_label(self, value: Any) -> str | tuple[str, ...]:
+        """A class, or with `multi` a sorted tuple of them."""
+        from ..data.labels import read_classes
+
+        return read_classes(value, separator=self.separator or ",") if self.multi else super().read_label(value)
+
+    def with_noise(
+        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
+    ) -> tuple[list[Row], list[str]]:
+        """Another class; with `multi` the classes of a row that has others."""
+        from ..data.noise import foreign_answers, noisy_rows
+
+        if self.multi:
+            return foreign_answers(rows, columns=("label",), rate=rate, seed=seed)
+        assert label_names is not None
+        return noisy_rows(rows, rate=rate, label_names=label_names, seed=seed)
+
+    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], tuple[str, ...]]:
+        """The tokenizer's own template around one text or a pair. Too long: the longer text loses its right end
+        first."""
+        from ..data.labels import class_indices, several_hot
+
+        kept = to.wholes(rows)
+        of = [row for row, _, _ in kept]
+        names = tuple(to.label_names or self.class_names(of) or ())
+        return to.labelled(kept, several_hot(of, names) if self.multi else class_indices(of, names)), names
+
+    def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
+        names = list(label_names) if label_names else [str(i) for i in range(num_labels or 0)]
+        if not names or (num_labels is not None and len(names) != num_labels):
+            raise ValueError("load_backbone(task=Classify) needs num_labels or label_names, and they must agree")
+        return {
+            "num_labels": len(names),
+            "id2label": dict(enumerate(names)),
+            "label2id": {label: i for i, label in enumerate(names)},
+            # a checkpoint's own problem_type is of its old head
+            "problem_type": "multi_label_classification" if self.multi else "single_label_classification",
+        }
+
+    def example_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy with the classes [B]; with `multi` the sum over classes of the binary cross entropies with 0
+        and 1 [B, C] (transformers' `multi_label_classification` takes their mean: ours is C times it)."""
+        import torch.nn.functional as F
+
+        if self.multi:
+            return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").sum(dim=1)
+        return F.cross_entropy(logits.float(), labels, reduction="none")
+
+    def answered_right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """By its likeliest class, or with `multi` by exactly those classes whose logit is above 0 (a probability above
+        one half)."""
+        if self.multi:
+            return ((logits > 0) == (labels > 0)).all(dim=1)
+        return logits.argmax(dim=-1) == labels
+
+    def blank_labels(self, count: int, classes: int) -> Tensor:
+        import torch
+
+        return torch.zeros(count, classes) if self.multi else torch.zeros(count, dtype=torch.long)
+
+    def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
+        indices = label.nonzero()[:, 0].tolist() if self.multi else [int(label)]
+        return ", ".join(label_names[k] if label_names else str(k) for k in indices) or "none"
+
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """`loss` (nats per example), `accuracy, f1_macro, matthews, majority_floor`; with `multi` as
+        `finetune.evaluate.multilabel.judge_sets`."""
+        import numpy as np
+
+        from ..evaluate.metrics import judge_classes
+        from ..evaluate.multilabel import judge_sets
+
+        nats, logits = judge.head(examples)
+        true = np.array([example.labels for example in examples])
+        if self.multi:
+            figures = judge_sets(true > 0, logits, **judge.draw)
+        else:
+            figures = judge_classes(true.tolist(), logits.argmax(-1).tolist(), **judge.draw)
+        return {"loss": judge.mean(nats)} | figures

@@ -1,0 +1,148 @@
+"""`task.kind: completion`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ..bounds import check_bounds
+from ..errors import UserError
+from .objective import Templated
+
+if TYPE_CHECKING:
+    from ..data.encoding import Encoder, Made
+    from ..data.example import Example
+    from ..data.rows import Row
+    from ..data.template import Template
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion(Templated):
+    """Causal language modelling of an answer: only the completion is supervised."""
+
+    kind: Literal["completion"] = "completion"
+    prompt: str = "{text}"
+    """Template over the row's columns, not supervised."""
+    completion: str = " {label}"
+    """Template over the row's columns, supervised, followed by the end-of-sequence token."""
+    pack: bool = True
+    """Fill rows of `train.max_length` with several samples; no sample attends to another."""
+    score: Literal["perplexity", "rank", "generate"] = "perplexity"
+    """How dev and test are judged besides perplexity: `rank` the completions of all labels by likelihood
+    (accuracy, F1, Matthews), or `generate` greedily and compare (exact match)."""
+    max_new_tokens: int = 64
+    """Longest generated answer, tokens (score: generate)."""
+    max_truncated: float | None = None
+    """Largest share of rows whose completion `train.max_length` cuts; more is refused. Null: 0.1."""
+
+    causal: ClassVar[bool] = True
+    backbone: ClassVar[Literal["decoder"]] = "decoder"
+    truncates: ClassVar[Literal["left"]] = "left"
+    soft_tokens: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_bounds(self, max_new_tokens=(1, None), max_truncated=(0, 1))
+
+    def templates(self) -> tuple[Template, Template]:
+        from ..data.template import Template
+
+        return Template(self.prompt, "task.prompt"), Template(self.completion, "task.completion")
+
+    @property
+    def has_classes(self) -> bool:
+        return self.score == "rank"
+
+    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], tuple[str, ...] | None]:
+        """`prefix prompt completion eos`; the completion and its eos are supervised.
+
+        Prompt and completion are tokenised apart and joined, so no token spans the boundary and generation continues
+        from exactly this prompt. Too long: the prompt loses its left (or the end that `train.truncation` names), then
+        the completion its right.
+        """
+        names = None
+        if self.score == "rank":
+            self._check_ranked()
+            rows = rows if to.label_names is not None else list(rows)
+            names = tuple(to.label_names if to.label_names is not None else self.class_names(rows) or ())
+        choices = _Choices(self.templates()[1], names, to)
+        return to.samples(rows, self.templates(), lambda chunk, texts: self._made(chunk, texts, choices, to)), names
+
+    def _check_ranked(self) -> None:
+        prompt, answer = self.templates()
+        if "label" not in answer.columns:
+            raise UserError(f"task.score: rank needs {{label}} in task.completion, which is {self.completion!r}")
+        if "label" in prompt.columns:
+            raise UserError(f"task.score: rank needs a prompt that does not give {{label}} away; it is {self.prompt!r}")
+
+    def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], choices: _Choices, to: Encoder) -> list[Made]:
+        """filled: prompt and answer of each row."""
+        from ..data.example import IGNORE, Example
+        from ..data.labels import label_index
+        from ..data.left_out import Cut
+        from ..data.template import fit_completion
+
+        prompts = to.tokens([prompt for prompt, _ in filled])["input_ids"]
+        texts = [answer for _, answer in filled]
+        batch = to.tokens(texts)
+        prefix = list(to.specials.prefix)
+        made: list[Made] = []
+        of_rows = choices.of(rows)
+        for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
+            mine = of_rows[i]
+            # All choices follow one prompt, so it is cut for the longest of them.
+            reserve = max(map(len, mine)) if mine else 0
+            context, kept, shorter = fit_completion(
+                prefix, prompt, [*ids, *to.end], to.max_length, reserve=reserve, left=to.left
+            )
+            cut = Cut.ANSWER if len(kept) < len(ids) + len(to.end) else Cut(shorter)
+            if not ids or len(context) + len(kept) < 2:
+                made.append(("the completion is empty", cut))
+                continue
+            if not context and self.score != "perplexity":
+                made.append((f"the prompt is empty, so score: {self.score} has nothing to start from", cut))
+                continue
+            # Without any context the first token of the answer has nothing that could predict it.
+            labels = [IGNORE] * len(context) + kept if context else [IGNORE, *kept[1:]]
+            example = Example(
+                [*context, *kept],
+                labels,
+                row.id,
+                row.where,
+                to.bytes(texts[i], batch, i, 0 if context else 1, min(len(ids), len(kept))),
+                choices=mine,
+                gold=label_index(row, choices.names) if choices.names is not None else None,
+                answer=texts[i] if self.score == "generate" else None,
+            )
+            made.append((example, cut))
+        return made
+
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """As a language model's; with `score: rank` also `accuracy, f1_macro, matthews, majority_floor`, with
+        `score: generate` also `exact_match`."""
+        if self.score == "rank":
+            return judge.ranked(examples)
+        figures = super().judge(judge, examples)
+        return figures | judge.answers(examples) if self.score == "generate" else figures
+
+
+class _Choices:
+    """The completions of all classes, in head order."""
+
+    def __init__(self, template: Template, names: tuple[str, ...] | None, to: Encoder) -> None:
+        """names: the classes; None: there is nothing to choose."""
+        self.template, self.names, self.to = template, names, to
+        self._known: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
+
+    def of(self, rows: Sequence[Row]) -> list[Any]:
+        """Those of each row, ((token, …), …) or None; rows whose texts agree share one tuple."""
+        if self.names is None:
+            return [None] * len(rows)
+        to = self.to
+        texts = [tuple(self.template.fill(row, label=name) for name in self.names) for row in rows]
+        for all_of_row in set(texts) - self._known.keys():
+            encoded = to.tokens(list(all_of_row))["input_ids"]
+            self._known[all_of_row] = tuple((*ids, *to.end)[: to.max_length - 1] for ids in encoded)
+        return [self._known[all_of_row] for all_of_row in texts]

@@ -1,0 +1,95 @@
+"""`task.kind: masked-lm`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ..bounds import check_bounds
+from .objective import Objective
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.encoding import Encoder, Made
+    from ..data.example import Example
+    from ..data.masking import Masking
+    from ..data.rows import Row
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedLM(Objective):
+    """Masked language modelling of an encoder (BERT): some tokens of `text` are hidden and supervised."""
+
+    kind: Literal["masked-lm"] = "masked-lm"
+    share: float = 0.15
+    """Share of a row's tokens that are chosen (at least one): the number is exact, special tokens do not count. Of the
+    chosen 80 % become the mask token, 10 % a random token, 10 % stay (BERT). Training draws anew in every epoch;
+    judged rows keep one draw, which no seed changes."""
+    whole_words: bool = False
+    """Choose words with all their tokens, in random order, as far as they fit the share."""
+
+    backbone: ClassVar[Literal["encoder"]] = "encoder"
+    modelling: ClassVar[str] = "masked language modelling"
+    auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    peft_type: ClassVar[None] = None
+    new_head: ClassVar[bool] = True
+    hides_tokens: ClassVar[bool] = True
+    mesh_axes = frozenset({"replicate", "dp"})
+    refuses: ClassVar[dict[str, str]] = {
+        "data.label_noise": "data.label_noise: task.kind: masked-lm has no labels to make wrong; set it to 0"
+    }
+
+    def __post_init__(self) -> None:
+        check_bounds(self, share=(0.01, 0.9))
+
+    def masking(self, tokenizer: PreTrainedTokenizerBase) -> Masking:
+        from ..data.masking import Masking
+
+        return Masking.of(self, tokenizer)
+
+    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
+        """The tokenizer's own template around the text, some of whose tokens are hidden and supervised
+        (`finetune.data.masking`). Too long: the text loses its end."""
+        masking = self.masking(to.tokenizer)
+        return to.samples(rows, (), lambda chunk, _: _masked(chunk, to, masking)), None
+
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
+        nats, tokens = judge.nats(examples)
+        return {"loss": judge.ratio(nats, tokens), "pseudo_perplexity": judge.exponential(nats, tokens)}
+
+
+def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
+    import numpy as np
+
+    from ..data.encoding import shortened
+    from ..data.example import Example
+    from ..data.left_out import Cut
+    from ..data.masking import SPECIAL
+
+    batch = to.tokens([row.values["text"] for row in rows])
+    prefix, suffix = to.specials.prefix, to.specials.suffix
+    room = to.max_length - len(prefix) - len(suffix)
+    special = set(to.tokenizer.all_special_ids)
+    made: list[Made] = []
+    for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
+        of = batch.word_ids(i) if batch.is_fast else range(len(ids))
+        kept = shortened(ids, room, left=to.left)
+        inner = [
+            SPECIAL if token in special or word is None else word
+            for token, word in zip(kept, shortened(of, room, left=to.left), strict=True)
+        ]
+        words = [SPECIAL] * len(prefix) + inner + [SPECIAL] * len(suffix)
+        if all(word == SPECIAL for word in inner):
+            made.append(("the text has no token that could be hidden", Cut.NOTHING))
+            continue
+        whole = np.array([*prefix, *kept, *suffix], dtype=np.int64)
+        read, labels = masking.fixed(whole, np.array(words), row.id)
+        segments = [0] * len(whole) if to.specials.segments else None
+        example = Example(read.tolist(), labels.tolist(), row.id, row.where, segments=segments, words=words)
+        made.append((example, Cut(len(ids) > room)))
+    return made

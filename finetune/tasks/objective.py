@@ -1,0 +1,353 @@
+"""What can be asked of a task, with the answers of one that is nothing special."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.encoding import Encoder
+    from ..data.example import Example, Question
+    from ..data.masking import Masking
+    from ..data.rows import Row
+    from ..data.template import Template
+    from ..data.units import Units
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
+
+
+class Objective:
+    """A task: what its rows hold, how they are encoded, what is lost on them, and how a model of them is judged.
+
+    A kind is a frozen dataclass of its settings, tagged by `kind`, that overrides what is particular to it. Methods
+    import what is heavy when they are called, since a recipe is parsed without it.
+    """
+
+    # ------------------------------------------------------------------------------------------ settings of some kinds
+
+    kind: str
+    pack: bool = False
+    """Whether rows of training hold several samples."""
+    score: str = "perplexity"
+    """How dev and test are judged besides perplexity: also `rank` or `generate`."""
+    max_new_tokens: int = 64
+    num_beams: int | None = None
+    prefix: str | None = None
+    multi: bool | None = None
+    max_truncated: float | None = None
+    label_smoothing: float | None = None
+    template: str | None = None
+
+    # ---------------------------------------------------------------------------------------------------- what it is
+
+    by_example: ClassVar[bool] = False
+    """A new head answers for a whole row: the loss is divided by examples, labels are of whole rows."""
+    causal: ClassVar[bool] = False
+    """The model's output at position t is for the label at t + 1, and the first token of a sample has none."""
+    encoder_decoder: ClassVar[bool] = False
+    """An encoder reads a row and a decoder writes its labels, behind its start token."""
+    backbone: ClassVar[Literal["decoder", "encoder", "any"]] = "any"
+    """What the backbone must be (`encoder_decoder` apart)."""
+    modelling: ClassVar[str] = "causal language modelling"
+    """What errors about backbones call it."""
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    """transformers' class that loads its models."""
+    peft_type: ClassVar[str | None] = "CAUSAL_LM"
+    """PEFT's `task_type`; None where it has no kind for it."""
+    new_head: ClassVar[bool] = False
+    """Whether a checkpoint may lack its head, which is then drawn and trained whole."""
+    truncates: ClassVar[Literal["left", "right"]] = "right"
+    """The end that a longer text or prompt loses, unless `train.truncation` names one."""
+    noise: ClassVar[Literal["tokens", "rows"]] = "rows"
+    """Where `data.label_noise` makes labels wrong: among the tokens of encoded rows, or in the rows."""
+    soft_tokens: ClassVar[bool] = False
+    """Whether soft tokens may come before its rows."""
+    accuracy: ClassVar[bool] = False
+    """Whether dev figures have the share of right answers, by which the best step can be chosen."""
+    has_targets: ClassVar[bool] = False
+    """Whether labels are numbers, whose units must be known before rows are encoded."""
+    hides_tokens: ClassVar[bool] = False
+    """Whether tokens are hidden anew each time a row comes up, by its `masking`."""
+    refuses: ClassVar[Mapping[str, str]] = {}
+    """What it does not go with: a block, setting or flag → the sentence for the user."""
+
+    def refuse(self, what: str) -> None:
+        """Raise UserError where it does not go with `what`, a block, setting or flag."""
+        if what in self.refuses:
+            raise UserError(self.refuses[what])
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """Axes of a mesh that its models train on; what goes with what else is in `finetune.parallel.rules`."""
+        return frozenset({"replicate", "dp", "tp", "pp", "cp"})
+
+    @property
+    def writes(self) -> bool:
+        """Whether its models continue a prompt."""
+        return not (self.by_example or self.backbone == "encoder")
+
+    @property
+    def one_class(self) -> bool:
+        """Whether every row has exactly one class that a head tells."""
+        return False
+
+    # -------------------------------------------------------------------------------------------------------- columns
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns that every row must have.
+
+        Raises:
+            UserError: a malformed template.
+        """
+        return ("text",)
+
+    def optional_columns(self) -> tuple[str, ...]:
+        """The canonical columns that a row may have beside those it must: what it learns from. A row's `id` is apart,
+        as no task reads it."""
+        return ()
+
+    def read_label(self, value: Any) -> Any:
+        """A record's label as a row's. Raises ValueError with the reason for a value of another kind."""
+        from ..data.rows import canonical_label
+
+        return canonical_label(value)
+
+    # --------------------------------------------------------------------------------------------- classes and targets
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether labels are classes, which must be known before rows are encoded."""
+        return False
+
+    @property
+    def given_classes(self) -> tuple[str, ...] | None:
+        """The classes in head order, where the settings name them."""
+        return None
+
+    def class_names(self, rows: Iterable[Row]) -> tuple[str, ...] | None:
+        """The classes in head order, given or else the sorted labels of the training rows; None where it has none."""
+        from ..data.labels import classes_of, sort_labels
+
+        return self.given_classes or (sort_labels(classes_of(rows)) if self.has_classes else None)
+
+    @property
+    def own_units(self) -> bool:
+        """Whether training sees targets in units of its own."""
+        return False
+
+    def units(self, targets: Sequence[float], backbone: str | Path) -> Units | None:
+        """How training is to see the `targets` of the training rows; None where there are none."""
+        return None
+
+    def with_noise(
+        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
+    ) -> tuple[list[Row], list[str]]:
+        """The rows with ⌊rate·n + ½⌋ wrong labels of n, and the ids of those (noise: rows).
+
+        Raises:
+            UserError: there is no other label, or a rate outside [0, 1].
+        """
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------- encoding
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> Any:
+        """What encodes rows a run at a time: `add(rows) -> Encoded` and, at the end, `close() -> notes`.
+
+        how: as `finetune.data.encode`.
+        """
+        from ..data.encoding import Encoder
+
+        return Encoder(self, tokenizer, max_length, **how)
+
+    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], tuple[str, ...] | None]:
+        """The examples of `rows`, and the classes in head order where it has them.
+
+        Bad rows and those that are cut are told to `to.rest`.
+
+        Raises:
+            UserError: a label outside the classes, a column that a template needs, a row with nothing to supervise
+                (unless skipped), a longer sample (if refused).
+        """
+        raise NotImplementedError
+
+    def masking(self, tokenizer: PreTrainedTokenizerBase) -> Masking | None:
+        """How tokens are hidden anew each time a row comes up; None where none is.
+
+        Raises:
+            UserError: a tokenizer that cannot hide one.
+        """
+        return None
+
+    def lenient(self) -> Self:
+        """The same where any share of rows may lose what is supervised."""
+        return self
+
+    # ------------------------------------------------------------------------------------------------- conversations
+
+    def template_record(self) -> dict[str, str] | None:
+        """`path, sha256` of the chat template that it names, for a manifest; None where it names none.
+
+        Raises:
+            UserError: no such file, or it is not text.
+        """
+        return None
+
+    def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Give `tokenizer`, in place, what must be saved with it so that a model is asked as it was trained."""
+
+    # ------------------------------------------------------------------------------------------------------- backbone
+
+    def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
+        """Settings of the configuration of its models: the classes of a head."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------------------------ loss
+
+    def example_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each example, float32 [B], from logits [B, C] (by_example)."""
+        raise NotImplementedError
+
+    def answered_right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Whether each example is answered right, bool [B], by logits [B, C] (accuracy)."""
+        raise NotImplementedError
+
+    def blank_labels(self, count: int, classes: int) -> Tensor:
+        """Labels of `count` rows for a head of so many outputs, all 0 (by_example)."""
+        raise NotImplementedError
+
+    def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
+        """The label of one row as the first-batch panel shows it (by_example)."""
+        raise NotImplementedError
+
+    @property
+    def smoothing(self) -> float:
+        """ε of label smoothing (Szegedy et al. 1512.00567, §7): a token's loss is (1 − ε)·−log p(token) + ε times the
+        mean of −log p over the vocabulary, as transformers' `LabelSmoother` has it."""
+        return self.label_smoothing or 0.0
+
+    def judged(self) -> Self:
+        """The task as dev and test are judged by it: without what only training is made harder with."""
+        return self
+
+    # --------------------------------------------------------------------------------------------------------- judging
+
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """Figures of a model on encoded examples, each `{value, low, high, n}`; see `finetune.evaluate.evaluate`.
+
+        Raises:
+            UserError: answers that do not fit the backbone.
+        """
+        return judge.surprise(examples, *judge.nats(examples))
+
+    # --------------------------------------------------------------------------------------------------------- writing
+
+    def check_writes(self) -> None:
+        """Raise UserError unless its models continue a prompt."""
+        if not self.writes:
+            raise UserError(
+                f"task.kind: {self.kind} trains a model that writes no text, so there is nothing to generate; judge it "
+                "on rows of yours with `flatshift eval RUN_DIR --data FILE`"
+            )
+
+    def prompt_columns(self) -> tuple[str, ...]:
+        """The columns that a prompt shows. Raises UserError for a malformed template."""
+        return self.columns()
+
+    def prompt_text(self, row: Row) -> str:
+        """The prompt of a row. Raises UserError for a column that it cannot show."""
+        return str(row.values["text"])
+
+    def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """The tokens of a prompt as training put them before an answer, all that the model reads; nothing is cut."""
+        from ..data.specials import Specials, plain_ids
+
+        return [*Specials.of(tokenizer).prefix, *plain_ids(tokenizer, text)]
+
+    def ask_texts(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Question]:
+        """What the model reads for texts that stand for themselves."""
+        from ..data.example import Question
+
+        return [
+            Question(f"prompt-{i}", text, self.prompt_ids(tokenizer, text)) for i, text in enumerate(texts, start=1)
+        ]
+
+    def ask(
+        self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
+    ) -> tuple[list[Question], list[str]]:
+        """What the model reads for each row, and `file:line: reason` of those left out.
+
+        Raises:
+            UserError: a row that the prompt cannot show (unless skipped).
+        """
+        from ..data.example import Question
+
+        shown = [(row, self.prompt_text(row)) for row in rows]
+        return [Question(row.id, text, self.prompt_ids(tokenizer, text)) for row, text in shown], []
+
+
+class Templated(Objective):
+    """A task of two templates over the row's columns: a prompt, and the answer that is supervised."""
+
+    def templates(self) -> tuple[Template, Template]:
+        """Prompt and answer. Raises UserError for malformed ones."""
+        raise NotImplementedError
+
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for template in self.templates() for name in template.columns))
+
+    def answer_columns(self) -> tuple[str, ...]:
+        """The columns that only the answer shows.
+
+        Raises:
+            UserError: a malformed template, or an answer without a column of its own.
+        """
+        prompt, answer = self.templates()
+        own = tuple(name for name in answer.columns if name not in prompt.columns)
+        if not own:
+            raise UserError(
+                f"data.label_noise: the answer of task.kind: {self.kind} has no column that task.prompt does not show, "
+                "so no other row's can be put in its place"
+            )
+        return own
+
+    def with_noise(
+        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
+    ) -> tuple[list[Row], list[str]]:
+        """Other classes where those are known, else the answers of rows that have another one."""
+        from ..data.noise import foreign_answers, noisy_rows
+
+        if label_names is not None:
+            return noisy_rows(rows, rate=rate, label_names=label_names, seed=seed)
+        return foreign_answers(rows, columns=self.answer_columns(), rate=rate, seed=seed)
+
+    def prompt_columns(self) -> tuple[str, ...]:
+        return self.templates()[0].columns
+
+    def prompt_text(self, row: Row) -> str:
+        try:
+            return (self.prefix or "") + self.templates()[0].fill(row)
+        except ValueError as error:
+            raise UserError(f"{row.where}: {error}") from None
+
+
+class ByExample(Objective):
+    """A task with a new head over `text` (or the pair `text`, `text2`), which answers for the whole row."""
+
+    by_example: ClassVar[bool] = True
+    new_head: ClassVar[bool] = True
+    modelling: ClassVar[str] = "sequence classification"
+    auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    peft_type: ClassVar[str] = "SEQ_CLS"
+
+    def columns(self) -> tuple[str, ...]:
+        return ("text", "label")
+
+    def optional_columns(self) -> tuple[str, ...]:
+        return ("text2",)

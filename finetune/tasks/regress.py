@@ -1,0 +1,102 @@
+"""`task.kind: regress`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from .objective import ByExample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..data.encoding import Encoder
+    from ..data.example import Example
+    from ..data.rows import Row
+    from ..data.units import Units
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regress(ByExample):
+    """A number for `text` (or the pair `text`, `text2`) by a new head of one output: mean squared error."""
+
+    kind: Literal["regress"] = "regress"
+    standardise: bool = True
+    """Train on targets less their mean over the training rows, divided by their deviation (only divided, by their root
+    mean square, where the backbone's head has no bias). The head that is saved and judged answers in your own units."""
+
+    has_targets: ClassVar[bool] = True
+    mesh_axes = frozenset({"replicate", "dp", "tp"})
+    refuses: ClassVar[dict[str, str]] = {
+        "record": "record: task.kind: regress has no right and wrong to record; take the block out"
+    }
+
+    @property
+    def own_units(self) -> bool:
+        return self.standardise
+
+    def read_label(self, value: Any) -> float:
+        from ..data.labels import read_number
+
+        return read_number(value)
+
+    def units(self, targets: Sequence[float], backbone: str | Path) -> Units:
+        from ..data.units import output_layer, units_of
+
+        return units_of(targets, output_layer(backbone, self) if self.standardise else None)
+
+    def with_noise(
+        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
+    ) -> tuple[list[Row], list[str]]:
+        """The target of a row that has another one."""
+        from ..data.noise import foreign_answers
+
+        return foreign_answers(rows, columns=("label",), rate=rate, seed=seed)
+
+    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
+        """As `Classify.encode`, with the row's number as its label."""
+        from ..data.units import Units
+
+        kept = to.wholes(rows)
+        return to.labelled(kept, [_target(row) for row, _, _ in kept], units=to.units or Units(0.0)), None
+
+    def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def example_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Squared error of one output with the targets [B]."""
+        return (logits.float()[:, 0] - labels).square()
+
+    def blank_labels(self, count: int, classes: int) -> Tensor:
+        import torch
+
+        return torch.zeros(count)
+
+    def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
+        seen = float(label)
+        return f"{units.offset + units.scale * seen if units else seen:.6g}"
+
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """`loss` (squared error per example as training sees it), and as `finetune.evaluate.regression.judge_numbers`.
+        The model must answer in the targets' own units (`finetune.data.units.fold_units`)."""
+        import numpy as np
+
+        from ..evaluate.regression import judge_numbers
+
+        predicted = judge.head(examples)[1][:, 0]
+        units = examples[0].units
+        assert units is not None
+        true = np.array([example.labels for example in examples], dtype=np.float64)
+        loss = judge.mean(((predicted - true) / units.scale) ** 2)
+        return {"loss": loss} | judge_numbers(true, predicted, mean=units.mean, **judge.draw)
+
+
+def _target(row: Row) -> float:
+    target = row.values.get("label")
+    if not isinstance(target, float):
+        raise ValueError(f"{row.where}: read a regression's rows with label=task.read_label")
+    return target

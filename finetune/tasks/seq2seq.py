@@ -1,0 +1,127 @@
+"""`task.kind: seq2seq`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from ..bounds import check_bounds
+from ..errors import UserError
+from .objective import Templated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.encoding import Encoder, Made
+    from ..data.example import Example
+    from ..data.rows import Row
+    from ..data.template import Template
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2Seq(Templated):
+    """An encoder-decoder reads the prompt and writes the target (T5, BART); the whole target is supervised."""
+
+    kind: Literal["seq2seq"] = "seq2seq"
+    prompt: str = "{text}"
+    """Template over the row's columns, read by the encoder; at most `train.max_length` tokens."""
+    target: str = "{label}"
+    """Template over the row's columns, written by the decoder and closed by the end-of-sequence token; at most
+    `train.max_length` tokens."""
+    prefix: str | None = None
+    """Text in front of every prompt, as T5 was trained with (`summarize: `); braces mean themselves."""
+    label_smoothing: float | None = None
+    """ε: each target counts 1 − ε and ε is spread evenly over the vocabulary. In training only: judged is the loss
+    without it."""
+    score: Literal["perplexity", "generate"] = "perplexity"
+    """How dev and test are judged besides perplexity: `generate` an answer and compare (exact match, chrF)."""
+    max_new_tokens: int = 64
+    """Longest generated answer, tokens (score: generate)."""
+    num_beams: int | None = None
+    """Beams of the search for an answer (score: generate); null: greedy."""
+    max_truncated: float | None = None
+    """Largest share of rows whose target `train.max_length` cuts; more is refused. Null: 0.1."""
+
+    encoder_decoder: ClassVar[bool] = True
+    modelling: ClassVar[str] = "encoder-decoder"
+    auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
+    peft_type: ClassVar[str] = "SEQ_2_SEQ_LM"
+    mesh_axes = frozenset({"replicate", "dp", "tp", "pp"})
+    refuses: ClassVar[dict[str, str]] = {
+        "warmup": "the recipe's `warmup` block trains a decoder or an encoder alone, and task.kind: seq2seq has both; "
+        "leave it out",
+        "train.compile": "train.compile does not go with task.kind: seq2seq: decoder rows come in all lengths, each a "
+        "graph of its own; leave one of them out",
+        "stack": "task.kind: seq2seq has an encoder and a decoder, whose rows are padded apart",
+    }
+
+    def __post_init__(self) -> None:
+        check_bounds(self, max_new_tokens=(1, None), label_smoothing=(0, 0.99), num_beams=(1, None))
+        check_bounds(self, max_truncated=(0, 1))
+        if self.num_beams is not None and self.score != "generate":
+            raise ValueError(f"num_beams is for `score: generate`, got {self.num_beams} with score: {self.score}")
+
+    def templates(self) -> tuple[Template, Template]:
+        from ..data.template import Template
+
+        return Template(self.prompt, "task.prompt"), Template(self.target, "task.target")
+
+    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
+        """The encoder reads the prompt and the decoder writes the target, both in the tokenizer's own template; the
+        target is closed by eos and supervised throughout. The decoder reads the target behind its start token, one
+        place later. Too long: each loses its right end."""
+        if to.left and self.prefix:
+            raise UserError("train.truncation: left would cut task.prefix off; leave one of them out")
+        return to.samples(rows, self.templates(), lambda chunk, texts: self._made(chunk, texts, to)), None
+
+    def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: Encoder) -> list[Made]:
+        """filled: prompt and target of each row."""
+        from ..data.example import Example
+        from ..data.left_out import Cut
+
+        if to.decoder_start is None:
+            raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with")
+        prompts = to.tokens([(self.prefix or "") + prompt for prompt, _ in filled])["input_ids"]
+        texts = [target for _, target in filled]
+        batch = to.tokens(texts)
+        made: list[Made] = []
+        for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
+            source, cut_prompt = to.closed(prompt, to.specials.suffix, left=to.left)
+            labels, cut_target = to.closed(ids, to.end)
+            cut = Cut.ANSWER if cut_target else Cut(cut_prompt)
+            if not ids or not source:
+                made.append((f"the {'prompt' if ids else 'target'} is empty", cut))
+                continue
+            room = to.max_length - len(to.specials.prefix) - len(to.end)
+            example = Example(
+                source,
+                labels,
+                row.id,
+                row.where,
+                to.bytes(texts[i], batch, i, 0, min(len(ids), room)),
+                answer=texts[i] if self.score == "generate" else None,
+                decoder_ids=[to.decoder_start, *labels[:-1]],
+            )
+            made.append((example, cut))
+        return made
+
+    def judged(self) -> Self:
+        return dataclasses.replace(self, label_smoothing=None)
+
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """As a language model's; with `score: generate` also `exact_match` and `chrf`."""
+        figures = super().judge(judge, examples)
+        if self.score == "generate":
+            figures |= judge.answers(examples, num_beams=self.num_beams or 1, chrf=True)
+        return figures
+
+    def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """The prompt as the encoder reads it, closed by the tokenizer's own end."""
+        from ..data.specials import Specials, plain_ids
+
+        specials = Specials.of(tokenizer, begin=False)
+        return [*specials.prefix, *plain_ids(tokenizer, text), *specials.suffix]
