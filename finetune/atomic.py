@@ -56,8 +56,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        what = "a link" if path.is_symlink() else "a directory" if path.is_dir() else "a special file"
-        raise UserError(f"{path} is {what} and is not replaced; name a plain file, or move it away")
+        raise UserError(f"{path} is {_what(path)} and is not replaced; name a plain file, or move it away")
     make_directory(path.parent)
     temporary = _temporary(path)
     try:
@@ -69,13 +68,24 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def _what(path: Path) -> str:
+    plain = "a directory" if path.is_dir() else "a file" if path.is_file() else "a special file"
+    return "a link" if path.is_symlink() else plain
+
+
 @contextlib.contextmanager
 def replacing_directory(path: str | Path) -> Iterator[Path]:
     """Yield a temporary directory; on normal exit its files are fsynced and it becomes `path`.
 
     An existing `path` is moved aside first, so a kill leaves the old or the new directory, or the old one under a
     hidden name, from which `sweep_leftovers` puts it back; never a mixture.
+
+    Raises UserError for a `path` that is there and no directory: a file, a link (also to a directory, which would be
+    replaced where it lies), a device, a pipe.
     """
+    path = Path(path)
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise UserError(f"{path} is {_what(path)} and is not replaced; name a directory, or move it away")
     path = Path(os.path.realpath(path))
     with _filled(path) as temporary:
         yield temporary

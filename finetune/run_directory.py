@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .atomic import is_bare, make_directory, new_directory, sweep_leftovers, sync_files, write_json, write_text
+from .digests import check_files
 from .errors import Interrupted, UserError, disk_trouble, is_disk_full
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
@@ -91,7 +92,7 @@ class RunDirectory:
     def open(cls, path: str | Path) -> RunDirectory:
         """An existing run directory, with what a killed process left torn repaired.
 
-        Raises UserError if `path` is not a run directory.
+        Raises UserError if `path` is not a run directory, or is a finished one that is not what it saved.
         """
         path = Path(path)
         if not path.is_dir():
@@ -100,7 +101,10 @@ class RunDirectory:
             raise UserError(f"{path} is not a run directory: it has no {ENVIRONMENT} and {COMMAND}")
         for folder in (path, path / "state", path / "stages", *(path / "stages").glob("*/")):
             sweep_leftovers(folder)
-        for file in (path / METRICS, path / TRACE, *(path / "stages").glob(f"*/{METRICS}")):
+        torn = [path / METRICS, path / TRACE, *(path / "stages").glob(f"*/{METRICS}")]
+        # Of a finished run nothing is torn: what differs from its record was changed, and is left for its user to see.
+        check_files(path, {file.relative_to(path).as_posix() for file in torn}.__contains__)
+        for file in torn:
             _cut_torn_tail(file)
         return cls(path)
 

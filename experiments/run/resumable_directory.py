@@ -61,7 +61,7 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
     continued = _holds_files(kept)
     try:
         yield Work(result, kept, continued)
-        with replacing_directory(out) as finished:
+        with replacing_directory(out.resolve()) as finished:  # a user may link --out to another disk
             for child in result.iterdir():
                 child.replace(finished / child.name)
     except BaseException as error:

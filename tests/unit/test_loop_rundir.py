@@ -8,6 +8,8 @@ import os
 
 import pytest
 
+from finetune.atomic import write_json
+from finetune.digests import DONE, FILES, sums
 from finetune.errors import Interrupted, UserError
 from finetune.lock import owned
 from finetune.run_directory import RunDirectory, disk_full_interrupts, read_metrics, refuse_nonempty, write_provenance
@@ -88,6 +90,25 @@ def test_what_a_machine_without_power_lost_of_the_metrics_is_cut(tmp_path):
         assert metrics.read_bytes() == lines[0]
         again.log_metrics("s", step=2, split="train", loss=1.0)
         assert [line["step"] for line in read_metrics(metrics)] == [1, 2]
+
+
+def test_nothing_is_cut_of_a_finished_run(tmp_path):
+    """A byte that became a zero is damage there, not a line that was lost: the run's record is compared first."""
+    run = RunDirectory.create(tmp_path / "run")
+    for step in range(1, 5):
+        run.log_metrics("s", step=step, split="train", loss=1.0)
+    files = [run.path / "metrics.jsonl", run.path / "stages" / "s" / "metrics.jsonl"]
+    write_json(run.path / DONE, {FILES: sums(run.path, files)})
+    RunDirectory.open(run.path)
+    for file in files:
+        whole = file.read_bytes()
+        for changed in (whole[:20] + b"\0" + whole[21:], whole[:-5]):
+            file.write_bytes(changed)
+            with pytest.raises(UserError, match=r"metrics\.jsonl is not what was saved"):
+                RunDirectory.open(run.path)
+            assert file.read_bytes() == changed
+        file.write_bytes(whole)
+    RunDirectory.open(run.path)
 
 
 def test_a_run_that_was_killed_while_it_was_made_can_be_made_again(tmp_path):

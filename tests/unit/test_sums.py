@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.faults.tamper import READERS, Matrix
 from finetune import fingerprint as fingerprints
 from finetune.adapters.adapter import WEIGHTS, read_adapter
-from finetune.atomic import write_text
+from finetune.atomic import replacing_directory, write_text
 from finetune.digests import DONE, check_files, sums
 from finetune.errors import UserError
 from finetune.fingerprint import fingerprint
@@ -126,6 +126,24 @@ def test_no_writer_replaces_what_is_no_plain_file(tmp_path: Path) -> None:
     write_text(tmp_path / "plain", "text")
     write_text(tmp_path / "plain", "more")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "nowhere", "pipe", "plain"]
+
+
+def test_no_writer_replaces_what_is_no_plain_directory(tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "kept").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "others")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    (tmp_path / "file").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for name, what in (("link", "a link"), ("nowhere", "a link"), ("file", "a file"), ("pipe", "a special file")):
+        with (
+            pytest.raises(UserError, match=f"{name} is {what} and is not replaced; name a directory"),
+            replacing_directory(tmp_path / name) as made,
+        ):
+            (made / "new").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (tmp_path / "others" / "kept").is_file()
 
 
 def test_a_record_that_is_none_is_refused(tmp_path: Path) -> None:
