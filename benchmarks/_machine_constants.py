@@ -87,7 +87,7 @@ def transport() -> Work:
 
 def signatures() -> Work:
     """MinHash signatures of the pool's shingles, 128 permutations."""
-    from selection.hygiene.minhash import MinHasher
+    from selection.hygiene.duplicates import MinHasher
     from selection.hygiene.shingles import Shingler
 
     hashes, counts = Shingler("char", 5)(texts() * 4)
@@ -107,7 +107,7 @@ def duplicates() -> Work:
     import numpy as np
 
     from selection.hygiene.config import NearDuplicates as Settings
-    from selection.hygiene.lsh import NearDuplicates
+    from selection.hygiene.duplicates import NearDuplicates
 
     found = texts()
     twins = [" ".join("x" if i % 20 == 19 else w for i, w in enumerate(text.split())) for text in found]
@@ -121,7 +121,7 @@ def duplicates() -> Work:
 
 def repetition() -> Work:
     """Shares of repeated n-grams in the pool's texts."""
-    from selection.hygiene.repetition import shares
+    from selection.hygiene.filters import shares
 
     found = texts() * 8
     return lambda: shares(found)
@@ -129,7 +129,7 @@ def repetition() -> Work:
 
 def hashed_words() -> Work:
     """Hashed bags of words of the pool."""
-    from selection.features.hashing import WordHasher
+    from selection.features.tfidf import WordHasher
 
     found = texts() * 6
     return lambda: WordHasher(2**18).counts(found)
@@ -146,7 +146,7 @@ def tfidf() -> Work:
 
 def ngrams() -> Work:
     """Hashed n-grams of the pool (DSIR)."""
-    from selection.methods.ngrams import NgramHasher
+    from selection.methods.dsir import NgramHasher
 
     found = texts() * 4
     return lambda: sum(len(lengths) for _, lengths in NgramHasher(10_000).batches(found))
@@ -156,7 +156,7 @@ def row_norms() -> Work:
     """Row norms of a bf16 weight of 4096 × 4096 with an adapter of rank 8 (GGPO)."""
     import torch
 
-    from regularizers.rownorms import adapted_squared_row_norms
+    from regularizers.layers.frozen import adapted_squared_row_norms
 
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(4096, 4096, generator=generator).bfloat16()
@@ -201,14 +201,14 @@ def stack(*, shared: bool) -> Work:
 
 CONSTANTS = {
     "tile of a pass over the pool": Constant("selection.transport.kernel:TILE_BYTES:cpu", transport),
-    "tile of MinHash": Constant("selection.hygiene.minhash:_TILE", signatures),
+    "tile of MinHash": Constant("selection.hygiene.duplicates:_TILE", signatures),
     "tile of shingles": Constant("selection.hygiene.shingles:_TILE", shingles),
-    "shingles compared at a time": Constant("selection.hygiene.lsh:_BATCH", duplicates),
-    "words of repetition at a time": Constant("selection.hygiene.repetition:_WORDS_AT_ONCE", repetition),
-    "texts of hashed words at a time": Constant("selection.features.hashing:_BATCH", hashed_words),
+    "shingles compared at a time": Constant("selection.hygiene.duplicates:_BATCH", duplicates),
+    "words of repetition at a time": Constant("selection.hygiene.filters:_WORDS_AT_ONCE", repetition),
+    "texts of hashed words at a time": Constant("selection.features.tfidf:_BATCH", hashed_words),
     "texts of TF-IDF at a time": Constant("selection.features.tfidf:_CHUNK", tfidf),
-    "texts of hashed n-grams at a time": Constant("selection.methods.ngrams:_BATCH", ngrams),
-    "elements of row norms at a time": Constant("regularizers.rownorms:_CHUNK", row_norms),
+    "texts of hashed n-grams at a time": Constant("selection.methods.dsir:_BATCH", ngrams),
+    "elements of row norms at a time": Constant("regularizers.layers.frozen:_CHUNK", row_norms),
     "elements of inner products at a time": Constant("regularizers.sharpness.spaces:_CHUNK", dots),
     "numbers of a bootstrap at a time": Constant("finetune.evaluate.bootstrap:_ELEMENTS", resamples),
     "tokens of a stacked pass": Constant("finetune.stacked.passes:TOKENS:cpu", partial(stack, shared=False)),

@@ -108,7 +108,7 @@ def layer_times(size: str, precision: str, rounds: int) -> dict[str, Any]:
     import torch
 
     from benchmarks.regularizer_step import VOCABULARY, _model
-    from regularizers.fused import FusedLayers
+    from regularizers.layers.fused import FusedLayers
 
     limit_threads(1)
     blocks, width, inner, tokens = STEPS[size]

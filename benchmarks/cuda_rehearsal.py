@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from finetune.compute.capabilities import CUDA, Capabilities, rehearsed
-from regularizers import layers, signs
+from regularizers.layers import signs, sites
 
 aten = torch.ops.aten
 _HOUSE = Path(__file__).resolve().parents[1]
@@ -379,7 +379,7 @@ def _taken_for_cuda() -> Iterator[None]:
             (torch, "get_autocast_dtype", of_cuda(torch.get_autocast_dtype)),
             (torch.amp, "is_autocast_available", of_cuda(torch.amp.is_autocast_available)),
             (optimizers, "_get_fused_kernels_supported_devices", lambda: [*fused, "meta"]),
-            (layers, "_has_values", lambda weight: True),
+            (sites, "_has_values", lambda weight: True),
         ):
             stack.enter_context(mock.patch.object(where, name, other))
         yield

@@ -30,7 +30,7 @@ from selection.hygiene import (
     Repetition,
     clean,
 )
-from selection.hygiene.exact import normalise
+from selection.hygiene.duplicates import normalise
 
 THRESHOLD = 0.8
 _PEER = "datasketch"

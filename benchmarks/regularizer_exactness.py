@@ -120,7 +120,7 @@ def _row_norms(bench: Benchmark) -> None:
     """|w'_i| of 4096², rank 16, by the identity: against float64, and beside forming W0 + sBA."""
     import torch
 
-    from regularizers.rownorms import adapted_squared_row_norms, squared_row_norms
+    from regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms
 
     draws = torch.Generator().manual_seed(0)
     weight = torch.randn(4096, 4096, generator=draws) * 0.02

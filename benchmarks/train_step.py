@@ -4,15 +4,15 @@ CPU-seconds and peak memory of an update.
     python -m benchmarks.train_step                                  # on a shipped sample
     python -m benchmarks.train_step --data gsm8k.jsonl.xz            # on your own rows (`question`, `answer`)
 
-All train the shipped backbone with the same LoRA initialisation (ours, drawn by name) on the very same micro-batches
-in the same order, AdamW (fused), cosine, clipping at 1.0, no dropout, no recomputation. The trainers neither save,
+All train the shipped backbone with the same LoRA initialisation (ours, drawn by name) on the very same micro-batches in
+the same order, AdamW (fused), cosine, clipping at 1.0, no dropout, no recomputation. The trainers neither save,
 evaluate nor report, and log once at the end; ours writes its metrics line for every update, and its checkpoint and
 adapter at the end, as always. TRL's also measures entropy and token accuracy in every update, which it cannot be told
 not to, and has its fused head. Packed rows reach all of them as the same `position_ids`, so its own packing and
-collation are not in it. Timed are the calls that train, with models and batches ready; memory is what the allocator
-had given out at the worst moment of two updates, weights included. Plain LoRA layers run in the fused form of
-`regularizers.fused`, which GGPO's layers share, so that "GGPO beside our plain update" compares the noise alone. All
-but the rows at real vocabularies train the shipped backbone, whose V is 4,096; these have random weights.
+collation are not in it. Timed are the calls that train, with models and batches ready; memory is what the allocator had
+given out at the worst moment of two updates, weights included. Plain LoRA layers run in the fused form of
+`regularizers.layers.fused`, which GGPO's layers share, so that "GGPO beside our plain update" compares the noise alone.
+All but the rows at real vocabularies train the shipped backbone, whose V is 4,096; these have random weights.
 """
 
 from __future__ import annotations

@@ -16,47 +16,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from regularizers.config import (
+    ASAM,
+    BAR,
+    GGPO,
+    MGPO,
+    MSAM,
+    SAM,
+    BiLora,
+    FlatLora,
+    LoraSAM,
+    NEFTune,
+    Plain,
+    RegularizerConfig,
+)
+from regularizers.errors import RegularizerError
+
 if TYPE_CHECKING:
-    from regularizers.config import (
-        ASAM,
-        BAR,
-        GGPO,
-        MGPO,
-        MSAM,
-        SAM,
-        BiLora,
-        FlatLora,
-        LoraSAM,
-        NEFTune,
-        Plain,
-        RegularizerConfig,
-    )
-    from regularizers.errors import RegularizerError
-    from regularizers.ggpo import GGPORegularizer
+    from regularizers.methods.ggpo import GGPORegularizer
     from regularizers.protocol import PlainRegularizer, Regularizer, build
     from regularizers.trainer import RegularizerCallback, TwoPassMixin
 
 _HOMES = {
-    "GGPO": "config",
-    "ASAM": "config",
-    "BAR": "config",
-    "BiLora": "config",
-    "FlatLora": "config",
-    "LoraSAM": "config",
-    "MGPO": "config",
-    "MSAM": "config",
-    "NEFTune": "config",
-    "SAM": "config",
-    "Plain": "config",
-    "RegularizerConfig": "config",
-    "RegularizerError": "errors",
-    "Regularizer": "protocol",
+    "GGPORegularizer": "methods.ggpo",
     "PlainRegularizer": "protocol",
-    "build": "protocol",
+    "Regularizer": "protocol",
     "RegularizerCallback": "trainer",
     "TwoPassMixin": "trainer",
-    "GGPORegularizer": "ggpo",
+    "build": "protocol",
 }
+"""What brings torch, by its module."""
 
 __all__ = [
     "ASAM",

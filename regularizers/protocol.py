@@ -161,16 +161,16 @@ class PlainRegularizer(Regularizer):
 
 _HOMES: dict[type[Any], str] = {
     Plain: "protocol:PlainRegularizer",
-    GGPO: "ggpo:GGPORegularizer",
-    FlatLora: "ggpo:flat_lora",
-    MGPO: "momentum:mgpo",
-    MSAM: "momentum:MomentumRegularizer",
-    SAM: "sam:WeightSAM",
-    ASAM: "sam:AdapterSAM",
-    LoraSAM: "sam:AdapterSAM",
-    BAR: "bar:BARRegularizer",
-    BiLora: "bilora:BiLoraRegularizer",
-    NEFTune: "neftune:NEFTuneRegularizer",
+    GGPO: "methods.ggpo:GGPORegularizer",
+    FlatLora: "methods.ggpo:flat_lora",
+    MGPO: "methods.momentum:mgpo",
+    MSAM: "methods.momentum:MomentumRegularizer",
+    SAM: "methods.sam:WeightSAM",
+    ASAM: "methods.sam:AdapterSAM",
+    LoraSAM: "methods.sam:AdapterSAM",
+    BAR: "methods.bar:BARRegularizer",
+    BiLora: "methods.bilora:BiLoraRegularizer",
+    NEFTune: "methods.neftune:NEFTuneRegularizer",
 }
 """Which `module:callable` makes the regularizer of each kind of settings; imported when it is asked for."""
 

@@ -30,9 +30,9 @@ from transformers.trainer_callback import TrainerCallback
 
 from regularizers.config import RegularizerConfig
 from regularizers.errors import RegularizerError
+from regularizers.layers.sharded import is_sharded
 from regularizers.mesh import ALONE, Alone, Placement
 from regularizers.protocol import Regularizer, build
-from regularizers.sharded import is_sharded
 
 if TYPE_CHECKING:
     from typing import Self

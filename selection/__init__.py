@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from selection.errors import ConvergenceWarning, SelectionError
     from selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder, load_features, pool_features
+    from selection.features.projection import RandomProjection
     from selection.methods import (
         DomainsSelector,
         DSIRSelector,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         TSDSSelector,
         build_selector,
     )
-    from selection.projection import RandomProjection
     from selection.transport import Potentials, sinkhorn_potentials
 
 _HOME = {
@@ -40,7 +40,7 @@ _HOME = {
     "PerplexitySelector": "selection.methods",
     "Pool": "selection.methods",
     "Potentials": "selection.transport",
-    "RandomProjection": "selection.projection",
+    "RandomProjection": "selection.features.projection",
     "RandomSelector": "selection.methods",
     "SelectionError": "selection.errors",
     "Selector": "selection.methods",

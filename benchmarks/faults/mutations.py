@@ -72,7 +72,7 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from finetune.data.chat.conversation import read_conversation
     from finetune.parallel.index import SINGLE, read_index
     from finetune.run_directory import read_metrics
-    from selection.features.own import load_features
+    from selection.features.matrix import load_features
 
     def kept(name: str, data: bytes) -> Path:
         path = folder / name
@@ -142,7 +142,7 @@ _SOURCES = {
     "csv": _ROWS,
     "parquet": _ROWS,
     "chat": (*_ROWS, "finetune/data/chat/conversation.py"),
-    "npy": ("selection/features/own.py",),
+    "npy": ("selection/features/matrix.py",),
     "safetensors": ("finetune/parallel/index.py",),
     "metrics": ("finetune/run_directory.py", "experiments/report/load.py"),
     "grid": ("experiments/sweep/axes.py",),
@@ -264,8 +264,8 @@ def led_by_coverage(name: str, runs: int, seed: int) -> None:
     """Atheris (libFuzzer) over one parser, `runs` executions; ends this process, with an error where one goes wrong."""
     import atheris
 
-    with atheris.instrument_imports(include=["experiments.recipe", "finetune.data", "finetune.parallel.index",
-                                             "finetune.run_directory", "selection.features.own", "yaml"]):  # fmt: skip
+    parsers = ["experiments.recipe", "finetune.data", "finetune.run_directory", "selection.features.matrix", "yaml"]
+    with atheris.instrument_imports(include=[*parsers, "finetune.parallel.index"]):
         folder = Path(tempfile.mkdtemp(prefix="flatshift-atheris-"))
         (folder / "corpus").mkdir()
         parser, mutator = _parsers(folder)[name], Mutator(name)

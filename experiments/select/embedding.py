@@ -23,7 +23,7 @@ from finetune.seeds import derive
 from selection.config import Backbone, Encoder, Features, Static, TfIdf, needs
 from selection.errors import BadRow
 from selection.features import FeatureCache, TakenRows, in_shards, load_features
-from selection.given import same_width
+from selection.validation import same_width
 
 HELD_BYTES = 256 << 20
 """Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""

@@ -50,7 +50,7 @@ def judge_domains(
     settings = spec.relevance
     if settings is None:
         return pool, None, None
-    from selection.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
+    from selection.methods.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
 
     view = pool.rows
     domains = view.domains()

@@ -137,7 +137,7 @@ def _widen(model: nn.Module) -> None:
     """Half-precision weights in float32, value for value; what is quantised stays so."""
     import torch
 
-    from regularizers.stored import is_quantised
+    from regularizers.layers.frozen import is_quantised
 
     half = (torch.bfloat16, torch.float16)
     for module in model.modules():

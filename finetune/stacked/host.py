@@ -62,7 +62,7 @@ class Seat:
         return tuple((b.noise_in.shape[1], b.probe_in.shape[1]) if b is not None else (-1, -1) for b in branches)
 
     def branch(self, layer: str) -> Any:
-        """The noise branch (`regularizers.branch`) that stands in for a layer's forward; None without."""
+        """The noise branch (`regularizers.layers.branch`) that stands in for a layer's forward; None without."""
         return vars(self.layers[layer]).get("forward")
 
 

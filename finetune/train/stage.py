@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
-from regularizers.fused import FusedLayers
+from regularizers.layers.fused import FusedLayers
 
 from ..adapters.soft_tokens import before_text
 from ..atomic import read_object

@@ -20,35 +20,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from regularizers.sharpness.config import Sharpness
-    from regularizers.sharpness.curvature import Hessian, hutchinson, lanczos, power_iteration
-    from regularizers.sharpness.estimates import Estimate
-    from regularizers.sharpness.full import FullSpace
-    from regularizers.sharpness.measuring import Measured, measure
-    from regularizers.sharpness.neighbourhood import ascent_rise, expected_rise
-    from regularizers.sharpness.objective import Objective
-    from regularizers.sharpness.slices import line, plane
-    from regularizers.sharpness.spaces import AdapterSpace, Space
+from regularizers.sharpness.config import Sharpness
 
-_HOMES = {
-    "AdapterSpace": "spaces",
-    "Estimate": "estimates",
-    "FullSpace": "full",
-    "Hessian": "curvature",
-    "Measured": "measuring",
-    "Objective": "objective",
-    "Sharpness": "config",
-    "Space": "spaces",
-    "ascent_rise": "neighbourhood",
-    "expected_rise": "neighbourhood",
-    "hutchinson": "curvature",
-    "lanczos": "curvature",
-    "line": "slices",
-    "measure": "measuring",
-    "plane": "slices",
-    "power_iteration": "curvature",
-}
+if TYPE_CHECKING:
+    from regularizers.sharpness.measured import Measured, measure
+    from regularizers.sharpness.measures import (
+        Estimate,
+        Hessian,
+        ascent_rise,
+        expected_rise,
+        hutchinson,
+        lanczos,
+        line,
+        plane,
+        power_iteration,
+    )
+    from regularizers.sharpness.spaces import AdapterSpace, FullSpace, Objective, Space
 
 __all__ = [
     "AdapterSpace",
@@ -71,10 +58,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    if name in __all__:  # all but the settings bring torch
+        for home in ("spaces", "measures", "measured"):
+            module = import_module(f"regularizers.sharpness.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

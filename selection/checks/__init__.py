@@ -6,21 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selection.checks.check import Checked, Refit, check_selection
+    from selection.checks.check import Checked, Mixtures, Refit, Sample, check_selection, sample_pool
     from selection.checks.coverage import Coverage, target_coverage
-    from selection.checks.mixtures import Mixtures
-    from selection.checks.sampling import Sample, sample_pool
-
-_HOME = {
-    "Checked": "check",
-    "Coverage": "coverage",
-    "Mixtures": "mixtures",
-    "Refit": "check",
-    "Sample": "sampling",
-    "check_selection": "check",
-    "sample_pool": "sampling",
-    "target_coverage": "coverage",
-}
 
 __all__ = [
     "Checked",
@@ -35,6 +22,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"selection.checks.{_HOME[name]}"), name)
+    if name in __all__:
+        home = "coverage" if name in ("Coverage", "target_coverage") else "check"
+        return getattr(importlib.import_module(f"selection.checks.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,11 @@ GOT-D in rounds, at λ = 0.1, 0.25, 0.5 and 1, with
     gap(λ) = λ·(mean_U f_λ − mean of the k smallest f_λ) ≥ OT_ε(mixture) − min over all selections of the same size,
 
 f_λ the potential at the mixture, a certificate that needs no other selection. (science.md §4.)
+
+It is done on a few thousand rows that stand for a pool of any size and for what was chosen from it. The kernel of all
+their mixtures is made once, and solves start from each other. The second argument of every value is the target; the
+self-transport that turns OT_ε into the Sinkhorn divergence S = OT_ε(w, y) − ½OT_ε(w, w) − ½OT_ε(y, y) is found for all
+mixtures at once, one GEMM an iteration.
 """
 
 from __future__ import annotations
@@ -17,11 +22,144 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from selection.checks.mixtures import At, Mixtures, mean_cost, self_transport
-from selection.checks.sampling import Sample, sample_pool
-from selection.methods.base import Pool, Progress
+from selection.methods.base import UNITS, Pool, Progress, placed, unit_weights
 from selection.methods.gotd import GotDSelector
+from selection.transport.dense import solve_dense
+from selection.transport.kernel import Kernel
+from selection.transport.problem import pose
+from selection.transport.rows import StreamedRows
+
+_NEAR = 5
+"""Rows up to this rank, in multiples of the budget, are sampled as densely as the selection itself: what another
+target or another round would choose mostly lies there."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """rows (n,) int64, ascending. stands (n,): records of the pool that each stands for; they sum to N. mass (n,): its
+    part of the pool's distribution; they sum to 1. chosen (n,) bool: rows of the selection, all of which stand for
+    equally many; `budget` of them."""
+
+    rows: np.ndarray
+    stands: np.ndarray
+    mass: np.ndarray
+    chosen: np.ndarray
+
+    @property
+    def budget(self) -> int:
+        """Rows that stand for the whole budget."""
+        return int(self.chosen.sum())
+
+    def mixture(self, rows: np.ndarray, share: float) -> np.ndarray:
+        """(n,): (1 − share)·pool + share·uniform over the sample's rows with these numbers."""
+        weights = (1.0 - share) * self.mass
+        weights[rows] += share / len(rows)
+        return weights
+
+
+def sample_pool(order: np.ndarray, budget: int, *, weights: np.ndarray | None, size: int, seed: int) -> Sample:
+    """All rows where there are at most `size`; else a seeded draw, half of it among the best ranks.
+
+    order (N,): row numbers by rank, the first `budget` of them chosen. weights (N,): the pool's distribution, uniform
+    when None. Three strata, each drawn without repeats: the selection, the ranks behind it up to five budgets at the
+    same rate, and the rest.
+    """
+    count = len(order)
+    if count <= size:
+        taken = [order[:budget], order[budget:]]
+        sizes = [budget, count - budget]
+    else:
+        near = min(count, _NEAR * budget)
+        drawn_near = size if near == count else min(near, size // 2)
+        drawn = max(1, min(round(drawn_near * budget / near), drawn_near - (near > budget)))
+        generator = np.random.Generator(np.random.PCG64([seed, 0xC4EC]))
+        strata = [
+            (order[:budget], drawn),
+            (order[budget:near], drawn_near - drawn),
+            (order[near:], size - drawn_near),
+        ]
+        taken = [generator.choice(rows, min(n, len(rows)), replace=False, shuffle=False) for rows, n in strata]
+        sizes = [len(rows) for rows, _ in strata]
+    stands = np.concatenate([np.full(len(t), s / max(len(t), 1)) for t, s in zip(taken, sizes, strict=True)])
+    rows = np.concatenate(taken)
+    chosen = np.arange(len(rows)) < len(taken[0])
+    turn = np.argsort(rows, kind="stable")
+    rows, stands, chosen = rows[turn], stands[turn], chosen[turn]
+    mass = stands if weights is None else stands * np.asarray(weights, dtype=np.float64)[rows]
+    return Sample(rows, stands, unit_weights(mass, len(rows)), chosen)
+
+
+_TOLERANCE = 1e-6
+_ITERATIONS = 5_000
+_SELF_ITERATIONS = 2_000
+_SELF_TOLERANCE = 1e-7
+
+
+@dataclass(frozen=True)
+class At:
+    """At one mixture, in units of cost. value: OT_ε. f (n,), g (M,): potentials. error: L1 of the target marginal."""
+
+    value: float
+    f: np.ndarray
+    g: np.ndarray
+    error: float
+
+
+class Mixtures:
+    """x (n, d), y (M, d): features. epsilon: absolute, in units of cost. Memory: 16·n·M bytes."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, *, epsilon: float, cost: str = "sqeuclidean"):
+        with torch.inference_mode():
+            problem = pose(x, y, None, None, chunk=None, progress=None, cost=cost)
+            self._unit = problem.unit
+            self._rows = StreamedRows(problem, torch.float64).dense()
+            self._kernel = Kernel(self._rows, epsilon / self._unit)
+
+    def at(self, weights: np.ndarray, start: np.ndarray | None = None) -> At:
+        """Solve for the mixture `weights` (n,), which sum to 1 and may be 0; start: g (M,) of a solve nearby."""
+        unit = self._unit
+        with torch.inference_mode():
+            self._rows.a = torch.from_numpy(np.ascontiguousarray(weights, dtype=np.float64))
+            b = self._rows.b
+            g = torch.zeros_like(b) if start is None else torch.from_numpy(start / unit)
+            found = solve_dense(self._kernel, g, marginal=b, tolerance=_TOLERANCE, max_iterations=_ITERATIONS).at
+            return At(found.value * unit, found.f.numpy() * unit, found.g.numpy() * unit, found.error)
+
+
+def mean_cost(x: np.ndarray, y: np.ndarray, weights: np.ndarray, cost: str = "sqeuclidean") -> float:
+    """Σ_ij w_i c(x_i, y_j) / M: what a relative ε is a multiple of."""
+    rows, targets = placed(x, cost), placed(y, cost)
+    centre = targets.mean(0)
+    rows, targets = rows - centre, targets - centre
+    squared = weights @ np.einsum("ij,ij->i", rows, rows) + np.einsum("ij,ij->i", targets, targets).mean()
+    return float(squared) * UNITS[cost]
+
+
+def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost: str = "sqeuclidean") -> np.ndarray:
+    """(K,): OT_ε(w, w) of each row w of `mixtures` (K, n) over the rows of x (n, d). Memory: 8·n² bytes.
+
+    Both potentials are one function p = −ε log u, u_i = Σ_j w_j K_ij / u_j, and the value is 2 Σ w p.
+    """
+    points = placed(x, cost)
+    points = points - points.mean(0)
+    squared = np.einsum("ij,ij->i", points, points)
+    kernel = np.maximum(squared[:, None] + squared - 2.0 * (points @ points.T), 0.0)
+    np.fill_diagonal(kernel, 0.0)
+    np.exp(np.divide(kernel, -epsilon / UNITS[cost], out=kernel), out=kernel)
+    weights = np.ascontiguousarray(mixtures.T)
+    held = weights > 0
+    u = np.ones_like(weights)
+    for _ in range(_SELF_ITERATIONS):
+        new = kernel @ (weights / u)
+        change = float(np.abs(np.log(new[held] / u[held])).max())
+        # The plain iteration swings between two points; their geometric mean converges.
+        u = np.where(held, np.sqrt(u * new), 1.0)
+        if change <= _SELF_TOLERANCE:
+            break
+    return np.asarray(-2.0 * epsilon * (weights * np.log(u)).sum(0))
+
 
 SHARES = (0.1, 0.25, 0.5, 1.0)
 """λ: the share of the selection in the mixture."""

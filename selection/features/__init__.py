@@ -8,17 +8,17 @@ from typing import Any
 
 _HOME = {
     "FeatureCache": "cache",
-    "SentenceLayout": "sentence",
-    "ShardedRows": "rows",
+    "SentenceLayout": "pooling",
+    "ShardedRows": "matrix",
     "StaticEmbedder": "static",
-    "TakenRows": "rows",
+    "TakenRows": "matrix",
     "TfIdfEmbedder": "tfidf",
     "in_shards": "cache",
-    "load_features": "own",
+    "load_features": "matrix",
     "normalised": "pooling",
     "pool_features": "pooling",
-    "read_layout": "sentence",
-    "transformer_folder": "sentence",
+    "read_layout": "pooling",
+    "transformer_folder": "pooling",
 }
 __all__ = sorted(_HOME)
 

@@ -20,7 +20,7 @@ from typing import IO, Literal
 import numpy as np
 
 from selection.errors import SelectionError, is_disk_full
-from selection.features.rows import ShardedRows
+from selection.features.matrix import ShardedRows
 
 SHARD_ROWS = 8192
 Embed = Callable[[list[str]], np.ndarray]

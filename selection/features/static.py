@@ -17,8 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from selection.errors import SelectionError
-from selection.features.pooling import normalised
-from selection.features.sentence import read_json
+from selection.features.pooling import normalised, read_json
 
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")

@@ -5,21 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from selection.hygiene.cleaning import Cleaned, Reference, clean
-    from selection.hygiene.config import Decontaminate, Hygiene, Language, Length, NearDuplicates, Repetition
+from selection.hygiene.config import Decontaminate, Hygiene, Language, Length, NearDuplicates, Repetition
 
-_HOME = {
-    "Cleaned": "cleaning",
-    "Decontaminate": "config",
-    "Hygiene": "config",
-    "Language": "config",
-    "Length": "config",
-    "NearDuplicates": "config",
-    "Reference": "cleaning",
-    "Repetition": "config",
-    "clean": "cleaning",
-}
+if TYPE_CHECKING:
+    from selection.hygiene.steps import Cleaned, Reference, clean
 
 __all__ = [
     "Cleaned",
@@ -35,10 +24,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"selection.hygiene.{_HOME[name]}"), name)
+    if name in ("Cleaned", "Reference", "clean"):  # brings NumPy
+        return getattr(importlib.import_module("selection.hygiene.steps"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -57,12 +57,12 @@ class Language:
     """Drop records in another language, told by script and by common words. A heuristic without a download."""
 
     keep: tuple[str, ...] = ("en",)
-    """ISO 639-1 codes to keep; `selection.hygiene.language.KNOWN` lists those that can be told."""
+    """ISO 639-1 codes to keep; `selection.hygiene.filters.KNOWN` lists those that can be told."""
     undecided: Literal["keep", "drop"] = "keep"
     """What becomes of a text with too few common words to tell, such as a headline or a formula."""
 
     def __post_init__(self) -> None:
-        from selection.hygiene.language import KNOWN
+        from selection.hygiene.filters import KNOWN
 
         if not self.keep:
             raise SelectionError("keep must name at least one language, for example [en]")

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from selection.errors import SelectionError
-from selection.given import feature_matrix, strings
+from selection.validation import feature_matrix, strings
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}

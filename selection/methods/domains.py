@@ -9,9 +9,9 @@ from typing import Any, Self
 import numpy as np
 
 from selection.errors import SelectionError
-from selection.given import real_weights
 from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number
 from selection.methods.random import RandomSelector
+from selection.validation import real_weights
 
 
 class DomainsSelector(Selector):

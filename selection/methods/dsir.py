@@ -1,7 +1,14 @@
-"""Importance weights on hashed word n-grams (DSIR, Xie et al. 2023, arXiv 2302.03169)."""
+"""Importance weights on hashed word uni- and bigrams (DSIR, Xie et al. 2023, arXiv 2302.03169).
+
+A word is a run of letters, digits and underscores, or of other marks, in lower case: nltk's WordPunctTokenizer up to
+version 3.9. (From 3.10 on it runs on another engine, which counts combining marks as letters.)
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Self
 
@@ -9,7 +16,129 @@ import numpy as np
 
 from selection.errors import SelectionError
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, keyed_uniform, need
-from selection.methods.ngrams import NgramHasher, Sha256Hasher
+
+_WORDS = re.compile(r"\w+|[^\w\s]+")
+_BATCH = 1024
+_CACHED_PAIRS = 1 << 20
+"""Distinct bigrams whose bucket is remembered between batches, at most: about 100 MB."""
+
+
+class NgramHasher:
+    """Hashed word uni- and bigrams, the same on every machine and in every process.
+
+    Each distinct word is hashed once (BLAKE2b); n-grams are then array arithmetic on the words' 64-bit hashes.
+    """
+
+    def __init__(self, buckets: int):
+        self.buckets = buckets
+        self.narrow = np.dtype(np.uint16 if buckets <= 1 << 16 else np.uint32)
+        self._table = _WordHashes()
+
+    def batches(self, texts: Sequence[str], start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For each batch of texts: the buckets of all their n-grams, text after text, and how many each text has."""
+        for low in range(start, len(texts), _BATCH):
+            words = [_WORDS.findall(text.lower()) for text in texts[low : low + _BATCH]]
+            yield self._ngrams(words)
+
+    def _ngrams(self, words: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
+        counts = np.array([len(w) for w in words], dtype=np.int64)
+        units, pairs = self._buckets(words, counts)
+        # Unigrams first within each text, then its bigrams; a bigram never crosses the border of two texts.
+        lengths = np.maximum(2 * counts - 1, 0)
+        starts = np.cumsum(lengths) - lengths
+        text_of = np.repeat(np.arange(len(words)), counts)
+        place = np.arange(len(units)) - (np.cumsum(counts) - counts)[text_of]
+        out = np.empty(int(lengths.sum()), dtype=np.int64)
+        out[starts[text_of] + place] = units
+        inside = _inside(text_of)
+        out[(starts + counts)[text_of[:-1]][inside] + place[:-1][inside]] = pairs
+        return out, lengths
+
+    def _buckets(self, words: list[list[str]], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The bucket of every word, and of every pair of neighbours in one text, in reading order."""
+        total = int(counts.sum())
+        hashes = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.uint64, count=total)
+        pairs = _mix(_mix(hashes[:-1]) * np.uint64(0x9E3779B97F4A7C15) + hashes[1:])
+        inside = _inside(np.repeat(np.arange(len(words)), counts))
+        buckets = np.uint64(self.buckets)
+        return _mix(hashes) % buckets, pairs[inside] % buckets
+
+
+class Sha256Hasher(NgramHasher):
+    """The buckets of PyPI's data-selection: SHA-256 of the n-gram's UTF-8 (words joined by a space), as one big-endian
+    number, modulo `buckets`. Words are hashed once, bigrams once while they are remembered."""
+
+    def __init__(self, buckets: int):
+        super().__init__(buckets)
+        self._vocabulary = _Vocabulary()
+        self._units = np.empty(0, dtype=np.int64)
+        self._pairs: dict[int, int] = {}
+
+    def _buckets(self, words: list[list[str]], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        total = int(counts.sum())
+        known = self._vocabulary
+        numbers = np.fromiter(map(known.__getitem__, chain.from_iterable(words)), dtype=np.int64, count=total)
+        if len(known.words) > len(self._units):
+            fresh = self._hashed(known.words[len(self._units) :])
+            self._units = np.concatenate([self._units, fresh])
+        inside = _inside(np.repeat(np.arange(len(words)), counts))
+        keys, back = np.unique((numbers[:-1] << 32 | numbers[1:])[inside], return_inverse=True)
+        wanted = keys.tolist()
+        found = list(map(self._pairs.get, wanted))
+        new = [key for key, bucket in zip(wanted, found, strict=True) if bucket is None]
+        if new:
+            names = known.words
+            fresh = self._hashed([f"{names[key >> 32]} {names[key & 0xFFFFFFFF]}" for key in new])
+            if len(self._pairs) + len(new) > _CACHED_PAIRS:
+                self._pairs.clear()
+            made = dict(zip(new, fresh.tolist(), strict=True))
+            self._pairs.update(made)
+            found = [made[key] if bucket is None else bucket for key, bucket in zip(wanted, found, strict=True)]
+        return self._units[numbers], np.array(found, dtype=np.int64)[back]
+
+    def _hashed(self, grams: list[str]) -> np.ndarray:
+        sha256 = hashlib.sha256
+        digests = b"".join([sha256(gram.encode("utf-8", "surrogatepass")).digest() for gram in grams])
+        limbs = np.frombuffer(digests, dtype=">u4").reshape(-1, 8).astype(np.uint64)
+        buckets = np.uint64(self.buckets)
+        rest = np.zeros(len(limbs), dtype=np.uint64)
+        for limb in limbs.T:  # Horner's rule keeps 256 bits modulo less than 32 within 64
+            rest = ((rest << np.uint64(32)) | limb) % buckets
+        return rest.astype(np.int64)
+
+
+class _WordHashes(dict[str, int]):
+    """word → 64-bit hash, filled on first use."""
+
+    def __missing__(self, word: str) -> int:
+        digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        value = self[word] = int.from_bytes(digest, "little")
+        return value
+
+
+class _Vocabulary(dict[str, int]):
+    """word → its number in order of appearance; `words` is the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def __missing__(self, word: str) -> int:
+        value = self[word] = len(self.words)
+        self.words.append(word)
+        return value
+
+
+def _inside(text_of: np.ndarray) -> np.ndarray:
+    """Whether each word but the last is followed by one of the same text."""
+    return text_of[1:] == text_of[:-1]
+
+
+def _mix(h: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: spreads 64 bits over 64 bits, one to one."""
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
 
 
 class DSIRSelector(Selector):

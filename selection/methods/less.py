@@ -7,9 +7,9 @@ from typing import Any, Self
 import numpy as np
 
 from selection.errors import SelectionError
-from selection.given import checked_chunk, no_overflow
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
 from selection.transport.problem import finite_rows
+from selection.validation import checked_chunk, no_overflow
 
 
 class LessSelector(Selector):

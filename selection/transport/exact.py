@@ -9,10 +9,9 @@ import torch
 
 from selection.transport.dense import solve_dense
 from selection.transport.kernel import Evaluation, Kernel, Streamed
-from selection.transport.overlap import measured
 from selection.transport.problem import Problem
 from selection.transport.rows import DenseRows, StreamedRows
-from selection.transport.settings import Settings, Solved, descend
+from selection.transport.settings import Settings, Solved, descend, measured
 
 
 def exact_bytes(n: int, m: int) -> int:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selection.transport.crew import Crew, flushes
 from selection.transport.ranks import Team
 from selection.transport.rows import Rows
+from selection.transport.threads import Crew, flushes
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of one tile: large enough for GEMM to run at full speed, on CPUs small enough to stay in cache behind it."""

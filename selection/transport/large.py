@@ -18,11 +18,10 @@ from torch import Tensor
 from selection.errors import SelectionError, TooLittleMemory
 from selection.transport.dense import inverse_hessian, solve_dense
 from selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
-from selection.transport.overlap import estimated, measured
 from selection.transport.problem import Problem
 from selection.transport.ranks import Team
 from selection.transport.rows import DenseRows, StreamedRows
-from selection.transport.settings import Settings, Solved, descend, free_bytes
+from selection.transport.settings import Settings, Solved, descend, estimated, free_bytes, measured
 from selection.transport.state import Standing, Store, identity
 
 THINNED = 40

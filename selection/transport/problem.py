@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from selection.errors import BadRow, SelectionError
-from selection.given import feature_matrix, no_overflow, real_weights, same_width
-from selection.transport.crew import Crew
 from selection.transport.ranks import Team
+from selection.transport.threads import Crew
+from selection.validation import feature_matrix, no_overflow, real_weights, same_width
 
 COSTS = ("sqeuclidean", "cosine")
 

@@ -22,7 +22,6 @@ import torch
 from numpy.typing import ArrayLike
 
 from selection.errors import ConvergenceWarning, SelectionError
-from selection.given import checked_chunk, is_real
 from selection.transport.exact import exact_bytes, solve_exact
 from selection.transport.kernel import Streamed
 from selection.transport.large import cached_fits, exchanged, precision, solve_large
@@ -30,6 +29,7 @@ from selection.transport.problem import COSTS, Problem, Progress, pose
 from selection.transport.ranks import Team
 from selection.transport.rows import StreamedRows
 from selection.transport.settings import Settings, Solved
+from selection.validation import checked_chunk, is_real
 
 EXACT_PAIRS = 10_000_000
 """N·M up to which the cost is held in float64 and the default tolerance is 1e-9 (above: 1e-3)."""

@@ -24,8 +24,8 @@ from finetune.parallel.pipeline import PipelineRunner, cut_parts
 from finetune.parallel.tensor import tensor_parallel
 from finetune.tasks import LanguageModel
 from regularizers import GGPO, RegularizerError, build
-from regularizers.ggpo import GGPORegularizer
-from regularizers.sharded import Part
+from regularizers.layers.sharded import Part
+from regularizers.methods.ggpo import GGPORegularizer
 from tests.distributed_ranks import run_ranks
 from tests.regularizer_models import tiny_gpt2, tiny_llama, tokens, with_lora
 

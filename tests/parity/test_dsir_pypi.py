@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from selection import DSIRSelector, Pool
-from selection.methods import ngrams
-from selection.methods.ngrams import Sha256Hasher
+from selection.methods import dsir
+from selection.methods.dsir import Sha256Hasher
 
 R = np.random.default_rng(0)
 WORDS = ["the", "Cat", "sat", "naïve", "東京", "x_1", "…", "don't", "e.g.", "GPU", "100", "%", "ﬁne"]
@@ -49,8 +49,8 @@ def test_log_weights_equal_the_formula(buckets: int) -> None:
 
 def test_forgetting_bigrams_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [found for found, _ in Sha256Hasher(1000).batches(TEXTS)]
-    monkeypatch.setattr(ngrams, "_CACHED_PAIRS", 10)
-    monkeypatch.setattr(ngrams, "_BATCH", 7)
+    monkeypatch.setattr(dsir, "_CACHED_PAIRS", 10)
+    monkeypatch.setattr(dsir, "_BATCH", 7)
     parts = [found for found, _ in Sha256Hasher(1000).batches(TEXTS)]
     assert (np.concatenate(whole) == np.concatenate(parts)).all()
 

@@ -11,9 +11,9 @@ import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from regularizers.added import AddedTerm
-from regularizers.fused import FusedLayers, FusedLora
-from regularizers.layers import find_lora_sites
+from regularizers.layers.forward import AddedTerm
+from regularizers.layers.fused import FusedLayers, FusedLora
+from regularizers.layers.sites import find_lora_sites
 from tests.regularizer_models import clear, frozen_checksums, gradients, tiny_gpt2, tiny_llama, tokens, with_lora
 
 

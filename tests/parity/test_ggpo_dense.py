@@ -14,7 +14,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from regularizers import GGPO, build
-from regularizers.signs import signs
+from regularizers.layers.signs import signs
 from tests.regularizer_models import (
     base_weights,
     clear,
@@ -77,7 +77,7 @@ def embeddings(ids: Tensor, width: int = 32) -> Tensor:
 
 @pytest.mark.parametrize("case", LAYERS)
 def test_loss_and_all_gradients_equal_autograd_through_dense_noise(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regularizers import branch
+    from regularizers.layers import branch
 
     make, fused = LAYERS[case]
     model, ids = make(), tokens()

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from regularizers import GGPO, RegularizerError, build
-from regularizers.ggpo import GGPORegularizer
+from regularizers.layers.signs import signs
 from regularizers.mesh import Alone
-from regularizers.signs import signs
+from regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import (
     base_weights,
     clear,

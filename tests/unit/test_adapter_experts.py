@@ -13,7 +13,7 @@ from finetune.parallel.build import refuse_parameters
 from finetune.parallel.skeleton import build_skeleton
 from finetune.tasks import LanguageModel
 from regularizers import GGPO, build
-from regularizers.layers import find_lora_sites
+from regularizers.layers.sites import find_lora_sites
 from tests.adapter_models import logits_of, move
 
 LM = LanguageModel(pack=False)

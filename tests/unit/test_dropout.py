@@ -15,7 +15,7 @@ from finetune.compute.capabilities import CUDA
 from finetune.compute.dropout import KeyedDropout, queries_from
 from finetune.errors import UserError
 from finetune.parallel.build import refuse_parameters
-from regularizers.signs import mix64, mix64_
+from regularizers.layers.signs import mix64, mix64_
 
 ROWS, TOKENS, WIDTH, HEADS = 6, 8, 24, 4
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from selection import SelectionError, StaticEmbedder, TfIdfEmbedder, pool_features
 from selection.features import read_layout
-from selection.features.hashing import WordHasher
+from selection.features.tfidf import WordHasher
 
 R = np.random.default_rng(0)
 WORDS = ["naïve", "Straße", "a1_b", "x", "data", "12", "The", "the", "日本", "it's", "e-mail", "  ", "\n", "ß", "İ"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regularizers import GGPO, RegularizerError, build
-from regularizers.ggpo import GGPORegularizer
+from regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import base_weights, clear, loss_of, tiny_llama, tokens, with_lora
 
 PREFIX = "base_model.model.model.layers.0.self_attn."

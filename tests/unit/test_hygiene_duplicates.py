@@ -11,10 +11,8 @@ import pytest
 
 from selection.errors import SelectionError
 from selection.hygiene import NearDuplicates as Settings
-from selection.hygiene import lsh
-from selection.hygiene.exact import ExactDuplicates, normalise
-from selection.hygiene.lsh import NearDuplicates
-from selection.hygiene.minhash import MinHasher, bands_for
+from selection.hygiene import duplicates
+from selection.hygiene.duplicates import ExactDuplicates, MinHasher, NearDuplicates, bands_for, normalise
 from selection.hygiene.shingles import Shingler
 from selection.hygiene.store import Growing
 
@@ -174,7 +172,7 @@ def test_signatures_of_long_and_empty_texts(monkeypatch) -> None:
     starts = np.cumsum(counts) - counts
     naive = [(maps[:, s : s + c] % 2**32).min(axis=1) for s, c in zip(starts, counts, strict=True) if c]
     np.testing.assert_array_equal(whole[:, [1, 2, 4]], np.stack(naive, axis=1))
-    monkeypatch.setattr("selection.hygiene.minhash._TILE", 17)
+    monkeypatch.setattr("selection.hygiene.duplicates._TILE", 17)
     np.testing.assert_array_equal(whole, MinHasher(20, seed=0).signatures(hashes, counts))
 
 
@@ -264,9 +262,9 @@ def test_a_chain_joins_texts_that_are_not_similar_themselves() -> None:
 
 def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -> None:
     """All texts share their band keys (one band of one row that is always the same), but few are similar."""
-    monkeypatch.setattr(lsh, "WINDOW", 16)
+    monkeypatch.setattr(duplicates, "WINDOW", 16)
     monkeypatch.setattr(
-        lsh, "band_keys", lambda signatures, bands, rows: np.zeros((bands, signatures.shape[1]), np.uint64)
+        duplicates, "band_keys", lambda signatures, bands, rows: np.zeros((bands, signatures.shape[1]), np.uint64)
     )
     texts = [f"text number {i} " + WORDS[i % 150] * 12 for i in range(40)]
     texts += [texts[0] + "x", texts[25] + "x"]
@@ -274,7 +272,7 @@ def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -
     assert finder.bands == 1
     assert first[40] == 0, "the first of the crowd is compared with every row"
     assert first[41] == 25, "within the window"
-    reach = [(i, j) for j in range(42) for i in range(j) if i == 0 or j - i <= lsh.WINDOW]
+    reach = [(i, j) for j in range(42) for i in range(j) if i == 0 or j - i <= duplicates.WINDOW]
     label = first.tolist()
     apart = sum(label[i] != label[j] for j in range(42) for i in range(j))
     assert finder.diagnostics["left_out"] == apart - sum(label[i] != label[j] for i, j in reach)
@@ -283,7 +281,7 @@ def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -
 def test_arrays_on_disk_hold_the_same(monkeypatch) -> None:
     texts = corpus(9)
     _, first, similarity = find(texts, Settings(threshold=0.7))
-    monkeypatch.setattr(lsh, "Growing", lambda dtype, limit=0: Growing(dtype, 100))
+    monkeypatch.setattr(duplicates, "Growing", lambda dtype, limit=0: Growing(dtype, 100))
     _, spilled, same = find(texts, Settings(threshold=0.7), batch=5)
     np.testing.assert_array_equal(first, spilled)
     np.testing.assert_array_equal(similarity, same)

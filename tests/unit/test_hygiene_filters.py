@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from selection.hygiene import Language, Length, Repetition
-from selection.hygiene import repetition as module
-from selection.hygiene.filters import by_language, by_length, by_repetition
-from selection.hygiene.language import KNOWN, detect
-from selection.hygiene.repetition import shares
+from selection.hygiene import filters as module
+from selection.hygiene.filters import KNOWN, by_language, by_length, by_repetition, detect, shares
 
 # The first article of the Universal Declaration of Human Rights and a line of everyday speech.
 SENTENCES = {

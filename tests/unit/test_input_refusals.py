@@ -24,7 +24,7 @@ from finetune.parallel.index import SINGLE, read_index
 from finetune.run_directory import read_metrics
 from finetune.tasks import LanguageModel
 from selection.errors import SelectionError
-from selection.features.own import load_features
+from selection.features.matrix import load_features
 from tests.finetune_models import save_backbone
 
 GENEROUS_S = 10.0

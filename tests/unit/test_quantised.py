@@ -23,7 +23,7 @@ from finetune.quantised import KINDS, scales
 from finetune.tasks import Classify, LanguageModel
 from flatshift.cli import run
 from regularizers import GGPO, RegularizerError, build
-from regularizers.layers import find_lora_sites
+from regularizers.layers.sites import find_lora_sites
 from tests.finetune_models import save_backbone
 
 HERE = importlib.util.find_spec("bitsandbytes") is not None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regularizers.guidance import (
+from regularizers.methods.guidance import (
     debiased,
     default_rank,
     gradient_form,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regularizers import GGPO, MGPO, MSAM, Regularizer, RegularizerError, build
-from regularizers.momentum import MomentumRegularizer
-from regularizers.momentum_layers import LayerMomentumRegularizer
+from regularizers.methods.momentum import LayerMomentumRegularizer, MomentumRegularizer
 from tests.regularizer_models import (
     clear,
     densely_perturbed,

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, T5Config, T5
 
 from regularizers import GGPO, NEFTune, RegularizerError, build
 from regularizers.mesh import Alone
-from regularizers.neftune import NEFTuneRegularizer, input_embedding, uniform
+from regularizers.methods.neftune import NEFTuneRegularizer, input_embedding, uniform
 from tests.regularizer_models import VOCABULARY, gradients, loss_of, tiny_gpt2, tiny_llama, tokens, with_lora
 from tests.regularizer_stage import run_stage, same_course
 

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from regularizers import GGPO, Plain, PlainRegularizer, RegularizerError, build
-from regularizers.ggpo import GGPORegularizer
 from regularizers.mesh import Alone
+from regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import clear, gradients, loss_of, tiny_llama, tokens, with_lora
 
 
@@ -260,7 +260,7 @@ def test_heads_trained_whole_are_untouched() -> None:
 def test_the_package_imports_neither_torch_nor_peft() -> None:
     code = (
         "import sys, regularizers, regularizers.config, regularizers.errors, regularizers.protocol; "
-        "assert 'torch' not in sys.modules; import regularizers.ggpo; "
+        "assert 'torch' not in sys.modules; import regularizers.methods.ggpo; "
         "assert not {'peft', 'transformers'} & set(sys.modules); "
         "assert set(dir(regularizers)) >= set(regularizers.__all__); "
         "assert all(getattr(regularizers, name) for name in regularizers.__all__)"

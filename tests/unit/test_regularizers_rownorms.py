@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regularizers import rownorms
-from regularizers.layers import canonical_name, find_lora_sites
-from regularizers.rownorms import adapted_squared_row_norms, squared_row_norms, squared_update_norms
+from regularizers.layers import frozen
+from regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms, squared_update_norms
+from regularizers.layers.sites import canonical_name, find_lora_sites
 from tests.regularizer_models import tiny_gpt2, tiny_llama, with_lora
 
 
@@ -24,7 +24,7 @@ def materialised(weight: Tensor, a: Tensor, sb: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("chunk", [1 << 22, 1000])
 def test_identity_against_float64(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rownorms, "_CHUNK", chunk)
+    monkeypatch.setattr(frozen, "_CHUNK", chunk)
     weight, a, sb = problem(dtype)
     expected = materialised(weight, a, sb)
     error = (adapted_squared_row_norms(weight, a, sb).double() / expected - 1).abs().max()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from regularizers import GGPO, Regularizer, build
-from regularizers.signs import signs
+from regularizers.layers.signs import signs
 from tests.regularizer_models import (
     base_weights,
     clear,

@@ -7,8 +7,7 @@ import pytest
 
 from selection import GotDSelector, Pool
 from selection.checks import Mixtures, check_selection, sample_pool, target_coverage
-from selection.checks.check import SHARES
-from selection.checks.mixtures import mean_cost, self_transport
+from selection.checks.check import SHARES, mean_cost, self_transport
 
 R = np.random.default_rng(11)
 

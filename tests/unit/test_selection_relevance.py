@@ -9,7 +9,7 @@ from experiments.recipe.config import Select
 from experiments.select.relevance import judge_domains
 from selection import SelectionError
 from selection.config import KNN, Domains, GotD, GotDContrast, Relevance
-from selection.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
+from selection.methods.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
 
 R = np.random.default_rng(0)
 

@@ -13,9 +13,9 @@ import torch
 
 from selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
 from selection.transport import Eta
-from selection.transport.crew import Crew
-from selection.transport.overlap import estimated, measured
 from selection.transport.ranks import Team
+from selection.transport.settings import estimated, measured
+from selection.transport.threads import Crew
 
 
 def clouds(n, m, d=8, seed=0):

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.adapters import Adapters
+from regularizers.layers.adapters import Adapters
+from regularizers.layers.frozen import is_quantised
 from regularizers.sharpness import AdapterSpace, Hessian, Objective, Sharpness, Space, lanczos, measure
-from regularizers.sharpness.objective import Loss
-from regularizers.sharpness.spaces import Purpose
-from regularizers.stored import is_quantised
+from regularizers.sharpness.spaces import Loss, Purpose
 
 PRODUCTS = 12
 """Most Hessian products for an eigenvalue."""
@@ -37,7 +36,7 @@ def curvature_figures(
     P^-½ H P^-½ in everything that trains, a new head too.
 
     Args:
-        loss: the loss over fixed rows (`regularizers.sharpness.objective.Loss`).
+        loss: the loss over fixed rows (`regularizers.sharpness.spaces.Loss`).
         preconditioner: P by the names of `parameters`; what it leaves out has had no update and is held fixed. Empty
             before the first update: then there is no preconditioned λ_max.
         seed: of the random directions.

@@ -1,0 +1,114 @@
+"""The trained LoRA factors of a PEFT model as one vector θ: what the methods of adapter space move and put back.
+
+θ holds A and B of every layer (embeddings included). Other trained parameters, such as a classifier's head, are not
+part of it. On a mesh a process has its parts of θ; sums over θ go through the `Placement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.errors import RegularizerError
+from regularizers.layers.sharded import is_sharded
+from regularizers.layers.sites import canonical_name
+from regularizers.mesh import ALONE, Placement
+
+_FACTORS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of `tensor` in memory, detached: writing to it writes to `tensor`."""
+    tensor = tensor.detach()
+    part: Any = tensor
+    return part.to_local() if is_sharded(tensor) else tensor
+
+
+class Adapters:
+    """θ of one model. Every method that is collective on a mesh says so."""
+
+    def __init__(self, model: nn.Module, placement: Placement = ALONE, *, heads: bool = False) -> None:
+        """heads: θ holds everything else that trains too.
+
+        Raises RegularizerError if `model` trains no LoRA factor (on any pipeline stage), or if they are sharded without
+        a placement."""
+        self.placement = placement
+        self.parameters: dict[str, nn.Parameter] = {
+            canonical_name(name): parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and (heads or any(part in f".{name}." for part in _FACTORS))
+        }
+        """By name, in the model's order: `base_model.model.…q_proj.lora_A.default.weight`."""
+        sharded = [name for name, parameter in self.parameters.items() if is_sharded(parameter)]
+        if sharded and placement is ALONE:
+            raise RegularizerError(
+                f"{sharded[0]} is sharded over processes, and its gradients are sums over them; give attach() the "
+                "placement of this process in the mesh"
+            )
+        first = next(iter(self.parameters.values()), None)
+        self.device = placement.device if first is None or placement is not ALONE else first.device
+        count = torch.tensor([len(self.parameters)], device=self.device)
+        placement.sum_pipeline(count)
+        if int(count) == 0:
+            raise RegularizerError(
+                "the model trains no LoRA factor; attach a LoRA adapter first (adapter.targets: all-linear)"
+            )
+
+    def values(self) -> dict[str, Tensor]:
+        """This process's parts of θ; writing to them writes to the model."""
+        return {name: local(parameter) for name, parameter in self.parameters.items()}
+
+    def gradients(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
+        """Its parts of ∂L/∂θ in float32 (float64 for float64) ÷ `loss_scale`; zero where there is none.
+
+        To be read only: without a scale they may be the parameters' own.
+
+        After the loop has summed them over the mesh: our loop has when a pass ends.
+        """
+        found = {}
+        for name, parameter in self.parameters.items():
+            like = local(parameter)
+            wide = torch.promote_types(like.dtype, torch.float32)
+            if parameter.grad is None:
+                found[name] = torch.zeros_like(like, dtype=wide)
+            else:
+                gradient = local(parameter.grad).to(wide)
+                found[name] = gradient if loss_scale == 1 else gradient / loss_scale
+        return found
+
+    def forget_gradients(self, model: nn.Module) -> None:
+        """Take all gradients of `model` away, those outside θ too."""
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """|·|² over all of θ, float64 (): `tensors` are laid out like it. Collective."""
+        total = self.placement.squares(tensors).sum().to(self.device)
+        self.placement.sum_pipeline(total)
+        return total
+
+    def zeros(self) -> dict[str, Tensor]:
+        """A vector of θ's layout, zero, in float32 (float64 for float64 factors)."""
+        return {
+            name: torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
+            for name, value in self.values().items()
+        }
+
+    @contextmanager
+    def moved(self, direction: Mapping[str, Tensor], factor: Tensor | float = 1.0) -> Iterator[None]:
+        """θ + `factor` · `direction` inside, and bit for bit the θ from before afterwards, whatever happened."""
+        values = self.values()
+        kept = {name: value.clone() for name, value in values.items()}
+        try:
+            with torch.no_grad():
+                for name, value in values.items():
+                    value.add_((direction[name] * factor).to(value.dtype))
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in self.values().items():
+                    value.copy_(kept[name])

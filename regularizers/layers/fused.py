@@ -1,0 +1,310 @@
+"""A LoRA linear layer as one skinny pair of products beside the frozen one, with an explicit backward.
+
+PEFT's forward makes W0 x, B(A x), its product with the scale and the sum one after another, each an array as large as
+the layer's output, and autograd does the same backwards. Here
+
+    z = x Aᵀ,   y = x W0ᵀ + s z Bᵀ
+
+is two products and one more that is added in place, and nothing is computed for the frozen weight. With a noise branch
+(`regularizers.layers.branch`) its columns stand beside A and B: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ + z_{U,B} [U, sB]ᵀ.
+Without one, what is computed is PEFT's forward within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regularizers.layers.forward import Forward, WithTerm
+from regularizers.layers.frozen import accumulation_dtype, is_quantised
+from regularizers.layers.sites import active_adapters, has_variant, is_lora, linear_shape
+
+
+def _up(noise_out: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """[U, sB] (m, k + r)."""
+    return torch.cat([noise_out, b * scaling], 1).to(dtype)
+
+
+def _signed(z: Tensor, signs: Tensor | None) -> None:
+    """Multiply the columns of z (samples·T, k) in place by each sample's `signs` (samples, k), if there are any."""
+    if signs is not None:
+        z.unflatten(0, (len(signs), -1)).mul_(signs[:, None])
+
+
+class FusedLora(torch.autograd.Function):
+    """x (..., n), dropped (..., n) | None: the adapter's own input where it is not x; weight (m, n), bias (m,) | None,
+    a (r, n), b (m, r). x, weight and the products share one dtype; a and b may be wider."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        dropped = None if dropped is None else dropped.reshape(rows.shape)
+        z = (rows if dropped is None else dropped) @ a.to(x.dtype).T
+        y = F.linear(rows, weight, bias)
+        y.addmm_(z, b.to(x.dtype).T, alpha=scaling)
+        ctx.save_for_backward(rows, dropped, z, weight, a, b)
+        ctx.scaling = scaling
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, dropped, z, weight, a, b = ctx.saved_tensors
+        need_x, need_dropped, need_weight, need_bias, need_a, need_b = ctx.needs_input_grad[:6]
+        dy = grad.reshape(-1, grad.shape[-1])
+        shape, dtype = (*grad.shape[:-1], rows.shape[1]), dy.dtype
+        dx = ddropped = dweight = dbias = da = db = None
+        if need_x or need_dropped or need_a:
+            dz = (dy @ b.to(dtype)).mul_(ctx.scaling)
+        if need_x:
+            dx = dy @ weight
+            if dropped is None:
+                dx.addmm_(dz, a.to(dtype))
+            dx = dx.view(shape)
+        if need_dropped:
+            ddropped = (dz @ a.to(dtype)).view(shape)
+        if need_weight:
+            dweight = dy.T @ rows
+        if need_bias:
+            dbias = dy.sum(0)
+        if need_a:
+            da = (dz.T @ (rows if dropped is None else dropped)).to(a.dtype)
+        if need_b:
+            db = (dy.T @ z).to(b.dtype).mul_(ctx.scaling)
+        return dx, ddropped, dweight, dbias, da, db, None
+
+
+class FusedNoise(torch.autograd.Function):
+    """x (..., n), dropped (..., n) | None: the adapter's own input where it is not x; weight (m, n), bias (m,) | None,
+    a (r, n), b (m, r), probe (m, p) zeros; noise_in (n, k), probe_in (n, p), noise_out (m, k); signs (samples, k) |
+    None.
+
+    x, weight and the products share one dtype; a, b and probe may be wider.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        probe: Tensor,
+        noise_in: Tensor,
+        probe_in: Tensor,
+        noise_out: Tensor,
+        signs: Tensor | None,
+        scaling: float,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        k, r, dtype = noise_in.shape[1], a.shape[0], x.dtype
+        if dropped is None:
+            z = rows @ torch.cat([noise_in.T, a, probe_in.T]).to(dtype).T
+        else:
+            dropped = dropped.reshape(rows.shape)
+            noisy = rows @ torch.cat([noise_in, probe_in], 1).to(dtype)
+            z = torch.cat([noisy[:, :k], dropped @ a.to(dtype).T, noisy[:, k:]], 1)
+        _signed(z[:, :k], signs)
+        y = F.linear(rows, weight, bias)
+        y.addmm_(z[:, : k + r], _up(noise_out, b, scaling, dtype).T)
+        # Only the columns of A and S_P are needed again; a view would keep S_V's alive too.
+        ctx.save_for_backward(rows, dropped, z[:, k:].contiguous(), weight, a, b)
+        ctx.frozen = (noise_in, noise_out, signs, scaling)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, dropped, z, weight, a, b = ctx.saved_tensors
+        noise_in, noise_out, signs, scaling = ctx.frozen
+        need_x, need_dropped, need_weight, need_bias, need_a, need_b, need_probe = ctx.needs_input_grad[:7]
+        k, r, shape = noise_in.shape[1], a.shape[0], (*grad.shape[:-1], rows.shape[1])
+        dy = grad.reshape(-1, grad.shape[-1])
+        dtype = dy.dtype
+        dx = ddropped = dweight = dbias = da = db = dprobe = None
+        if need_x or need_dropped or need_a:
+            dz = dy @ _up(noise_out, b, scaling, dtype)
+            _signed(dz[:, :k], signs)
+        if need_x:
+            dx = dy @ weight
+            if dropped is None:
+                dx.addmm_(dz, torch.cat([noise_in.T, a]).to(dtype))
+            else:
+                dx.addmm_(dz[:, :k], noise_in.T.to(dtype))
+            dx = dx.view(shape)
+        if need_dropped:
+            ddropped = (dz[:, k:] @ a.to(dtype)).view(shape)
+        if need_weight:
+            dweight = dy.T @ rows
+        if need_bias:
+            dbias = dy.sum(0)
+        if need_a:
+            da = (dz[:, k:].T @ (rows if dropped is None else dropped)).to(a.dtype)
+        if need_b or need_probe:
+            dup = dy.T @ z
+            db = dup[:, :r].to(b.dtype) * scaling
+            dprobe = dup[:, r:].to(accumulation_dtype(dtype))
+        return dx, ddropped, dweight, dbias, da, db, dprobe, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a LoRA layer the fused form computes with."""
+
+    base: Any
+    transposed: bool
+    """Conv1D of GPT-2 keeps its weight as (n, m)."""
+    a: Any
+    b: Any
+    dropout: Any
+    drops: bool
+    scaling: float
+    adapter: str
+
+    def serve(self, layer: Any) -> bool:
+        """Whether they are still what `fusible` would find in this layer, whose modules are the same as then."""
+        active = not layer.disable_adapters and list(layer.active_adapters) == [self.adapter]
+        return (
+            active
+            and layer.scaling[self.adapter] == self.scaling
+            and not any(map(_hooked, (self.base, self.a, self.b, self.dropout)))
+        )
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None:
+        """(x, dropped, weight, bias) as the fused forms take them; None where the dtypes do not meet in one.
+
+        With dropout, draws its mask.
+        """
+        device, weight = x.device.type, self.base.weight
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(x.dtype, self.a.weight.dtype)
+        if dtype != weight.dtype:
+            return None
+        bias = self.base.bias if self.base.bias is None else self.base.bias.to(dtype)
+        x = x.to(dtype)
+        dropped = self.dropout(x) if self.drops and self.dropout.training else None
+        return x, dropped, weight.T if self.transposed else weight, bias
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks) or "forward" in vars(
+        module
+    )
+
+
+def fusible(layer: Any) -> Parts | None:
+    """The parts of a LoRA layer that the fused form serves: one active adapter of no other rule than W0 + sBA, a plain
+    float weight, factors without bias, nothing hooked between; None for all others."""
+    active = active_adapters(layer)
+    if len(active) != 1 or has_variant(layer, active[0]):
+        return None
+    base, shape = layer.base_layer, linear_shape(layer.base_layer)
+    a, b, dropout = (part[active[0]] for part in (layer.lora_A, layer.lora_B, layer.lora_dropout))
+    plain_base = shape is not None and (type(base) is nn.Linear or shape[2]) and not is_quantised(base)
+    plain_parts = type(a) is nn.Linear and type(b) is nn.Linear and a.bias is None and b.bias is None
+    known_dropout = type(dropout) in (nn.Identity, nn.Dropout)
+    if shape is None or not (plain_base and plain_parts and known_dropout):
+        return None
+    if any(map(_hooked, (base, a, b, dropout))):
+        return None
+    drops = getattr(dropout, "p", 0.0) > 0
+    return Parts(base, shape[2], a, b, dropout, drops, layer.scaling[active[0]], active[0])
+
+
+class _FusedLayer:
+    """Stands in for the forward of one layer of PEFT."""
+
+    def __init__(self, layer: Any, parts: Parts) -> None:
+        self.layer, self.parts = layer, parts
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer, parts = self.layer, self.parts
+        found = None if args or kwargs or layer.disable_adapters else parts.inputs(x)
+        if found is None:
+            own: Tensor = type(layer).forward(layer, x, *args, **kwargs)
+            return own
+        x, dropped, weight, bias = found
+        y: Tensor = FusedLora.apply(x, dropped, weight, bias, parts.a.weight, parts.b.weight, parts.scaling)
+        return y
+
+
+class FusedLayers:
+    """The plain LoRA layers of a PEFT model, which compute in the fused form inside `working`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: list[Any] = [module for module in model.modules() if is_lora(module) and _of_peft(module)]
+        self._fused: dict[Any, _FusedLayer] = {}
+        """Of the layers that were fusible once."""
+
+    @contextmanager
+    def working(self) -> Iterator[int]:
+        """Replace the forward of every layer that is fusible now; gives their number. Outside of it the model is what
+        it was, and no weight is written.
+
+        Where a regularizer has put a term behind a layer's own forward, that own forward is replaced; any other
+        forward in its place is left as it is, and a merged adapter is left to PEFT. Where a call asks for more than the
+        layer's plain output, or dtypes are mixed, a layer falls back to PEFT's forward. Not for `torch.compile`, which
+        fuses PEFT's products itself.
+        """
+        placed: list[tuple[Any, Forward | None]] = []
+        try:
+            for layer in self._layers:
+                outer = vars(layer).get("forward")
+                if layer.merged or not (outer is None or _calls_own(outer, layer)):
+                    continue
+                fused = self._of(layer)
+                if fused is None:
+                    continue
+                if outer is None:
+                    placed.append((layer, None))
+                    layer.forward = fused
+                else:
+                    placed.append((outer, outer.own))
+                    outer.own = fused
+            yield len(placed)
+        finally:
+            for owner, own in placed:
+                if own is None:
+                    del owner.forward
+                else:
+                    owner.own = own
+
+    def _of(self, layer: Any) -> _FusedLayer | None:
+        """The fused form of a layer; None where it is not fusible now. Looked at anew only where something changed: a
+        small model's pass would feel it."""
+        known = self._fused.get(layer)
+        if known is None or not known.parts.serve(layer):
+            parts = fusible(layer)
+            if parts is None:
+                return None
+            known = self._fused[layer] = _FusedLayer(layer, parts)
+        return known
+
+
+def _calls_own(outer: Any, layer: Any) -> bool:
+    """Whether the forward that stands in a layer's place hands on to the one of the layer's class."""
+    return isinstance(outer, WithTerm) and getattr(outer.own, "__self__", None) is layer
+
+
+def _of_peft(module: nn.Module) -> bool:
+    """Whether a call of `module` is PEFT's own for linear layers, of no kind that computes otherwise (AdaLoRA's)."""
+    forward = type(module).forward
+    return (forward.__module__, forward.__qualname__) == ("peft.tuners.lora.layer", "Linear.forward")

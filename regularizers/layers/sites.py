@@ -1,0 +1,278 @@
+"""The LoRA layers of a PEFT model, recognised by what they have (`lora_A`, `base_layer`, ...), not by their class."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.errors import RegularizerError
+from regularizers.layers.frozen import (
+    adapted_squared_row_norms,
+    is_quantised,
+    squared_row_norms,
+    squared_update_norms,
+    value_dtype,
+    value_shape,
+    values,
+)
+from regularizers.layers.sharded import Part, compute_device, gathered, is_sharded
+from regularizers.mesh import ALONE, Cut, Placement
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_STAGE = re.compile(r"^part\d+\.")
+
+
+def canonical_name(name: str) -> str:
+    """A module's name without the parts that wrappers (DDP, compile, FSDP, checkpointing) insert, nor the `part0.` of
+    a pipeline's stage."""
+    return ".".join(part for part in _STAGE.sub("", name).split(".") if part not in _WRAPPERS)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What of W0 (m, n) this process counts: all of `weight()` is at these rows and columns."""
+
+    rows: slice
+    columns: slice
+    weight: Callable[[], Tensor]
+    """Made when it is asked for; collective where FSDP2 shards a quantised weight."""
+
+
+@dataclass(eq=False)
+class LoraSite:
+    """One linear layer with LoRA adapters: y = x (W0 + Σ sBA)ᵀ, W0 of shape (m, n).
+
+    m and n are those of this process: under tensor parallelism W0 has `row_cut` and `column_cut` of a larger one. FSDP2
+    may keep a part of W0 (m, n) here, and less of A and B. W0 may be quantised (`regularizers.layers.frozen`); the
+    sites of a model whose quantised weights FSDP2 shards are made, and their norms taken, on all ranks in the same
+    order.
+    """
+
+    name: str
+    layer: Any
+    base: Any
+    transposed: bool
+    """Conv1D of GPT-2 keeps its weight as (n, m)."""
+    rows: int
+    columns: int
+    row_cut: Cut | None = None
+    column_cut: Cut | None = None
+    _base_norms: dict[tuple[int | None, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
+    """|w0_i|² over what is held of W0, by what that is: computed once, or twice if an evaluation left W0 gathered."""
+
+    def __post_init__(self) -> None:
+        self._held_norms(self._held())
+
+    @property
+    def quantised(self) -> bool:
+        """Whether W0 is stored as something else than the float matrix that the layer computes with."""
+        return is_quantised(self.base)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values of W0."""
+        return value_dtype(self.base)
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows of W0 on all tensor-parallel ranks."""
+        return self.rows if self.row_cut is None else self.row_cut.size
+
+    @property
+    def whole_columns(self) -> int:
+        """Columns of W0 on all tensor-parallel ranks."""
+        return self.columns if self.column_cut is None else self.column_cut.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return compute_device(self.base.weight)
+
+    def active(self) -> list[str]:
+        """The adapters that take part in a forward pass."""
+        return active_adapters(self.layer)
+
+    def has_variant(self, adapter: str) -> bool:
+        """Whether PEFT computes this adapter by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
+        return has_variant(self.layer, adapter)
+
+    def factors(self) -> list[Tensor]:
+        """What the row norms depend on besides W0: the magnitude vector of DoRA, else A of every active adapter, then
+        B of every one, then the diagonal between the two (KaSA) of those that have one."""
+        adapters = self.active()
+        magnitudes = getattr(self.layer, "lora_magnitude_vector", None) or {}
+        if len(adapters) == 1 and adapters[0] in magnitudes:
+            return [magnitudes[adapters[0]].weight]
+        pairs = [part[name].weight for part in (self.layer.lora_A, self.layer.lora_B) for name in adapters]
+        diagonals = getattr(self.layer, "lora_diag", None) or {}
+        return pairs + [diagonals[name] for name in adapters if name in diagonals]
+
+    @torch.no_grad()
+    def squared_norms(self, factors: Sequence[Tensor]) -> Tensor:
+        """|w'_i|² (m,) of the adapted weight over the part of W0 that is held here, zero for rows of which nothing is:
+        the sum over the ranks that hold the other parts (FSDP2's, and those with the other columns) is the whole.
+
+        `factors`: the whole of what `factors()` names. For DoRA it is the squared magnitude vector.
+        """
+        held = self._held()
+        base = self._held_norms(held)
+        rows = held.rows
+        if len(factors) == 1:
+            squares = factors[0].detach().reshape(-1)[rows].to(base.dtype).square()
+            norms = squares if not held.columns.start else torch.zeros_like(squares)
+        elif not factors:
+            norms = base.clone()
+        else:
+            a, sb = self._update([factor.detach() for factor in factors])
+            norms = adapted_squared_row_norms(held.weight(), a[:, held.columns], sb[rows], base=base)
+        return self._in_place(norms, rows)
+
+    @torch.no_grad()
+    def bound(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """|w0_i|² and |s b_i A|² (m,) over the same part as `squared_norms`, without a look at W0: the root of the
+        second bounds the distance of |w'_i| from |w0_i|. Infinite where the norms need no product with W0 (DoRA)."""
+        held = self._held()
+        base = self._held_norms(held)
+        update = torch.zeros_like(base)
+        if len(factors) == 1:
+            update += torch.inf
+        elif factors:
+            a, sb = (part.to(base.dtype) for part in self._update([factor.detach() for factor in factors]))
+            update = squared_update_norms(a[:, held.columns], sb[held.rows])
+        return self._in_place(base, held.rows), self._in_place(update, held.rows)
+
+    def _in_place(self, norms: Tensor, rows: slice) -> Tensor:
+        """`norms` of the rows `rows` among all (m,), zero elsewhere."""
+        if rows == slice(None):
+            return norms
+        return torch.zeros(self.rows, dtype=norms.dtype, device=norms.device).index_copy_(
+            0, torch.arange(rows.start, rows.stop, device=norms.device), norms
+        )
+
+    def _update(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The A of all active adapters, one below another (Σr, n), and their sB beside one another (m, Σr)."""
+        adapters, layer = self.active(), self.layer
+        count = len(adapters)
+        diagonals = iter(factors[2 * count :])
+        has_diagonal = getattr(layer, "lora_diag", None) or {}
+        above, beside = [], []
+        for name, a, b in zip(adapters, factors[:count], factors[count : 2 * count], strict=True):
+            scaled = _whole_factor(layer.lora_B[name], b) * layer.scaling[name]
+            above.append(_whole_factor(layer.lora_A[name], a))
+            beside.append(scaled * next(diagonals) if name in has_diagonal else scaled)
+        return torch.cat(above), torch.cat(beside, 1)
+
+    def _held(self) -> _Held:
+        part, whole = Part.of(self.base.weight), slice(None)
+        if part.group is None:
+            return _Held(whole, whole, lambda: self._oriented(values(self.base)))
+        if self.quantised:  # parts of packed bytes are no matrices: each rank unpacks some rows of the whole
+            step = -(-self.rows // len(part.bounds))
+            rows = slice(min(part.rank * step, self.rows), min((part.rank + 1) * step, self.rows))
+            return _Held(rows, whole, lambda: values(self.base, *gathered([self.base.weight]))[rows])
+        held = slice(part.start, part.stop)
+        rows, columns = (held, whole) if (part.dim == 1) == self.transposed else (whole, held)
+        return _Held(rows, columns, lambda: self._oriented(part.tensor))
+
+    def _oriented(self, weight: Tensor) -> Tensor:
+        return weight.T if self.transposed else weight
+
+    def _held_norms(self, held: _Held) -> Tensor:
+        key = (held.rows.start, held.rows.stop, held.columns.start, held.columns.stop)
+        if key not in self._base_norms:
+            self._base_norms[key] = squared_row_norms(held.weight()).to(self.device)
+        return self._base_norms[key]
+
+
+def _whole_factor(part: Any, weight: Tensor) -> Tensor:
+    """`weight` of the factor `part`, with the zeros that a block-diagonal one (BD-LoRA) does not keep."""
+    blocks = getattr(part, "nblocks", None)
+    return weight if blocks is None else torch.block_diag(*weight.chunk(blocks))
+
+
+def _is_factor(part: Any, columns: int) -> bool:
+    """Whether `part` multiplies the layer's own input (QA-LoRA multiplies means over groups of it)."""
+    return (isinstance(part, nn.Linear) and part.weight.shape[1] == columns) or hasattr(part, "nblocks")
+
+
+def _has_values(weight: Tensor) -> bool:
+    """Whether there is something to read (a weight on meta is kept elsewhere)."""
+    return not weight.is_meta
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether PEFT adapts `module` by LoRA, whatever kind of layer it is."""
+    return hasattr(module, "lora_A") and hasattr(module, "lora_B") and hasattr(module, "base_layer")
+
+
+def active_adapters(layer: Any) -> list[str]:
+    """The adapters of a LoRA layer that take part in its forward pass."""
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def has_variant(layer: Any, adapter: str) -> bool:
+    """Whether PEFT computes this adapter of a LoRA layer by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
+    variants = getattr(layer, "lora_variant", None) or {}
+    return adapter in variants or bool((getattr(layer, "use_dora", None) or {}).get(adapter))
+
+
+def linear_shape(base: Any) -> tuple[int, int, bool] | None:
+    """(m, n, transposed) of a layer that computes x W0ᵀ, or None for other kinds (embedding, convolution)."""
+    if isinstance(base, nn.Linear):
+        return base.out_features, base.in_features, False
+    if type(base).__name__ == "Conv1D" and hasattr(base, "nf"):
+        return base.nf, base.nx, True
+    return None
+
+
+def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[list[LoraSite], list[str]]:
+    """The linear LoRA layers of `model` in order, and the names of LoRA layers of other kinds, which are left alone.
+
+    Raises RegularizerError if a weight cannot be read as an (m, n) matrix, or is sharded without a placement.
+    """
+    sites: list[LoraSite] = []
+    others: list[str] = []
+    for raw, module in model.named_modules():
+        if not is_lora(module):
+            continue
+        layer: Any = module
+        name = canonical_name(raw)
+        base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.base_layer
+        shape = linear_shape(base)
+        if shape is None or not layer.lora_A or not all(_is_factor(a, shape[1]) for a in layer.lora_A.values()):
+            others.append(name)
+            continue
+        rows, columns, transposed = shape
+        weight = base.weight
+        stored = (columns, rows) if transposed else (rows, columns)
+        if value_shape(base) != stored or not value_dtype(base).is_floating_point or not _has_values(weight):
+            raise RegularizerError(
+                f"layer {name} keeps its weight as {weight.dtype} {tuple(weight.shape)}, from which no {rows}x{columns}"
+                " matrix can be read (of quantised weights those of bitsandbytes and torchao can); load the backbone "
+                "unquantised or in one of these forms, or use regularizer.kind: plain"
+            )
+        if placement is ALONE and is_sharded(weight):
+            raise RegularizerError(
+                f"layer {name} is sharded over processes, and its gradients are sums over them; give attach() the "
+                "placement of this process in the mesh"
+            )
+        cuts = placement.rows(name), placement.columns(name)
+        assert all(cut is None or len(cut.indices()) == n for cut, n in zip(cuts, (rows, columns), strict=True)), name
+        sites.append(LoraSite(name, layer, base, transposed, rows, columns, *cuts))
+    return sites, others
+
+
+def refuse_none(layers: int, others: list[str], what: str) -> None:
+    """Raises RegularizerError if there is no linear LoRA layer; `others`: names of LoRA layers of other kinds; `what`:
+    who does what with "adapted linear layers"."""
+    if layers == 0:
+        found = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
+        raise RegularizerError(
+            f"the model has {found}, and {what} adapted linear layers; attach a LoRA adapter to linear "
+            "layers first (adapter.targets: all-linear)"
+        )

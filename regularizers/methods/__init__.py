@@ -1,0 +1,1 @@
+"""The regularizers: a method a file, and what several of them share."""

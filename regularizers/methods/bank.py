@@ -1,0 +1,387 @@
+"""The vectors of many layers in one piece: a step's signs, scales and sketches are a few operations in all.
+
+A bank holds the layers of one device and weight dtype. Rows of all its layers lie one after another, and so do
+columns; per-layer factors are views. A model with hundreds of layers costs the same handful of calls as one with six,
+and as few collectives on a mesh, whose processes may each have a part of the rows (`Rows`).
+
+Under tensor parallelism a layer's rows may be cut (column-parallel: each rank has some that no other has) or its
+columns (row-parallel: every rank has all rows, and what is summed along a row is a sum over the ranks too). All
+layers share one collective. In a single process nothing is communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regularizers.config import GGPO
+from regularizers.layers.branch import NoiseBranch
+from regularizers.layers.sharded import Part, gathered
+from regularizers.layers.signs import Streams, stream_id, unpack
+from regularizers.layers.sites import LoraSite
+from regularizers.mesh import ALONE, Cut, Placement
+from regularizers.methods.guidance import debiased, gradient_form, gradient_level, layer_means, power_shares
+from regularizers.methods.samples import Batches, SampleSigns
+
+
+class Rows:
+    """The rows of `sites`, one layer after another; a vector over them is called (rows,)."""
+
+    def __init__(self, sites: Sequence[LoraSite], placement: Placement, device: torch.device) -> None:
+        self._sites = sites
+        self._placement = placement
+        self._device = device
+        self.sizes = [site.rows for site in sites]
+        self._chosen: dict[tuple[bool, ...], Tensor] = {}
+        self.owner = self._spread(range(len(sites)), self.sizes)
+        """Which layer each row belongs to, (rows,)."""
+        self.whole_sizes = torch.tensor([site.whole_rows for site in sites], device=device)
+        """Rows of each layer on all tensor-parallel ranks, (layers,)."""
+        cut = [site.row_cut is not None for site in sites]
+        self._cut_layers = self._indices(cut) if any(cut) else None
+        if any(cut):
+            of_row = torch.tensor(cut, device=device)[self.owner]
+            self._cut_sizes = torch.tensor(self.sizes, device=device)[self._cut_layers]
+            self._cut_rows, self._other_rows = of_row.nonzero()[:, 0], (~of_row).nonzero()[:, 0]
+            self._cut_in_whole = self._spread(cut, [site.whole_rows for site in sites]).nonzero()[:, 0]
+            starts = [0, *self.whole_sizes.cumsum(0).tolist()]
+            self._place = torch.cat(
+                [
+                    start + (torch.arange(site.rows) if site.row_cut is None else site.row_cut.indices())
+                    for start, site in zip(starts, sites, strict=False)
+                ]
+            ).to(device)
+        self._summed = self._rows_of([site.column_cut is not None for site in sites])
+
+    def means(self, *values: Tensor) -> list[Tensor]:
+        """Mean of each layer's rows on all ranks, (layers,), for each of `values` (rows,)."""
+        means = [layer_means(each, self.sizes) for each in values]
+        if self._cut_layers is not None:
+            cut = self._cut_layers
+            sums = torch.stack([mean[cut] * self._cut_sizes for mean in means])
+            self._placement.sum_tensor(sums)
+            for mean, total in zip(means, sums, strict=True):
+                mean[cut] = total / self.whole_sizes[cut]
+        return means
+
+    def totals(self, *values: Tensor) -> Tensor:
+        """Sum over all rows on all ranks, (len(values),), of each of `values` (rows,)."""
+        if self._cut_layers is None:
+            return torch.stack([each.sum() for each in values])
+        sums = torch.stack([each[self._cut_rows].sum() for each in values])
+        self._placement.sum_tensor(sums)
+        return sums + torch.stack([each[self._other_rows].sum() for each in values])
+
+    def sum_columns(self, values: Tensor) -> None:
+        """Add up `values` (rows, ...) over the ranks that have the other columns of a row, in place."""
+        if self._summed is not None:
+            part = values[self._summed]
+            self._placement.sum_tensor(part)
+            values[self._summed] = part
+
+    def sum_parts(self, values: Tensor) -> None:
+        """Add up `values` (rows,) over all processes that hold something else of the same rows, in place: the other
+        columns, or another part of what FSDP2 shards."""
+        import torch.distributed as dist
+
+        groups: dict[Any, list[bool]] = {}
+        for index, site in enumerate(self._sites):
+            group = Part.of(site.base.weight).group
+            if group is not None:
+                groups.setdefault(group, [False] * len(self._sites))[index] = True
+        for group, members in groups.items():
+            rows = self._rows_of(members)
+            part = values[rows]
+            dist.all_reduce(part, group=group)
+            values[rows] = part
+        self.sum_columns(values)
+
+    def whole(self, *values: Tensor) -> list[Sequence[Tensor]]:
+        """Each of `values` (rows,) as one vector over all rows of each layer, on every tensor-parallel rank."""
+        if self._cut_layers is None:
+            return [each.split(self.sizes) for each in values]
+        lengths = [site.whole_rows for site in self._sites]
+        wholes = torch.zeros(len(values), sum(lengths), dtype=values[0].dtype, device=self._device)
+        wholes[:, self._place] = torch.stack(values)
+        part = wholes[:, self._cut_in_whole]
+        self._placement.sum_tensor(part)
+        wholes[:, self._cut_in_whole] = part
+        return [each.split(lengths) for each in wholes]
+
+    def take(self, wholes: Sequence[Tensor]) -> Tensor:
+        """The reverse of `whole` for one vector: the rows (rows,) of this process."""
+        values = torch.cat(list(wholes))
+        return values if self._cut_layers is None else values[self._place]
+
+    def _spread(self, values: Sequence[Any], counts: list[int]) -> Tensor:
+        return torch.repeat_interleave(torch.tensor(values), torch.tensor(counts)).to(self._device)
+
+    def _indices(self, chosen: list[bool]) -> Tensor:
+        return torch.tensor(chosen, device=self._device).nonzero()[:, 0]
+
+    def _rows_of(self, layers: list[bool]) -> Tensor | None:
+        """Indices of the rows of the chosen layers, found on the host once; None if no layer is chosen."""
+        if not any(layers):
+            return None
+        key = tuple(layers)
+        if key not in self._chosen:
+            whole = torch.repeat_interleave(torch.tensor(layers), torch.tensor(self.sizes))
+            self._chosen[key] = whole.nonzero()[:, 0].to(self._device)
+        return self._chosen[key]
+
+
+FIGURES = ("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped")
+
+
+def placed(values: Sequence[bool], device: torch.device) -> Tensor:
+    """`values` on the device, which the host does not wait for."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
+def _global(cut: Cut | None, length: int) -> Tensor:
+    return torch.arange(length) if cut is None else cut.indices()
+
+
+class Bank:
+    """Row scales, noise factors and gradient sketches of `branches`."""
+
+    def __init__(
+        self, branches: list[NoiseBranch], config: GGPO, batches: Batches, placement: Placement = ALONE
+    ) -> None:
+        self.branches = branches
+        self.config = config
+        self._placement = placement
+        sites = [branch.site for branch in branches]
+        names = [site.name for site in sites]
+        self._probes = branches[0].probe.shape[1]
+        self.device, dtype = branches[0].probe.device, branches[0].probe.dtype
+        self.rows = Rows(sites, placement, self.device)
+        self._widths = [site.columns for site in sites]
+        self._factor_dtype = sites[0].dtype
+        device = self.device
+        per_layer: dict[str, Any] = {"device": device, "dtype": dtype}
+        # σ_i² n/σ² → entry of U: 1/√(n k)
+        self._unit = torch.tensor(
+            [(s.whole_columns * b.rank) ** -0.5 for s, b in zip(sites, branches, strict=True)], **per_layer
+        )
+        self._layer_widths = torch.tensor([site.whole_columns for site in sites], device=device)
+        self._root_rank = torch.tensor([b.rank**0.5 for b in branches], **per_layer)
+        self._rank = max(branch.rank for branch in branches)
+
+        out = [_global(site.row_cut, site.rows) for site in sites]
+        into = [_global(site.column_cut, site.columns) for site in sites]
+        streams = [stream_id(name, side) for side in ("out", "in") for name in names]  # type: ignore[arg-type]
+        self._noise = Streams(streams, [*out, *into], device)
+        self._probe_in = Streams([stream_id(name, "probe") for name in names], into, device)
+        if config.control == "shuffled":
+            whole = [torch.arange(site.whole_rows) for site in sites]
+            self._shuffle = Streams([stream_id(name, "shuffle") for name in names], whole, device)
+            self._whole_owner = torch.repeat_interleave(self.rows.whole_sizes)
+        self._samples: SampleSigns | None = None
+        if config.scope == "sample":
+            like = torch.empty(0, device=device, dtype=self._factor_dtype)
+            self._samples = SampleSigns(names, [b.rank for b in branches], batches, placement.share, like)
+            for layer, branch in enumerate(branches):
+                branch.signs = self._samples.of(layer)
+
+        rows = sum(self.rows.sizes)
+        self.norms = torch.zeros(rows, **per_layer)
+        self.ema = torch.zeros(rows, **per_layer)
+        self.updates = torch.zeros(len(branches), device=device, dtype=torch.int64)
+        self.skipped = torch.zeros_like(self.updates)
+        self._form = self.ema
+        self._entry: Tensor | None = None
+        self._factors: list[tuple[Tensor, Tensor]] = []
+        self._model: Tensor | None = None
+        self._shares: tuple[Tensor, Tensor] | None = None
+
+    @torch.no_grad()
+    def refresh_norms(self) -> int:
+        """|W'_i|² of all rows from the weights as they are, or |w0_i|² in layers where the bound allows it; how many
+        layers took the product with W0. Collective on a mesh."""
+        factors = [branch.site.factors() for branch in self.branches]
+        flat = iter(gathered([factor for layer in factors for factor in layer]))
+        whole = [[next(flat) for _ in layer] for layer in factors]
+        base, moved = self._beyond(whole) if self.config.tolerance > 0 else (None, [True] * len(whole))
+        parts = [
+            branch.site.squared_norms(layer).to(self.norms.dtype) if exact else self.norms.new_zeros(branch.site.rows)
+            for branch, layer, exact in zip(self.branches, whole, moved, strict=True)
+        ]
+        norms = torch.cat(parts)
+        self.rows.sum_parts(norms)
+        if base is not None:
+            norms = torch.where(placed(moved, self.device)[self.rows.owner], norms, base)
+        self.norms = norms
+        return sum(moved)
+
+    def _beyond(self, factors: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[bool]]:
+        """|w0_i|² of all rows, and in which layers | |w'_i| − |w0_i| | ≤ |s b_i A| leaves more than the tolerance to
+        some row: the same answer on all ranks that have a part of the layer."""
+        bounds = [branch.site.bound(layer) for branch, layer in zip(self.branches, factors, strict=True)]
+        base, update = (torch.cat(parts).to(self.norms.dtype) for parts in zip(*bounds, strict=True))
+        self.rows.sum_parts(base)
+        self.rows.sum_parts(update)
+        beyond = (update > self.config.tolerance**2 * base).to(base)
+        return base, (self.rows.means(beyond)[0] > 0).tolist()
+
+    def rest(self) -> None:
+        """A step without noise: nothing to report."""
+        self._entry = self._shares = None
+
+    @torch.no_grad()
+    def guide(self, step: int) -> None:
+        """Bring the averaged gradient into the form that step `step` (a `signs.step_id`) shares power by. Collective
+        on a mesh."""
+        v = debiased(self.ema, self.updates[self.rows.owner], self.config.ema)
+        if self.config.control == "shuffled":
+            v = self._shuffled(v, step)
+        self._form = gradient_form(self.norms, v, self.config.mode)
+
+    def totals(self) -> Tensor:
+        """Sums of |W'|² and of the gradient's form, after `guide`, over this bank's rows on all tensor-parallel ranks,
+        (2,). Collective on a mesh."""
+        return self.rows.totals(self.norms, self._form)
+
+    def _shuffled(self, v: Tensor, step: int) -> Tensor:
+        """`v` (rows,) with the rows of each layer in another order, the same on any mesh."""
+        whole = torch.cat(list(self.rows.whole(v)[0]))
+        order = self._shuffle.words(step).argsort()
+        order = order[self._whole_owner[order].argsort(stable=True)]
+        return self.rows.take([whole[order]])
+
+    @torch.no_grad()
+    def scale(self, sigma: float, model: Tensor | None) -> None:
+        """Share the power of the noise among the rows, after `guide`. `model`: its sums over all layers, (2,), if they
+        are to be balanced together; None: layer by layer."""
+        config, owner = self.config, self.rows.owner
+        if config.mode == "paper":
+            level = torch.zeros_like(self.norms)
+        elif model is None:
+            level = gradient_level(*self.rows.means(self.norms, self._form))[owner]
+        else:
+            level = gradient_level(*model.to(self.norms)).expand_as(self.norms)
+        self._shares = power_shares(self.norms, self._form, level, beta=config.beta, mode=config.mode)
+        self._entry = sigma * self._shares[0].sqrt() * self._unit[owner]
+        self._model = model
+
+    @torch.no_grad()
+    def install(self, step: int, *, sketches: bool) -> None:
+        """Switch the perturbation on in every layer, after `scale`: the noise of step `step` (a `signs.step_id`), which
+        with other scopes than `step` waits for `micro`, and probe columns in a step that `sketches`."""
+        scope, layers = self.config.scope, len(self.branches)
+        if scope != "microbatch":
+            self._factors = self._draw(step)
+        probes = self.norms.new_empty(sum(self._widths), 0)
+        if sketches:
+            probes = unpack(self._probe_in.words(step), self._probes, dtype=self._factor_dtype)
+        noise = self._factors if scope == "step" else [(None, None)] * layers
+        for branch, factors, probe in zip(self.branches, noise, probes.split(self._widths), strict=True):
+            branch.install(*factors, probe)
+
+    @torch.no_grad()
+    def micro(self, key: int) -> None:
+        """The micro-batch `key` (a `signs.micro_id`) comes next: another noise, or other signs for its samples."""
+        if self._samples is None:
+            self._factors = self._draw(key)
+        else:
+            self._samples.micro(key)
+        for branch, factors in zip(self.branches, self._factors, strict=True):
+            branch.redraw(*factors)
+
+    def _draw(self, key: int) -> list[tuple[Tensor, Tensor]]:
+        """S_V and U of every layer."""
+        assert self._entry is not None
+        rows, dtype = sum(self.rows.sizes), self._factor_dtype
+        words = self._noise.words(key)
+        noise_out = unpack(words[:rows], self._rank, dtype=dtype) * self._entry[:, None].to(dtype)
+        noise_in = unpack(words[rows:], self._rank, dtype=dtype)
+        parts = zip(self.branches, noise_in.split(self._widths), noise_out.split(self.rows.sizes), strict=True)
+        return [(into[:, : branch.rank], out[:, : branch.rank]) for branch, into, out in parts]
+
+    @torch.no_grad()
+    def sketch(self, loss_scale: float) -> tuple[Tensor, Tensor]:
+        """q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,). The gradient
+        is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all layers."""
+        grads = [branch.probe.grad for branch in self.branches]
+        took_part = placed([grad is not None for grad in grads], self.device)
+        filled = [branch.probe if grad is None else grad for branch, grad in zip(self.branches, grads, strict=True)]
+        gradient = torch.cat(filled)
+        if self._placement is not ALONE:
+            self.rows.sum_columns(gradient)
+            flat = torch.cat([gradient.view(-1), took_part.to(gradient)])
+            self._placement.sum_data(flat)
+            gradient = flat[: gradient.numel()].view_as(gradient) / self._placement.gradient_scale
+            took_part = flat[gradient.numel() :] > 0
+        return (gradient / loss_scale).square().sum(1) / self._probes, took_part
+
+    @torch.no_grad()
+    def learn(self, q: Tensor, took_part: Tensor, finite: Tensor) -> None:
+        """Average a `sketch` in, unless it is not `finite` (bool, ()); layers without a gradient are passed over."""
+        learns = took_part & finite
+        decay = self.config.ema
+        self.ema = torch.where(learns[self.rows.owner], decay * self.ema + (1 - decay) * q, self.ema)
+        self.updates = self.updates + learns
+        self.skipped = self.skipped + (took_part & ~finite)
+
+    def restore(self) -> None:
+        """Switch the noise off everywhere and forget the sketch's gradients."""
+        for branch in self.branches:
+            branch.remove()
+            branch.probe.grad = None
+        self._factors = []
+
+    def figures(self) -> Tensor:
+        """Sums over layers from which the regularizer makes its metrics, of the last perturbed step: `FIGURES`,
+        float64. No wait for the device. Collective on a mesh."""
+        zero = torch.zeros((), device=self.device, dtype=self.ema.dtype)
+        sums = [zero] * 4
+        if self._shares is not None and self._entry is not None:
+            (total, gradient), owner = self._shares, self.rows.owner
+            sigma = self._entry * self._root_rank[owner]
+            row_power = sigma.square() * self._layer_widths[owner]
+            gradient_power = row_power * gradient / total.clamp_min(torch.finfo(total.dtype).tiny)
+            # Total variation between the guided sharing of a layer's (or the model's) power and that by weights alone.
+            if self._model is None:
+                powers = [(mean * self.rows.whole_sizes)[owner] for mean in self.rows.means(total, self.norms)]
+            else:
+                powers = [self._model[0].to(total)] * 2
+            moved = (total / powers[0] - self.norms / powers[1]).abs()
+            sums = list(self.rows.totals(row_power, gradient_power, sigma, moved))
+            sums[3] = 0.5 * sums[3]
+        counts = (self.updates.sum().to(zero), self.skipped.sum().to(zero))
+        return torch.stack([*sums, *counts]).double()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of `state`."""
+        sites = [branch.site for branch in self.branches]
+        per_row = {f"{s.name}.{what}": (s.whole_rows,) for s in sites for what in ("norms", "ema")}
+        return per_row | {f"{s.name}.{what}": () for s in sites for what in ("updates", "skipped")}
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies per layer, so that the state does not depend on how layers are banked, with all rows of a layer, so
+        that it does not depend on how they are cut. Collective on a mesh."""
+        norms, ema = self.rows.whole(self.norms, self.ema)
+        whole: dict[str, Sequence[Tensor] | Tensor] = {
+            "norms": norms,
+            "ema": ema,
+            "updates": self.updates,
+            "skipped": self.skipped,
+        }
+        return {
+            f"{branch.site.name}.{what}": parts[index].clone()
+            for index, branch in enumerate(self.branches)
+            for what, parts in whole.items()
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """The reverse of `state`."""
+
+        def layers(what: str, like: Tensor) -> list[Tensor]:
+            return [state[f"{branch.site.name}.{what}"].to(like).reshape(-1) for branch in self.branches]
+
+        self.norms, self.ema = (self.rows.take(layers("norms", self.norms)), self.rows.take(layers("ema", self.ema)))
+        self.updates = torch.cat(layers("updates", self.updates))
+        self.skipped = torch.cat(layers("skipped", self.skipped))

@@ -1,0 +1,202 @@
+"""BAR: the two factors of each LoRA layer are balanced as SAM would balance them, by rescaling them a little.
+
+For a layer with factors A, B and their gradients g_A, g_B, with learning rate η and a decaying α_t:
+
+    nbar   |g_A| ≥ |g_B|:  A ← (1 + α_t η) A,  B ← (1 − α_t η) B;   else the other way round
+    obar   |A| ≥ |B|:      A ← (1 − α_t η) A;   else B ← (1 − α_t η) B
+
+and then the optimizer's update with the gradients as they are. Norms and factors are those before the update, as for
+decoupled weight decay: ±α_t η θ_t is added to what the optimizer made of θ_t, which is the same thing. Gradients are
+those of the whole step before clipping (a common factor does not change the comparison). A step with a gradient that
+is not finite rescales nothing in `nbar`.
+
+Source: Li, Zhang & He, Implicit Regularization of Sharpness-Aware Minimization for Scale-Invariant Problems, NeurIPS
+2024 (arXiv 2410.14802), Algorithms 2 and 3; no code was published.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.config import BAR
+from regularizers.errors import RegularizerError
+from regularizers.layers.adapters import Adapters
+from regularizers.mesh import ALONE, Placement
+from regularizers.methods.checks import (
+    SCHEDULES,
+    check_state,
+    claim,
+    demand,
+    demand_length,
+    lora_layers,
+    refuse_reentry,
+    refuse_second_attach,
+    release,
+)
+from regularizers.protocol import Figures, Regularizer
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_log = logging.getLogger(__name__)
+
+
+def scheduled_alpha(config: BAR, t: int, total_steps: int) -> float:
+    """α_t of optimizer step `t` (from 0): constant, or falling from α to 0 over `total_steps`."""
+    if config.schedule == "constant":
+        return config.alpha
+    done = min(t / total_steps, 1.0)
+    return config.alpha * (1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def factor_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(A, B) of every layer whose two factors are both among the parameter `names`."""
+    present = dict.fromkeys(names)
+    partners = ((name, re.sub(r"\.(lora_|lora_embedding_)A\.", r".\1B.", name)) for name in present)
+    return [(a, b) for a, b in partners if a != b and b in present]
+
+
+class BARRegularizer(Regularizer):
+    """See the module's text; made by `regularizers.build(BAR(...))`. Acts in `updated`, so the loop must call it."""
+
+    def __init__(self, config: BAR) -> None:
+        demand_length("alpha", config.alpha)
+        demand(config.form in ("nbar", "obar"), "form", config.form, "`nbar` or `obar`")
+        demand(config.schedule in SCHEDULES, "schedule", config.schedule, "`constant`, `linear` or `cosine`")
+        self.config = config
+        self._adapters: Adapters | None = None
+        self._placement: Placement = ALONE
+        self._pairs: list[tuple[str, str]] = []
+        self._layers = 0
+        """Pairs of the whole model, on whatever stages they are."""
+        self._seed = self._step = self._total_steps = 0
+        self._inside = False
+        self._before: dict[str, Tensor] = {}
+        """θ before the update, between `step` and `updated`."""
+        self._scales: dict[str, Tensor] = {}
+        """By what each factor grows in units of α_t η: 1, 0 or −1."""
+        self._grown = torch.zeros(())
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        refuse_second_attach(self._adapters is not None)
+        if self.config.schedule != "constant" and total_steps < 1:
+            raise RegularizerError(
+                f"regularizer.schedule: {self.config.schedule} falls over the optimizer steps, but there are "
+                f"{total_steps}; give the number of steps, or use `constant`"
+            )
+        self._placement = placement or ALONE
+        adapters = Adapters(model, self._placement)
+        narrow = next((name for name, p in adapters.parameters.items() if p.dtype.itemsize < 4), None)
+        if narrow is not None:
+            raise RegularizerError(
+                f"{narrow} is kept in {adapters.parameters[narrow].dtype}, which rounds BAR's factors 1 ± α·lr away; "
+                "keep the adapter in float32 (the backbone may stay as it is)"
+            )
+        pairs = factor_pairs(adapters.parameters)
+        count = torch.tensor([len(pairs)], device=adapters.device)
+        self._placement.sum_pipeline(count)
+        if int(count) == 0:
+            raise RegularizerError(
+                "BAR balances the two factors of a layer, and no LoRA layer trains both; train lora_A and lora_B"
+            )
+        if 2 * len(pairs) < len(adapters.parameters):
+            paired = {name for pair in pairs for name in pair}
+            odd = [name for name in adapters.parameters if name not in paired]
+            _log.warning("BAR leaves %d factors without a trained partner alone, e.g. %s", len(odd), odd[0])
+        claim(lora_layers(model), self)
+        self._adapters, self._pairs, self._layers = adapters, pairs, int(count)
+        self._seed, self._step, self._total_steps = seed, 0, total_steps
+        self._before, self._scales = {}, {}
+        self._grown = torch.zeros((), dtype=torch.float64, device=adapters.device)
+        return self
+
+    @contextmanager
+    def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
+        refuse_reentry("bar", t, attached=self._adapters is not None, inside=self._inside)
+        self._step, self._inside = t, True
+        self._before, self._scales = {}, {}
+        try:
+            yield range(1)
+            self._compare(loss_scale)
+        finally:
+            self._inside = False
+
+    @torch.no_grad()
+    def _compare(self, loss_scale: float) -> None:
+        """Which factor of each layer grows and which shrinks. No wait for the device."""
+        assert self._adapters is not None
+        values = self._adapters.values()
+        judged = values if self.config.form == "obar" else self._adapters.gradients(loss_scale)
+        a, b = self._squares(judged)
+        a_is_larger = a >= b
+        if self.config.form == "obar":
+            a_scale, b_scale = -a_is_larger.double(), -(~a_is_larger).double()
+        else:
+            broken = (~(a.isfinite() & b.isfinite())).sum()
+            self._placement.sum_pipeline(broken)
+            a_scale = torch.where(broken == 0, a_is_larger.double() * 2 - 1, 0.0)
+            b_scale = -a_scale
+        for place, (name_a, name_b) in enumerate(self._pairs):
+            self._scales[name_a], self._scales[name_b] = a_scale[place], b_scale[place]
+        self._before = {name: values[name].clone() for name in self._scales}
+        self._grown = (a_scale > b_scale).sum().double()
+
+    def _squares(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Squared norms of what belongs to A and to B of each pair, float64 (pairs,). Collective."""
+        names = [name for pair in self._pairs for name in pair]
+        both = self._placement.squares({name: tensors[name] for name in names}).view(-1, 2)
+        return both[:, 0], both[:, 1]
+
+    @torch.no_grad()
+    def updated(self, rate: float) -> None:
+        """Rescale; once for every step that was left without an exception."""
+        if self._adapters is None:
+            return
+        reach = scheduled_alpha(self.config, self._step, self._total_steps) * rate
+        values = self._adapters.values()
+        for name, scale in self._scales.items():
+            values[name].add_(self._before[name] * (scale * reach))
+        self._before, self._scales = {}, {}
+
+    def metrics(self) -> dict[str, float]:
+        """`alpha` of the last step; `grown_a`, the share of layers whose A gained on its B; `balance`,
+        Σ(|A|² − |B|²)/Σ(|A|² + |B|²) over all layers now: 0 is balanced, ±1 all in A or in B."""
+        return self.figures().read()
+
+    def figures(self) -> Figures:
+        if self._adapters is None:
+            return Figures(torch.zeros(0), lambda numbers: {})
+        a, b = self._squares(self._adapters.values())
+        sums = torch.stack([(a - b).sum(), (a + b).sum(), self._grown.to(a)]).to(self._adapters.device)
+        self._placement.sum_pipeline(sums)
+        alpha, layers = scheduled_alpha(self.config, self._step, self._total_steps), self._layers
+
+        def named(numbers: Sequence[float]) -> dict[str, float]:
+            difference, total, grown = numbers
+            return {"alpha": alpha, "grown_a": grown / layers, "balance": difference / total if total else 0.0}
+
+        return Figures(sums, named)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Between steps there is nothing to keep but the place in the schedule."""
+        return {"bar.seed": torch.tensor(self._seed), "bar.step": torch.tensor(self._step)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self._adapters is None:
+            raise RegularizerError("bar is not attached to a model; attach before loading its state")
+        expected: dict[str, tuple[int, ...]] = {"bar.seed": (), "bar.step": ()}
+        check_state(state, expected, kind="bar", seed=self._seed, whole=self._placement is ALONE)
+        self._step = int(state["bar.step"])
+
+    def detach(self) -> None:
+        release(self)
+        self._adapters, self._placement, self._inside = None, ALONE, False
+        self._pairs, self._layers, self._before, self._scales = [], 0, {}, {}

@@ -1,0 +1,106 @@
+"""What several regularizers refuse in the same words: a setting without a meaning, misuse of a step, a foreign state, a
+layer that serves another one (kept here, so that the model carries no mark).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from regularizers.errors import RegularizerError
+from regularizers.layers.sites import canonical_name, is_lora
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+_SERVED: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def claim(layers: Mapping[str, Any], owner: object) -> None:
+    """Take `layers` (modules by name) for the regularizer `owner`, all or none.
+
+    Raises RegularizerError if one of them serves another regularizer that is still attached.
+    """
+    for name, layer in layers.items():
+        held = _SERVED.get(layer)
+        if held is not None and held() is not None:
+            raise RegularizerError(
+                f"layer {name} serves another regularizer already; detach that one before attaching a second"
+            )
+    for layer in layers.values():
+        _SERVED[layer] = weakref.ref(owner)
+
+
+def release(owner: object) -> None:
+    """Let go of all layers of `owner`; harmless if it has none."""
+    for layer in [layer for layer, held in _SERVED.items() if held() is owner]:
+        del _SERVED[layer]
+
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def demand(holds: bool, key: str, value: object, wanted: str) -> None:
+    """Raises RegularizerError naming the setting `key` unless it `holds` what is `wanted`."""
+    if not holds:
+        raise RegularizerError(f"regularizer.{key}: {value} is not {wanted}")
+
+
+def demand_length(key: str, value: float) -> None:
+    """A finite number ≥ 0."""
+    demand(math.isfinite(value) and value >= 0, key, value, "a number ≥ 0")
+
+
+def refuse_reentry(kind: str, t: int, *, attached: bool, inside: bool) -> None:
+    """Raises RegularizerError for a step before `attach` or inside another step."""
+    if not attached:
+        raise RegularizerError(f"{kind} is not attached to a model; call attach(model, seed=..., total_steps=...)")
+    if inside:
+        raise RegularizerError(f"step({t}) begins inside another step; a step's context must be left first")
+
+
+def refuse_second_attach(attached: bool) -> None:
+    """Raises RegularizerError if the regularizer is attached."""
+    if attached:
+        raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")
+
+
+def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every LoRA layer of `model` (embeddings included) by canonical name."""
+    return {canonical_name(name): module for name, module in model.named_modules() if is_lora(module)}
+
+
+def check_state(
+    state: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    kind: str,
+    seed: int,
+    whole: bool,
+    seed_name: str | None = None,
+) -> None:
+    """Raises RegularizerError unless `state` has the names and shapes of `expected` and was drawn from `seed`.
+
+    `whole`: this process has the whole model; a pipeline's stage finds the other stages' tensors too. The seed is the
+    entry `seed_name`, by default `<kind>.seed`.
+    """
+    different = set(expected) ^ set(state) if whole else set(expected) - set(state)
+    if different:
+        raise RegularizerError(
+            f"the saved state does not belong to {kind} on this model ({min(different)!r} is in only one of the two); "
+            "resume with the regularizer, backbone and adapter that the checkpoint was written with"
+        )
+    for name, shape in expected.items():
+        if tuple(state[name].shape) != tuple(shape):
+            raise RegularizerError(
+                f"the saved state has {name} of shape {tuple(state[name].shape)} where this model has {tuple(shape)}; "
+                "resume with the backbone and adapter that the checkpoint was written with"
+            )
+    found = int(state[seed_name or f"{kind}.seed"])
+    if found != seed:
+        raise RegularizerError(
+            f"the saved state was drawn from seed {found}, this run from {seed}; resume with the same train.seed"
+        )

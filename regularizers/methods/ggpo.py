@@ -1,0 +1,280 @@
+"""GGPO: train the adapter at W' + ε, where ε is gradient-guided noise on the frozen weights.
+
+    ε = diag(σ_i) S_U S_V/√k,   S_U (m, k), S_V (k, n) independent random signs,   Cov ε_ij,ε_kl = δ_ik δ_jl σ_i²
+
+The same covariance as dense Gaussian noise with row scales σ_i, never the same distribution. σ_i² is a sum of the row
+norms of W' = W0 + sBA and of the loss gradient with respect to W' (`regularizers.methods.guidance`), the latter from an
+unbiased sketch: probe columns S_P with a zero factor U_P give ∂L/∂U_P = G S_Pᵀ, and q_i = |(∂L/∂U_P)_i|²/k_p has the
+mean |G_i(W'+ε)|². Source: LoRA-GGPO, arXiv 2502.14538 v1 (v2 and later are another method, LoRA-MGPO).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, get_args, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.config import GGPO, FlatLora
+from regularizers.errors import RegularizerError
+from regularizers.layers.branch import NoiseBranch
+from regularizers.layers.frozen import accumulation_dtype
+from regularizers.layers.signs import MAX_COLUMNS, micro_id, step_id
+from regularizers.layers.sites import find_lora_sites, refuse_none
+from regularizers.mesh import ALONE, Placement
+from regularizers.methods import checks
+from regularizers.methods.bank import FIGURES, Bank
+from regularizers.methods.checks import claim, release
+from regularizers.methods.guidance import default_rank, scheduled_sigma
+from regularizers.methods.samples import Batches
+from regularizers.protocol import Figures, Regularizer
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_log = logging.getLogger(__name__)
+
+
+def check_settings(config: GGPO) -> None:
+    """Raises RegularizerError for a value without a meaning, naming the key."""
+
+    def demand(holds: bool, key: str, wanted: str) -> None:
+        checks.demand(holds, key, getattr(config, key), wanted)
+
+    kinds = get_type_hints(GGPO)
+    for key in ("mode", "normalize", "control", "scope", "schedule"):
+        known = get_args(kinds[key])
+        names = [f"`{name}`" for name in known]
+        demand(getattr(config, key) in known, key, f"{', '.join(names[:-1])} or {names[-1]}")
+
+    checks.demand_length("sigma", config.sigma)
+    checks.demand_length("beta", config.beta)
+    demand(0 <= config.ema < 1, "ema", "a number in [0, 1)")
+    demand(config.refresh >= 1, "refresh", "a number of steps ≥ 1")
+    checks.demand_length("tolerance", config.tolerance)
+    demand(config.rank is None or 1 <= config.rank <= MAX_COLUMNS, "rank", f"null or a number from 1 to {MAX_COLUMNS}")
+    fewest = 1 if config.beta > 0 else 0
+    needed = " (β > 0 needs the gradient sketch)" if fewest else ""
+    demand(fewest <= config.probes <= MAX_COLUMNS, "probes", f"a number from {fewest} to {MAX_COLUMNS}{needed}")
+    demand(config.sketch_every >= 1, "sketch_every", "a number of steps ≥ 1")
+    if config.mode == "paper" and config.normalize == "model":
+        raise RegularizerError(
+            "regularizer.normalize: model has no meaning with mode: paper, which takes both norms as they are; use "
+            "mode: relative, or normalize: layer"
+        )
+    if config.control == "shuffled" and config.beta == 0:
+        raise RegularizerError(
+            "regularizer.control: shuffled shuffles the gradient's share of the noise, and with beta: 0 there is none; "
+            "use beta > 0, or control: none"
+        )
+
+
+class GGPORegularizer(Regularizer):
+    """See the module's text; made by `regularizers.build(GGPO(...))`. Inert until `attach`."""
+
+    def __init__(self, config: GGPO) -> None:
+        check_settings(config)
+        self.config = config
+        self._banks: list[Bank] = []
+        self._attached = False
+        self._placement: Placement = ALONE
+        self._device = torch.device("cpu")
+        self._layers = self._rows = self._left_alone = 0
+        """Of the whole model, on whatever ranks they are."""
+        self._seed = 0
+        self._total_steps = 0
+        self._step = 0
+        self._refreshed = -1
+        """Step of the last row norms; −1: none yet."""
+        self._recomputed = 0
+        """Layers whose row norms the last step took exactly."""
+        self._inside = False
+        self._model: nn.Module | None = None
+        self._batches = Batches()
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        checks.refuse_second_attach(self._attached)
+        if self.config.schedule != "constant" and total_steps < 1:
+            raise RegularizerError(
+                f"regularizer.schedule: {self.config.schedule} ramps over the optimizer steps, but there are "
+                f"{total_steps}; give the number of steps, or use `constant`"
+            )
+        if self.config.scope != "step" and placement is not None and placement.pipelined:
+            raise RegularizerError(
+                f"regularizer.scope: {self.config.scope} draws for every micro-batch, and a pipeline has several under "
+                "way at once; use scope: step, or mesh.pp: 1"
+            )
+        self._placement = placement or ALONE
+        sites, others = find_lora_sites(model, self._placement)
+        probes = self.config.probes if self.config.beta > 0 else 0
+        groups: dict[tuple[torch.device, torch.dtype], list[NoiseBranch]] = {}
+        for site in sites:
+            rank = self.config.rank or default_rank(site.whole_rows, site.whole_columns)
+            branch = NoiseBranch(site, rank, probes, accumulation_dtype(site.dtype))
+            groups.setdefault((site.device, site.dtype), []).append(branch)
+        banks = [Bank(branches, self.config, self._batches, self._placement) for branches in groups.values()]
+        self._device = banks[0].device if banks else self._placement.device
+        # A pipeline's stage may have no adapter, and its row may be cut; what counts is the whole model.
+        counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
+        self._placement.sum_pipeline(counts)
+        self._layers, self._rows, self._left_alone = counts.tolist()
+        refuse_none(self._layers, others, "GGPO perturbs")
+        claim({site.name: site.layer for site in sites}, self)
+        if others:
+            _log.warning(
+                "GGPO leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
+                len(others),
+                others[0],
+            )
+        self._banks, self._model, self._attached = banks, model, True
+        self._seed, self._total_steps = seed, total_steps
+        self._step, self._refreshed = 0, -1
+        return self
+
+    @contextmanager
+    def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
+        checks.refuse_reentry("GGPO", t, attached=self._attached, inside=self._inside)
+        self._step, self._recomputed = t, 0
+        sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
+        if sigma == 0:  # not a branch of zeros: the very same operations as plain LoRA
+            for bank in self._banks:
+                bank.rest()
+            yield range(1)
+            return
+        sketches = self.config.beta > 0 and t % self.config.sketch_every == 0
+        assert self._model is not None
+        self._inside = True
+        try:
+            self._perturb(t, sigma, sketches=sketches)
+            with self._batches.watching(self._model) if self.config.scope == "sample" else nullcontext():
+                yield range(1)
+            if sketches:
+                self._learn(loss_scale)
+        finally:
+            for bank in self._banks:
+                bank.restore()
+            self._inside = False
+
+    def micro(self, index: int) -> None:
+        if not self._inside or self.config.scope == "step":
+            return
+        self._batches.forget()
+        for bank in self._banks:
+            bank.micro(micro_id(self._seed, self._step, index))
+
+    @torch.no_grad()
+    def _perturb(self, t: int, sigma: float, *, sketches: bool) -> None:
+        """Row norms if they are due, the rows' shares of the noise power, and the noise itself."""
+        if self._refreshed < 0 or not 0 <= t - self._refreshed < self.config.refresh:
+            self._recomputed = sum(bank.refresh_norms() for bank in self._banks)
+            self._refreshed = t
+        step = step_id(self._seed, t)
+        for bank in self._banks:
+            bank.guide(step)
+        totals = None
+        if self.config.normalize == "model":
+            totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+            for bank in self._banks:
+                totals += bank.totals().to(totals)
+            self._placement.sum_pipeline(totals)
+        for bank in self._banks:
+            bank.scale(sigma, totals)
+            bank.install(step, sketches=sketches)
+
+    @torch.no_grad()
+    def _learn(self, loss_scale: float) -> None:
+        """Average this step's sketches in, unless one of them, on whatever rank, is not finite. No wait for the
+        device."""
+        sketches = [bank.sketch(loss_scale) for bank in self._banks]
+        broken = torch.zeros((), device=self._device)
+        for q, _ in sketches:
+            broken += (~q.isfinite().all()).to(broken)
+        self._placement.sum_tensor(broken)
+        self._placement.sum_pipeline(broken)
+        for bank, (q, took_part) in zip(self._banks, sketches, strict=True):
+            bank.learn(q, took_part, (broken == 0).to(bank.device))
+
+    def perturbations(self, sample: int = 0, samples: int = 1) -> dict[str, Tensor]:
+        """ε (m, n) of every layer, dense: for tests and instruments, inside a step only; of the micro-batch at hand
+        where it has its own, and of number `sample` of this process's `samples` in it where each sample has."""
+        noise = {}
+        for bank in self._banks:
+            for branch in bank.branches:
+                if branch.noise_out is not None and branch.noise_in is not None:
+                    out = branch.noise_out
+                    if branch.signs is not None:
+                        out = out * branch.signs(torch.empty(samples, 1))[sample]
+                    noise[branch.site.name] = out @ branch.noise_in.T
+        return noise
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step: `sigma` (scheduled), `row_sigma_mean`, `gradient_share` (the gradient's part of the noise
+        power), `guidance` (how much power the gradient moved between rows, 0 to 1: mean over layers, or with
+        `normalize: model` of the whole model), layer counts, `norms_refreshed` (layers whose row norms were taken from
+        W0 anew), `sketches` averaged and `sketches_skipped` because they were not finite (means over layers)."""
+        return self.figures().read()
+
+    def figures(self) -> Figures:
+        sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64, device=self._device)
+        for bank in self._banks:
+            sums[:-1] += bank.figures().to(sums)
+        sums[-1] += self._recomputed
+        self._placement.sum_pipeline(sums)
+        sigma = scheduled_sigma(self.config.sigma, self.config.schedule, self._step, self._total_steps)
+        rows, layers, alone = max(self._rows, 1), self._layers, self._left_alone
+        balanced = 1 if self.config.normalize == "model" else max(layers, 1)
+
+        def named(numbers: Sequence[float]) -> dict[str, float]:
+            power, gradient_power, sigma_sum, moved, sketches, skipped, recomputed = numbers
+            return {
+                "sigma": sigma,
+                "row_sigma_mean": sigma_sum / rows,
+                "gradient_share": gradient_power / power if power else 0.0,
+                "guidance": moved / balanced,
+                "perturbed_layers": float(layers),
+                "layers_left_alone": float(alone),
+                "norms_refreshed": float(recomputed),
+                "sketches": sketches / max(layers, 1),
+                "sketches_skipped": skipped / max(layers, 1),
+            }
+
+        return Figures(sums, named)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {
+            "seed": torch.tensor(self._seed, dtype=torch.int64),
+            "step": torch.tensor(self._step, dtype=torch.int64),
+            "refreshed": torch.tensor(self._refreshed, dtype=torch.int64),
+        }
+        for bank in self._banks:
+            state |= bank.state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if not self._attached:
+            raise RegularizerError("GGPO is not attached to a model; attach before loading its state")
+        expected: dict[str, tuple[int, ...]] = {"seed": (), "step": (), "refreshed": ()}
+        for bank in self._banks:
+            expected |= bank.shapes()
+        whole = self._placement is ALONE
+        checks.check_state(state, expected, kind="GGPO", seed=self._seed, whole=whole, seed_name="seed")
+        self._step, self._refreshed = int(state["step"]), int(state["refreshed"])
+        for bank in self._banks:
+            bank.load(state)
+
+    def detach(self) -> None:
+        for bank in self._banks:
+            bank.restore()
+        release(self)
+        self._banks, self._model, self._attached, self._inside = [], None, False, False
+        self._placement, self._layers, self._rows, self._left_alone = ALONE, 0, 0, 0
+
+
+def flat_lora(config: FlatLora) -> GGPORegularizer:
+    """Flat-LoRA (arXiv 2409.14396): GGPO whose noise power follows the weights' row norms alone (β = 0)."""
+    return GGPORegularizer(
+        GGPO(sigma=config.sigma, beta=0.0, probes=0, rank=config.rank, schedule=config.schedule, refresh=config.refresh)
+    )

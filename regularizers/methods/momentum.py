@@ -1,0 +1,378 @@
+"""LoRA-MGPO and Momentum-SAM: gradients are taken a step away from the adapter, along the momentum, in one pass.
+
+θ is the vector of all trained LoRA factors, m the momentum of its gradient g, ḡ the averaged norm of g:
+
+    MGPO   ε_t = ± ρ m_{t−1}/|m_{t−1}| · 1/ḡ_{t−1},   m_t = μ m_{t−1} + g_t,   ḡ_t = β ḡ_{t−1} + (1−β)|g_t|
+    MSAM   ε_t = ± ρ m_{t−1}/|m_{t−1}|,               m_t = μ m_{t−1} + g_t
+
+and ḡ_1 = |g_1|. g_t = ∂L/∂θ at θ_t + ε_t; m_0 = 0, so the first step is unperturbed. Only the direction of m counts,
+and it is that of Adam's averaged gradient. The optimizer updates θ_t itself. One global norm and one global scalar over
+all layers. g is the whole gradient of an optimizer step: after accumulation and the sums over a mesh, divided by the
+loss scale, before clipping. A gradient that is zero or not finite teaches nothing.
+
+Sources: LoRA-MGPO, EMNLP Findings 2025 #34 (arXiv 2502.14538 v3), Eqs 2–6, where the sign is +; its authors' code is
+another method (`LayerMomentumRegularizer`). Momentum-SAM, Becker, Altrock & Risse, arXiv 2401.12033: its code goes
+down along Adam's averaged gradient and keeps the weights moved between steps; here they are moved inside a step only.
+
+As its authors' code has it, LoRA-MGPO works layer by layer, in the space of the merged weight, and nothing is
+dense. With M the momentum of the gradient and ḡ the averaged norm of the layer's gradient, of every layer by itself:
+
+    D = s (M_B A + B M_A),   ε = ± ρ D/(|D|_F + e) · min(1/(ḡ + e), clamp),   ḡ averages |s (g_B A + B g_A)|_F
+
+where the sign of the code is −. D = P Q with P = s [M_B, B] (m, 2r) and Q = [A; M_A] (2r, n), so that ε is a frozen
+branch of rank 2r on the layer's output (`regularizers.layers.branch`), |D|_F² = Σ (PᵀP) ∘ (QQᵀ), and W0 is never
+written. The authors' repository (llm172/LoRA-MGPO, b45656c, `lora_mgpo/trainer.py`) adds a dense D to W0 in place. Two
+more of its habits are not followed: ḡ there is taken at every micro-batch from a half-accumulated gradient, and M is
+what the optimizer made of *clipped* gradients; here both follow the whole, unclipped gradient of a step.
+
+For DoRA and other variants D is that of sBA and is added to the layer's output. LoRA layers that are not linear
+(embeddings) train unperturbed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.config import MGPO, MSAM
+from regularizers.errors import RegularizerError
+from regularizers.layers.adapters import Adapters
+from regularizers.layers.branch import NoiseBranch
+from regularizers.layers.sites import LoraSite, find_lora_sites
+from regularizers.mesh import ALONE, Placement
+from regularizers.methods.checks import (
+    check_state,
+    claim,
+    demand,
+    demand_length,
+    lora_layers,
+    refuse_reentry,
+    refuse_second_attach,
+    release,
+)
+from regularizers.protocol import Figures, Regularizer
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+def mgpo(config: MGPO) -> MomentumRegularizer:
+    """The regularizer of `config.form`."""
+    if config.form == "code":
+        return LayerMomentumRegularizer(config)
+    return MomentumRegularizer(config)
+
+
+def check_settings(config: MGPO | MSAM) -> None:
+    """Raises RegularizerError for a value without a meaning, naming the key."""
+    demand_length("rho", config.rho)
+    demand(0 <= config.momentum < 1, "momentum", config.momentum, "a number in [0, 1)")
+    if isinstance(config, MGPO):
+        demand(0 <= config.ema < 1, "ema", config.ema, "a number in [0, 1)")
+        demand(config.form in ("text", "code"), "form", config.form, "`text` or `code`")
+        demand(config.sign in (None, 1, -1), "sign", config.sign, "1, -1 or null")
+        demand(config.clamp > 0, "clamp", config.clamp, "a number > 0")
+    else:
+        demand(config.sign in (1, -1), "sign", config.sign, "1 or -1")
+
+
+class MomentumRegularizer(Regularizer):
+    """See the module's text; made by `regularizers.build(MGPO(...))` or `build(MSAM(...))`. Inert until `attach`."""
+
+    def __init__(self, config: MGPO | MSAM) -> None:
+        check_settings(config)
+        self.config = config
+        self._sign = config.sign or 1
+        self._adapters: Adapters | None = None
+        self._placement: Placement = ALONE
+        self._seed = self._step = 0
+        self._inside = False
+        self._fresh = True
+        """Nothing was learned yet, so that there is no direction: known without asking the device."""
+        self._momentum: dict[str, Tensor] = {}
+        """m by parameter, laid out like θ on this process."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """The whole shape of each, on any mesh."""
+        self._average = self._updates = self._skipped = torch.zeros(())
+        """ḡ; steps that m holds; steps left out because their gradient was not finite."""
+        self._figures: dict[str, Tensor] = {}
+
+    # ------------------------------------------------------------------ attach and detach
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        refuse_second_attach(self._adapters is not None)
+        self._placement = placement or ALONE
+        adapters = Adapters(model, self._placement)
+        self._prepare(model, adapters)
+        momentum = adapters.zeros()
+        shapes = {name: tuple(whole.shape) for name, whole in self._placement.whole(momentum).items()}
+        claim(lora_layers(model), self)
+        self._adapters, self._momentum, self._shapes = adapters, momentum, shapes
+        self._seed, self._step, self._fresh, self._figures = seed, 0, True, {}
+        self._updates = torch.zeros((), dtype=torch.int64, device=adapters.device)
+        self._skipped = torch.zeros_like(self._updates)
+        self._average = self._first_average(adapters.device)
+        return self
+
+    def _prepare(self, model: nn.Module, adapters: Adapters) -> None:
+        """What a form needs of the model besides θ."""
+
+    def _first_average(self, device: torch.device) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=device)
+
+    def detach(self) -> None:
+        release(self)
+        self._adapters, self._placement, self._inside = None, ALONE, False
+        self._momentum, self._shapes, self._figures = {}, {}, {}
+
+    # ------------------------------------------------------------------ a step
+
+    @contextmanager
+    def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
+        adapters = self._adapters
+        refuse_reentry(self._kind, t, attached=adapters is not None, inside=self._inside)
+        assert adapters is not None
+        self._step, self._inside = t, True
+        self._figures["perturbation_norm"] = torch.zeros_like(self._updates)
+        try:
+            with nullcontext() if self._fresh or self.config.rho == 0 else self._perturbed(adapters):
+                yield range(1)
+            self._learn(adapters, loss_scale)
+        finally:
+            self._inside = False
+
+    def _perturbed(self, adapters: Adapters) -> AbstractContextManager[None]:
+        """θ + ε inside. Without a wait for the device."""
+        with torch.no_grad():
+            norm = adapters.squared_norm(self._momentum).sqrt()
+            divisor = norm * self._average if isinstance(self.config, MGPO) else norm
+            # No momentum yet, or no gradient norm: no direction, no perturbation.
+            factor = torch.where(divisor > 0, self._sign * self.config.rho / divisor, 0.0)
+            self._figures["perturbation_norm"] = norm * factor.abs()
+        return adapters.moved(self._momentum, factor)
+
+    @torch.no_grad()
+    def _learn(self, adapters: Adapters, loss_scale: float) -> None:
+        """Take the step's gradient into m and ḡ, on every rank or on none. No wait for the device."""
+        gradients = adapters.gradients(loss_scale)
+        norm = adapters.squared_norm(gradients).sqrt()
+        learns = norm.isfinite() & (norm > 0)
+        if isinstance(self.config, MGPO):
+            norms = self._norms(adapters, gradients, norm)
+            averaged = self.config.ema * self._average + (1 - self.config.ema) * norms
+            averaged = torch.where(self._updates == 0, norms, averaged)
+            self._average = torch.where(learns, averaged, self._average)
+        for name, gradient in gradients.items():
+            before = self._momentum[name]
+            moved = torch.add(gradient, before, alpha=self.config.momentum)
+            torch.where(learns, moved, before, out=before)
+        self._updates = self._updates + learns
+        self._skipped = self._skipped + ~norm.isfinite()
+        self._fresh = False
+        self._figures["gradient_norm"] = norm
+
+    def _norms(self, adapters: Adapters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
+        """What ḡ averages: |g| over θ, float64 ()."""
+        return norm
+
+    # ------------------------------------------------------------------ figures and state
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step: `perturbation_norm` |ε|, `momentum_norm` |m| after it, `gradient_norm` |g| (unclipped),
+        `gradient_norm_average` ḡ (MGPO), `momentum_updates`, and `momentum_skipped`: steps whose gradient was not
+        finite."""
+        return self.figures().read()
+
+    def figures(self) -> Figures:
+        if self._adapters is None or not self._figures:
+            return Figures(torch.zeros(0), lambda numbers: {})
+        figures = self._figures | {
+            "momentum_norm": self._adapters.squared_norm(self._momentum).sqrt(),
+            "momentum_updates": self._updates,
+            "momentum_skipped": self._skipped,
+        }
+        if isinstance(self.config, MGPO):
+            figures["gradient_norm_average"] = self._mean_average()
+        values = torch.stack([each.double() for each in figures.values()])
+        return Figures(values, lambda numbers: dict(zip(figures, numbers, strict=True)))
+
+    def _mean_average(self) -> Tensor:
+        return self._average
+
+    @property
+    def _kind(self) -> str:
+        return self.config.kind
+
+    def state_dict(self) -> dict[str, Tensor]:
+        whole = self._placement.whole(self._momentum)
+        return {
+            **{f"{self._kind}.seed": torch.tensor(self._seed), f"{self._kind}.step": torch.tensor(self._step)},
+            f"{self._kind}.updates": self._updates.clone(),
+            f"{self._kind}.skipped": self._skipped.clone(),
+            **self._averages(),
+            **{f"{self._kind}.momentum.{name}": tensor.clone() for name, tensor in whole.items()},
+        }
+
+    def _averages(self) -> dict[str, Tensor]:
+        """ḡ as it is saved, scalars by name."""
+        return {f"{self._kind}.average": self._average.clone()} if isinstance(self.config, MGPO) else {}
+
+    def _take_averages(self, state: Mapping[str, Tensor]) -> None:
+        if isinstance(self.config, MGPO):
+            self._average = state[f"{self._kind}.average"].to(self._average, copy=True)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self._adapters is None:
+            raise RegularizerError(f"{self._kind} is not attached to a model; attach before loading its state")
+        prefix = f"{self._kind}.momentum."
+        scalars: dict[str, tuple[int, ...]] = {
+            f"{self._kind}.{name}": () for name in ("seed", "step", "updates", "skipped")
+        }
+        expected = scalars | dict.fromkeys(self._averages(), ())
+        expected |= {prefix + name: shape for name, shape in self._shapes.items()}
+        check_state(state, expected, kind=self._kind, seed=self._seed, whole=self._placement is ALONE)
+        self._placement.take({name: state[prefix + name] for name in self._shapes}, self._momentum)
+        self._take_averages(state)
+        self._step = int(state[f"{self._kind}.step"])
+        self._updates = state[f"{self._kind}.updates"].to(self._updates, copy=True)
+        self._skipped = state[f"{self._kind}.skipped"].to(self._skipped, copy=True)
+        self._fresh = int(self._updates) == 0
+
+
+_log = logging.getLogger(__name__)
+
+_TINY = 1e-12
+"""e of the formulas; also the |D| under which the authors leave a layer alone."""
+
+
+class LayerMomentumRegularizer(MomentumRegularizer):
+    """See the module's text; made by `regularizers.build(MGPO(form="code"))`."""
+
+    def __init__(self, config: MGPO) -> None:
+        super().__init__(config)
+        self._clamp = config.clamp
+        self._sign = config.sign or -1
+        self._branches: list[NoiseBranch] = []
+        self._parts: list[tuple[Tensor | slice, ...]] = []
+        """Which rows and columns of each layer this process has."""
+        self._layers = 0
+        """Of the whole model, on whatever stages they are."""
+
+    def _prepare(self, model: nn.Module, adapters: Adapters) -> None:
+        sites, others = find_lora_sites(model, self._placement)
+        count = torch.tensor([len(sites)], device=adapters.device)
+        self._placement.sum_pipeline(count)
+        if int(count) == 0:
+            raise RegularizerError(
+                f"regularizer.form: code perturbs adapted linear layers, and the model has only other LoRA layers "
+                f"({others[0]}, ...); use regularizer.form: text"
+                if others
+                else "regularizer.form: code perturbs adapted linear layers, and the model has none; attach a LoRA "
+                "adapter to linear layers first (adapter.targets: all-linear)"
+            )
+        if others:
+            _log.warning("MGPO leaves %d LoRA layers that are not linear alone, e.g. %s", len(others), others[0])
+        self._branches = [NoiseBranch(site, 0, 0, torch.float32) for site in sites]
+        everything = slice(None)
+        self._parts = [
+            tuple(
+                everything if cut is None else cut.indices().to(site.device) for cut in (site.row_cut, site.column_cut)
+            )
+            for site in sites
+        ]
+        self._layers = int(count)
+
+    def _first_average(self, device: torch.device) -> Tensor:
+        return torch.zeros(len(self._branches), dtype=torch.float64, device=device)
+
+    def detach(self) -> None:
+        for branch in self._branches:
+            branch.remove()
+        self._branches, self._parts, self._layers = [], [], 0
+        super().detach()
+
+    @contextmanager
+    def _perturbed(self, adapters: Adapters) -> Iterator[None]:
+        try:
+            with torch.no_grad():
+                self._install(adapters)
+            yield
+        finally:
+            for branch in self._branches:
+                branch.remove()
+
+    def _install(self, adapters: Adapters) -> None:
+        """Switch ε on in every layer. Without a wait for the device."""
+        values, momentum = self._placement.whole(adapters.values()), self._placement.whole(self._momentum)
+        products = [_product(branch.site, values, momentum) for branch in self._branches]
+        norms = self._stacked([_norm(p, q) for p, q in products])
+        factors = torch.where(
+            norms > _TINY,
+            self._sign * self.config.rho * (1 / (self._average + _TINY)).clamp(max=self._clamp) / (norms + _TINY),
+            0.0,
+        )
+        for branch, (p, q), factor, (rows, columns) in zip(self._branches, products, factors, self._parts, strict=True):
+            noise_in = q.T[columns]
+            branch.install(noise_in, p[rows] * factor, noise_in[:, :0])
+        total = (norms * factors).square().sum()
+        self._placement.sum_pipeline(total)
+        self._figures["perturbation_norm"] = total.sqrt()
+
+    def _norms(self, adapters: Adapters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
+        """|s (g_B A + B g_A)|_F of every layer, float64 (layers,)."""
+        values, gradients = self._placement.whole(adapters.values()), self._placement.whole(gradients)
+        return self._stacked([_norm(*_product(branch.site, values, gradients)) for branch in self._branches])
+
+    def _stacked(self, scalars: list[Tensor]) -> Tensor:
+        return torch.stack(scalars).to(self._average) if scalars else torch.zeros_like(self._average)
+
+    def _mean_average(self) -> Tensor:
+        """Over the layers of all stages."""
+        total = self._average.sum()
+        self._placement.sum_pipeline(total)
+        return total / self._layers
+
+    def perturbations(self) -> dict[str, Tensor]:
+        """ε (m, n) of every layer, dense: for tests and instruments, inside a step only."""
+        return {
+            branch.site.name: branch.noise_out @ branch.noise_in.T
+            for branch in self._branches
+            if branch.noise_out is not None and branch.noise_in is not None
+        }
+
+    def _averages(self) -> dict[str, Tensor]:
+        return {
+            f"{self._kind}.average.{branch.site.name}": average.clone()
+            for branch, average in zip(self._branches, self._average, strict=True)
+        }
+
+    def _take_averages(self, state: Mapping[str, Tensor]) -> None:
+        self._average = self._stacked([state[name] for name in self._averages()])
+
+
+def _product(site: LoraSite, values: Mapping[str, Tensor], along: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """P (m, 2r) and Q (2r, n) whose product is the first-order change of sBA when the factors `values` move along
+    `along`; both whole, over all active adapters that are trained."""
+    left, right = [], []
+    for name in site.active():
+        a, b = (f"{site.name}.lora_{side}.{name}.weight" for side in "AB")
+        if a in values and b in values:
+            s = site.layer.scaling[name]
+            left += [along[b] * s, values[b] * s]
+            right += [values[a], along[a]]
+    if not left:  # switched off, or frozen
+        return torch.zeros(site.whole_rows, 1, device=site.device), torch.zeros(
+            1, site.whole_columns, device=site.device
+        )
+    return torch.cat(left, 1), torch.cat(right)
+
+
+def _norm(p: Tensor, q: Tensor) -> Tensor:
+    """|PQ|_F, float64 (); the terms of the sum may cancel."""
+    p, q = p.double(), q.double()
+    return ((p.T @ p) * (q @ q.T)).sum().clamp_min(0).sqrt()

@@ -1,0 +1,162 @@
+"""NEFTune: uniform noise on the embedded input tokens of a training step. It finds no flat minima; for comparison.
+
+    x ← x + u α/√(T·D),   u uniform in [−1, 1],   x the output (B, T, D) of the input embedding
+
+T is the padded length of the micro-batch at hand, as in transformers' `neftune_noise_alpha` (the authors' first code
+counts each row's own tokens). In training mode only. An encoder-decoder gets the noise on its encoder's tokens: those
+of its decoder are the targets, shifted. (transformers puts its hook on the table that the two share, which T5 never
+calls.) Where the loop hands the model `inputs_embeds`, nothing is embedded and nothing is added.
+
+u is a hash of (seed, optimizer step, micro-batch, row of the micro-batch over all ranks, position, dim), so that any
+split of the rows over ranks sees the same (up to the bound, where the ranks pad to different lengths). A loop that
+accumulates must call `micro(index)`, or all micro-batches of a step get the same noise; likewise all processes, if
+they are several and attach without a placement.
+
+Source: Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, ICLR 2024 (arXiv 2310.05914), Alg. 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from regularizers.config import NEFTune
+from regularizers.errors import RegularizerError
+from regularizers.layers.signs import counters, layer_uid, mix64, sign_words, step_id
+from regularizers.mesh import ALONE, Placement
+from regularizers.methods.checks import check_state, claim, demand_length, refuse_reentry, refuse_second_attach, release
+from regularizers.protocol import Regularizer
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_WRAPPERS = ("module", "_orig_mod")
+
+
+class NEFTuneRegularizer(Regularizer):
+    """See the module's text; made by `regularizers.build(NEFTune(...))`."""
+
+    def __init__(self, config: NEFTune) -> None:
+        demand_length("alpha", config.alpha)
+        self.config = config
+        self._embedding: nn.Module | None = None
+        self._placement: Placement = ALONE
+        self._seed = self._step = self._micro = 0
+        self._inside = False
+        self._bound = 0.0
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        refuse_second_attach(self._embedding is not None)
+        self._refuse_mesh(placement or ALONE)
+        embedding = input_embedding(model)
+        claim({"of the input tokens": embedding}, self)
+        self._embedding, self._placement = embedding, placement or ALONE
+        self._seed, self._step, self._micro, self._bound = seed, 0, 0, 0.0
+        return self
+
+    def _refuse_mesh(self, placement: Placement) -> None:
+        """Pipeline stages and context parallelism give a rank other rows or positions than it would know of."""
+        stages, tokens = torch.ones(1, device=placement.device), torch.ones(1, device=placement.device)
+        placement.sum_pipeline(stages)
+        placement.sum_data(tokens)
+        if int(stages) > 1:
+            raise RegularizerError(
+                "NEFTune does not run on mesh.pp, whose stages see a micro-batch in pieces; use mesh.dp or mesh.tp"
+            )
+        if int(tokens) != placement.share[1]:
+            raise RegularizerError(
+                "NEFTune does not run on mesh.cp, whose ranks see parts of a row; use mesh.dp or mesh.tp"
+            )
+
+    def detach(self) -> None:
+        release(self)
+        self._embedding, self._placement, self._inside = None, ALONE, False
+
+    @contextmanager
+    def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
+        embedding = self._embedding
+        refuse_reentry("neftune", t, attached=embedding is not None, inside=self._inside)
+        assert embedding is not None
+        self._step, self._micro, self._bound = t, 0, 0.0
+        if self.config.alpha == 0:
+            yield range(1)
+            return
+        self._inside = True
+        handle = embedding.register_forward_hook(self._add)
+        try:
+            yield range(1)
+        finally:
+            handle.remove()
+            self._inside = False
+
+    def micro(self, index: int) -> None:
+        self._micro = index
+
+    def _add(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        if not module.training:
+            return None
+        rows, length, width = output.shape
+        self._bound = self.config.alpha / (length * width) ** 0.5
+        first = self._placement.share[0] * rows
+        noise = uniform(
+            seed=self._seed,
+            step=self._step,
+            micro=self._micro,
+            rows=torch.arange(first, first + rows, device=output.device),
+            count=length * width,
+        )
+        return output + (noise * self._bound).view(output.shape).to(output.dtype)
+
+    def metrics(self) -> dict[str, float]:
+        """`embedding_noise`: α/√(T·D) of the last micro-batch; 0 if none was perturbed."""
+        return {"embedding_noise": self._bound}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The noise depends on seed and step alone."""
+        return {"neftune.seed": torch.tensor(self._seed), "neftune.step": torch.tensor(self._step)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self._embedding is None:
+            raise RegularizerError("neftune is not attached to a model; attach before loading its state")
+        expected: dict[str, tuple[int, ...]] = {"neftune.seed": (), "neftune.step": ()}
+        check_state(state, expected, kind="neftune", seed=self._seed, whole=self._placement is ALONE)
+        self._step = int(state["neftune.step"])
+
+
+def input_embedding(model: nn.Module) -> nn.Module:
+    """The module that embeds the input tokens of a transformers model, wrapped or not; an encoder-decoder's encoder's.
+
+    Raises RegularizerError if there is none.
+    """
+    inner: Any = model
+    while wrapped := next((name for name in _WRAPPERS if isinstance(getattr(inner, name, None), nn.Module)), None):
+        inner = getattr(inner, wrapped)
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        inner = inner.get_encoder()
+    try:
+        found = inner.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        found = None
+    if not isinstance(found, nn.Module):
+        raise RegularizerError(
+            f"NEFTune perturbs embedded tokens, and {type(inner).__name__} has no input embedding; use another "
+            "regularizer.kind"
+        )
+    return found
+
+
+def uniform(*, seed: int, step: int, micro: int, rows: Tensor, count: int) -> Tensor:
+    """Uniform in [−1, 1], float32 (len(rows), count), of global `rows` (int64) of a micro-batch.
+
+    Each 64-bit word of the counter hash gives two numbers: its lower half, then its upper one.
+    """
+    keys = mix64(counters(rows) + (step_id(seed, step) ^ step_id(layer_uid("neftune"), micro)))
+    counts = counters(torch.arange((count + 1) // 2, device=rows.device))
+    # Row by row: a word takes eight times the memory of the number it becomes, and the hash makes several copies.
+    drawn = [sign_words(row, counts).view(torch.int32)[:count].float() for row in keys]
+    return torch.stack(drawn).mul_(2.0**-31)

@@ -1,0 +1,313 @@
+"""Sharpness-aware minimisation in two passes: over the adapter's factors, or over the adapted weights themselves.
+
+    ε = ρ g/|g|            SAM (Foret et al., ICLR 2021, arXiv 2010.01412, eq. 2), g = ∂L/∂w at w
+    ε = ρ T² g/|T g|       ASAM (Kwon et al., ICML 2021, arXiv 2102.11600, eq. 8), T = |w| + η
+
+and the update takes the gradient at w + ε. Norms are over all of w: all layers, and all processes of a mesh.
+
+LoRA-SAM, w = θ = all A and B: in the merged weight it moves by about c [BBᵀG + GAᵀA], so while B is small almost only
+inside the row space of A (Bi-LoRA, arXiv 2508.19564, §3). SAM over the merged weights W' has no such restriction and
+costs a dense gradient: see `WeightSAM`. Unlike the published code (davda54/sam) neither needs a closure, nor breaks
+accumulation or loss scaling.
+
+The frame (`TwoPass`): a first pass at the weights, a second one above them.
+
+    with regularizer.step(t) as passes:
+        for _ in passes:                  # 0: gradients at the weights; 1: gradients at the perturbed weights
+            for micro in batches.at(t):
+                loss(model, micro).backward()
+    clip(); optimizer.step()
+
+Between the passes the first one's gradients are read and taken away, so `.grad` ends as the second one's alone: no
+closure, and whatever scales, clips or unscales gradients does it once, after the step, as for plain training. A pass
+is all micro-batches of the step, so accumulation is right by construction. Dropout should draw alike in both passes,
+that they judge the same function: our loop and `TwoPassMixin` see to it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regularizers.config import ASAM, SAM, LoraSAM
+from regularizers.errors import RegularizerError
+from regularizers.layers.adapters import Adapters, local
+from regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
+from regularizers.layers.sharded import is_sharded
+from regularizers.mesh import ALONE, Placement
+from regularizers.methods.checks import claim, demand_length, lora_layers, refuse_reentry, refuse_second_attach, release
+from regularizers.protocol import Figures, Regularizer
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+_VANISHING = 1e-30
+"""A gradient norm below is none at all: ρ divided by it has no float32."""
+
+
+class TwoPass(Regularizer):
+    """Counts passes, keeps the figures and the state; subclasses say how the weights are perturbed."""
+
+    passes = 2
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        """As in `regularizer.kind`; names the state's tensors."""
+        self._theta: Adapters | None = None
+        self._model: nn.Module | None = None
+        self._inside = False
+        self._asked = 0
+        self._step = 0
+        self._unperturbed = torch.zeros((), dtype=torch.int64)
+        self._figures: dict[str, Tensor] = {}
+
+    def _take(self, model: nn.Module, theta: Adapters, layers: Mapping[str, nn.Module]) -> None:
+        """The end of `attach`: claim the `layers` by name and begin to count."""
+        claim(layers, self)
+        self._theta, self._model = theta, model
+        self._step, self._figures = 0, {}
+        self._unperturbed = torch.zeros((), dtype=torch.int64, device=theta.device)
+
+    @abstractmethod
+    def _begin(self, stack: ExitStack) -> None:
+        """Before the first pass; what `stack` holds is undone when the step is left."""
+
+    @abstractmethod
+    def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
+        """Between the passes: read the gradients, perturb until `stack` is closed; returns what `metrics` is to show.
+        They are taken away after it."""
+
+    def _gradient_norm(self, loss_scale: float) -> Tensor:
+        """|∂L/∂θ| of the gradients as they are, float64 (). Collective."""
+        assert self._theta is not None
+        found = {
+            name: torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+            for name, p in self._theta.parameters.items()
+        }
+        return self._theta.squared_norm(found).sqrt() / loss_scale
+
+    @contextmanager
+    def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
+        refuse_reentry(self._kind, t, attached=self._theta is not None, inside=self._inside)
+        self._step, self._asked, self._inside = t, 0, True
+        try:
+            with ExitStack() as stack:
+                self._begin(stack)
+                yield self._passes(t, stack, loss_scale)
+                if self._asked < 2:
+                    raise RegularizerError(
+                        f"{self._kind} takes two passes over the micro-batches of step {t} and got {self._asked}; "
+                        "write `with regularizer.step(t) as passes:` and inside it `for _ in passes:` around the "
+                        "forward and backward passes"
+                    )
+                self._figures["perturbed_gradient_norm"] = self._gradient_norm(loss_scale)
+        finally:
+            self._inside = False
+
+    def _passes(self, t: int, stack: ExitStack, loss_scale: float) -> Iterator[int]:
+        for index in range(2):
+            if not (self._inside and self._step == t and self._asked == index):
+                raise RegularizerError(f"the passes of step({t}) were asked for after the step had been left")
+            if index == 1:
+                assert self._theta is not None and self._model is not None
+                self._figures = self._climb(stack, loss_scale)
+                self._theta.forget_gradients(self._model)
+            self._asked = index + 1
+            yield index
+
+    def _factor(self, rho: float, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """ρ/`norm`, and whether it has a value, bool (); counts the steps where it has none, which stay unperturbed
+        because their first gradient is zero or not finite. No wait for the device."""
+        usable = norm.isfinite() & (norm > _VANISHING)
+        self._unperturbed = self._unperturbed.to(norm.device) + ~usable
+        return rho / norm, usable
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step, before clipping and without the loss scale: `gradient_norm` |∂L/∂θ| at the weights,
+        `perturbed_gradient_norm` at the perturbed ones, `perturbation_norm` |ε|, and for SAM over the weights
+        `weight_gradient_norm` |∂L/∂W'|; `unperturbed_steps`: how many so far had a first gradient that was zero or
+        not finite, and trained with ε = 0."""
+        return self.figures().read()
+
+    def figures(self) -> Figures:
+        found = {**self._figures, "unperturbed_steps": self._unperturbed}
+        values = torch.stack([value.to(self._unperturbed.device, torch.float64) for value in found.values()])
+        return Figures(values, lambda numbers: dict(zip(found, numbers, strict=True)))
+
+    def _names(self) -> dict[str, Tensor]:
+        return {f"{self._kind}.step": torch.tensor(self._step), f"{self._kind}.unperturbed": self._unperturbed}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Counters; the method has no other memory, and draws nothing."""
+        return {name: value.clone() for name, value in self._names().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self._theta is None:
+            raise RegularizerError(f"{self._kind} is not attached to a model; attach before loading its state")
+        if different := set(self._names()) ^ set(state):
+            raise RegularizerError(
+                f"the saved state does not belong to {self._kind} ({min(different)!r} is in only one of the two); "
+                "resume with the regularizer that the checkpoint was written with"
+            )
+        self._step = int(state[f"{self._kind}.step"])
+        self._unperturbed = state[f"{self._kind}.unperturbed"].detach().clone()
+
+    def detach(self) -> None:
+        release(self)
+        self._theta = self._model = None
+
+
+class AdapterSAM(TwoPass):
+    """LoRA-SAM and ASAM: the second pass is at θ + ε, θ the adapter's factors (and their biases, if they have any).
+
+    θ is put back bit for bit when the step is left. Costs a second forward and backward, a copy of θ and two vectors
+    of its size in float32. Any mesh; the backbone may be quantised.
+    """
+
+    def __init__(self, config: LoraSAM | ASAM) -> None:
+        super().__init__(config.kind)
+        demand_length("rho", config.rho)
+        if isinstance(config, ASAM):
+            demand_length("eta", config.eta)
+        self.config = config
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        refuse_second_attach(self._theta is not None)
+        self._take(model, Adapters(model, placement or ALONE), lora_layers(model))
+        return self
+
+    def _begin(self, stack: ExitStack) -> None:
+        pass
+
+    def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
+        theta = self._theta
+        assert theta is not None
+        direction = theta.gradients(loss_scale)
+        norm = steepness = theta.squared_norm(direction).sqrt()
+        if isinstance(self.config, ASAM):
+            sizes = {name: self._size(name, value) for name, value in theta.values().items()}
+            scaled = {name: sizes[name] * g for name, g in direction.items()}
+            steepness = theta.squared_norm(scaled).sqrt()
+            direction = {name: sizes[name] * g for name, g in scaled.items()}
+        factor, usable = self._factor(self.config.rho, steepness)
+        move = {name: torch.where(usable.to(d.device), d * factor.to(d.device), 0.0) for name, d in direction.items()}
+        stack.enter_context(theta.moved(move))
+        return {"gradient_norm": norm, "perturbation_norm": theta.squared_norm(move).sqrt()}
+
+    def _size(self, name: str, value: Tensor) -> Tensor:
+        """T of one factor; a bias is not rescaled, as in the authors' code."""
+        assert isinstance(self.config, ASAM)
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        return torch.ones_like(wide) if name.endswith(".bias") else wide.abs().add_(self.config.eta)
+
+
+class _Collect(torch.autograd.Function):
+    """The identity on y (..., m); its backward adds ∂L/∂W' = dYᵀX to `total` (m, n), from x (..., n)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.total = total
+        return y.view_as(y)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        ctx.total += rows.T @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
+        return grad, None, None
+
+
+def _collecting(total: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    collected: Tensor = _Collect.apply(y, x.detach(), total)
+    return collected
+
+
+def _shifted(epsilon: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    return y + F.linear(x.to(y.dtype), epsilon.to(y.dtype)).to(y.dtype)
+
+
+class WeightSAM(TwoPass):
+    """SAM over the adapted weight matrices: ε = ρ G/|G|, G = ∂L/∂W' of every adapted linear layer, |G| over all.
+
+    The first pass gathers G = Σ dYᵀX beside the layers' own backward, the second adds x εᵀ to their outputs. W0 is
+    neither written nor made to require gradients. With LoRA dropout, W' is what the undropped input meets.
+
+    Memory: one dense float32 matrix per adapted layer, 4 bytes for each adapted weight (26 GB for all linear layers
+    of a 7 B model: twice its bf16 weights); G is turned into ε in place. Time: in the first pass one more matrix
+    product per layer, as full fine-tuning has, in the second two. Every process of `mesh.replicate` holds it whole.
+    """
+
+    def __init__(self, config: SAM) -> None:
+        super().__init__(config.kind)
+        demand_length("rho", config.rho)
+        self.config = config
+        self._terms: list[AddedTerm] = []
+        self._dense: list[Tensor] = []
+        """G, later ε, (m, n) of every layer; only during a step."""
+
+    def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
+        refuse_second_attach(self._theta is not None)
+        placement = placement or ALONE
+        refuse_cut_layers(placement, "SAM over the weights")
+        sites = linear_sites(model, placement, "SAM over the weights")
+        for site in sites:
+            if is_sharded(site.base.weight):
+                raise RegularizerError(
+                    f"mesh.dp: SAM over the weights holds a gradient as large as layer {site.name} in every process, "
+                    "which sharding is to avoid; take mesh.replicate, or regularizer.kind: lora-sam"
+                )
+        self._take(model, Adapters(model, placement), {site.name: site.layer for site in sites})
+        self._terms = [AddedTerm(site) for site in sites]
+        return self
+
+    def _begin(self, stack: ExitStack) -> None:
+        stack.callback(self._let_go)
+        for term in self._terms:
+            site = term.site
+            dtype = torch.float64 if site.dtype == torch.float64 else torch.float32
+            self._dense.append(torch.zeros(site.rows, site.columns, dtype=dtype, device=site.device))
+            term.install(partial(_collecting, self._dense[-1]))
+
+    @torch.no_grad()
+    def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
+        theta = self._theta
+        assert theta is not None
+        placement = theta.placement
+        squares = torch.zeros((), dtype=torch.float64, device=theta.device)
+        for gradient in self._dense:
+            placement.sum_data(gradient)
+            gradient /= placement.gradient_scale * loss_scale
+            # Norms of rows first: a float32 sum over a whole large matrix loses digits.
+            squares += torch.linalg.vector_norm(gradient, dim=1).double().square().sum().to(squares.device)
+        norm = squares.sqrt()
+        factor, usable = self._factor(self.config.rho, norm)
+        for term, gradient in zip(self._terms, self._dense, strict=True):
+            gradient *= factor.to(gradient)
+            gradient.masked_fill_(~usable.to(gradient.device), 0.0)
+            term.remove()
+            term.install(partial(_shifted, gradient))
+        return {
+            "gradient_norm": self._gradient_norm(loss_scale),
+            "weight_gradient_norm": norm,
+            "perturbation_norm": torch.where(usable, self.config.rho, 0.0),
+        }
+
+    def _let_go(self) -> None:
+        for term in self._terms:
+            term.remove()
+        self._dense = []
+
+    def detach(self) -> None:
+        self._let_go()
+        super().detach()
+        self._terms = []

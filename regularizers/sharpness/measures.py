@@ -1,0 +1,315 @@
+"""The named measures: curvature, the rise of the loss around w, and its slices.
+
+Curvature comes from central differences of gradients: λ_max by Lanczos or power iteration, the trace by Hutchinson.
+
+    H v = |v| · (g(w + h u) − g(w − h u)) / 2h + O(h²),   u = v/|v|
+
+A product is two ordinary passes. h is a compromise: truncation grows with h², rounding with 1/h. `Hessian.calibrated`
+begins at |w|·ε^⅓ (ε: the spacing of numbers) and climbs up or down a ladder of lengths as long as the products at h and
+4h agree better than before (models that compute some of their layers in a lower precision need longer steps). The
+disagreement at h and 2h, the Richardson check, is reported as `error`.
+
+The loss rises around w in the mean over random noise, and at the worst in a ball. Slices are one- or two-dimensional,
+along filter-normalised random directions (Li et al., 1712.09913).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regularizers.sharpness.config import LADDER
+from regularizers.sharpness.spaces import Objective, Space, dot, norm
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measure: its value, an interval where there is something random (or unfinished) about it, and of how many."""
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    """Draws that were averaged; for what is iterated, the number of iterations."""
+
+    @classmethod
+    def exact(cls, value: float, n: int = 1) -> Estimate:
+        """A value without an interval."""
+        return cls(value, None, None, n)
+
+    @classmethod
+    def mean(cls, draws: Sequence[float], confidence: float) -> Estimate:
+        """The mean of independent draws with Student's interval; none below two draws."""
+        n = len(draws)
+        value = math.fsum(draws) / n
+        if n < 2 or not math.isfinite(value):
+            return cls.exact(value, n)
+        from scipy.special import stdtrit
+
+        half = float(stdtrit(n - 1, 0.5 + confidence / 2)) * standard_error(draws)
+        return cls(value, value - half, value + half, n)
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """{value, low, high, n}, as in eval.json; a number that is not finite becomes None."""
+
+        def number(value: float | None) -> float | None:
+            return value if value is not None and math.isfinite(value) else None
+
+        return {"value": number(self.value), "low": number(self.low), "high": number(self.high), "n": self.n}
+
+
+def standard_error(draws: Sequence[float]) -> float:
+    """Of the mean of at least two independent draws."""
+    n = len(draws)
+    mean = math.fsum(draws) / n
+    return math.sqrt(math.fsum((draw - mean) ** 2 for draw in draws) / (n - 1) / n)
+
+
+Product = Callable[[Tensor], Tensor]
+"""A linear map (N,) → (N,); it must not change what it is given."""
+
+
+class Hessian:
+    """The Hessian of `objective` in `space` at the weights as they are, as a linear map (N,) → (N,)."""
+
+    def __init__(self, space: Space, objective: Objective, length: float) -> None:
+        """length: h, how far the weights are moved for a difference, in the norm of the space."""
+        self.space, self.objective, self.length = space, objective, length
+        self.error = float("nan")
+        """Largest relative disagreement of products at h and 2h that was seen; NaN before a `check`."""
+
+    @classmethod
+    def calibrated(cls, space: Space, objective: Objective, start: Tensor) -> Hessian:
+        """The map with the best step length for directions like H·`start`, `start` (N,) being any vector."""
+        middle = (space.weight_norm or 1.0) * space.resolution ** (1 / 3)
+        direction = cls(space, objective, middle)(start)
+        if norm(direction) == 0:
+            direction = start
+        products: dict[int, Tensor] = {}
+        tried = 0
+
+        def disagreement(rung: int) -> float:
+            """Of the products at this rung and the next longer one."""
+            nonlocal tried
+            for each in {rung, rung + 1} - set(products):
+                tried += 1
+                products[each] = cls(space, objective, middle * 4.0**each)(direction)
+            return _apart(products[rung], products[rung + 1])
+
+        best, least = 0, disagreement(0)
+        for way in (1, -1):
+            while tried < LADDER and (next_one := disagreement(best + way)) < least:
+                best, least = best + way, next_one
+                for far in [each for each in products if abs(each - best) > 1]:
+                    del products[far]
+            if best != 0:
+                break
+        found = cls(space, objective, middle * 4.0**best)
+        found.error = _apart(products[best], cls(space, objective, 2 * found.length)(direction))
+        return found
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """H v (N,), by two gradients."""
+        length = norm(v)
+        if length == 0:
+            return torch.zeros_like(v)
+        step = v * (self.length / length)
+        _, ahead = self.space.gradient(self.objective, step)
+        _, behind = self.space.gradient(self.objective, -step)
+        return ahead.sub_(behind).mul_(length / (2 * self.length))
+
+    def check(self, v: Tensor) -> float:
+        """The relative disagreement of H v (N,) with the product at twice the step length, a third of which is due to
+        the truncation of H v itself; kept in `error` if it is the largest so far. Four gradients."""
+        apart = _apart(self(v), Hessian(self.space, self.objective, 2 * self.length)(v))
+        self.error = apart if not self.error >= apart else self.error
+        return apart
+
+
+def _apart(product: Tensor, other: Tensor) -> float:
+    return norm(product - other) / max(norm(product), 1e-300)
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What Lanczos found: the ends of the spectrum. `Estimate.n` are products; the interval is ± the residual |H v − λ
+    v|, within which there surely is an eigenvalue of the map as computed."""
+
+    largest: Estimate
+    smallest: Estimate
+    vector: Tensor
+    """Unit Ritz vector (N,) of the largest eigenvalue."""
+
+
+def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1e-3) -> Spectrum:
+    """Largest and smallest eigenvalue of a symmetric map by Lanczos with full reorthogonalisation.
+
+    Args:
+        start: any vector (N,) that is not orthogonal to the eigenvectors looked for.
+        steps: most products; `steps` vectors of the space are kept.
+        tolerance: ends when the residual of the largest eigenvalue is below this part of its size.
+    """
+    basis = [start / norm(start)]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    values, vectors = torch.zeros(1), torch.ones(1, 1)
+    for step in range(min(steps, len(start))):
+        w = product(basis[-1]).clone()
+        diagonal.append(dot(w, basis[-1]))
+        for _ in range(2):  # once is not enough in finite precision ("twice is enough", Parlett)
+            for q in basis:
+                w.sub_(q, alpha=dot(w, q))
+        off = norm(w)
+        tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+        for at, value in enumerate(beside):
+            tridiagonal[at, at + 1] = tridiagonal[at + 1, at] = value
+        values, vectors = torch.linalg.eigh(tridiagonal)
+        scale = float(values.abs().max())
+        residuals = off * vectors[-1].abs()
+        if off <= 1e-12 * scale or float(residuals[-1]) <= tolerance * abs(float(values[-1])):
+            break
+        if step + 1 < min(steps, len(start)):
+            beside.append(off)
+            basis.append(w / off)
+    ends = []
+    for end in (-1, 0):
+        value, residual = float(values[end]), float(residuals[end])
+        ends.append(Estimate(value, value - residual, value + residual, len(diagonal)))
+    top = torch.zeros_like(start)
+    for q, weight in zip(basis, vectors[:, -1].tolist(), strict=False):
+        top.add_(q, alpha=weight)
+    return Spectrum(ends[0], ends[1], top)
+
+
+def power_iteration(product: Product, start: Tensor, *, steps: int, tolerance: float = 1e-3) -> tuple[Estimate, Tensor]:
+    """The eigenvalue of largest size (it may be negative) and its unit vector: the simple check of `lanczos`, keeping
+    two vectors instead of one per step."""
+    v = start / norm(start)
+    value = residual = 0.0
+    taken = 0
+    while taken < steps:
+        taken += 1
+        w = product(v)
+        value = dot(w, v)
+        residual = norm(w - v * value)
+        size = norm(w)
+        if size == 0 or residual <= tolerance * abs(value):
+            break
+        v = w / size
+    return Estimate(value, value - residual, value + residual, taken), v
+
+
+def hutchinson(product: Product, vectors: Iterable[Tensor], *, confidence: float = 0.95) -> Estimate:
+    """tr H = E zᵀHz for `vectors` z with E zzᵀ = 1 (Hutchinson 1990: random signs), with Student's interval."""
+    return Estimate.mean([dot(product(z), z) for z in vectors], confidence)
+
+
+def expected_rise(
+    space: Space,
+    objective: Objective,
+    sigmas: Sequence[float],
+    *,
+    base: float,
+    draws: int,
+    seed: int,
+    confidence: float = 0.95,
+) -> list[Estimate]:
+    """E[L(w+ε)] − L(w) at each σ: what GGPO and Flat-LoRA minimise beside L (β = 0, scope `step`).
+
+    ε has the row-normalised covariance σ²|w_i|²/n; to second order the rise is ½ Σ σ²|w_i|²/n · H_ij,ij. A draw is an
+    antithetic pair ±ε, which takes the first order out. The same directions serve all σ.
+
+    Args:
+        base: L(w).
+        draws: pairs; the interval is over them.
+    """
+    rises: list[list[float]] = [[] for _ in sigmas]
+    for index in range(draws):
+        direction = space.draw(seed, "noise", index, exact=False)
+        for found, sigma in zip(rises, sigmas, strict=True):
+            pair = [space.value_along(objective, [(sign * sigma, direction)]) for sign in (1, -1)]
+            found.append(sum(pair) / 2 - base)
+    return [Estimate.mean(found, confidence) for found in rises]
+
+
+def ascent_rise(
+    space: Space,
+    objective: Objective,
+    rho: float,
+    *,
+    base: float,
+    gradient: Tensor,
+    steps: int,
+    seed: int,
+) -> tuple[Estimate, Estimate]:
+    """max L(w+ε) − L(w) over |ε| ≤ ρ, approximated from below: (by one gradient step, by `steps` projected ones).
+
+    The first is SAM's: ε = ρ g/|g| (Foret et al., arXiv 2010.01412). The second goes on from there,
+    ε ← P(ε + ρ g(w+ε)/|g(w+ε)|) with P the projection on the ball, and keeps the highest loss of its path, 0 included.
+    Where the gradient is zero the first direction is random.
+
+    Args:
+        base, gradient: L(w) and its gradient (N,).
+        steps: gradients of the second value, the one at w counted; 1: both values are the first's.
+    """
+    direction = gradient if norm(gradient) > 0 else space.signs(seed, "ascent", 0)
+    epsilon = direction * (rho / norm(direction))
+    one = highest = space.value(objective, epsilon) - base
+    for _ in range(steps - 1):
+        value, direction = space.gradient(objective, epsilon)
+        highest = max(highest, value - base)
+        if norm(direction) == 0:
+            break
+        epsilon = torch.add(epsilon, direction, alpha=rho / norm(direction))
+        epsilon *= min(1.0, rho / max(norm(epsilon), 1e-300))
+    if steps > 1:
+        highest = max(highest, space.value(objective, epsilon) - base, 0.0)
+    return Estimate.exact(one), Estimate.exact(highest, steps)
+
+
+@dataclass(frozen=True)
+class Line:
+    """L(w + a d) on a grid of a, for several directions d with |d_i| = |w_i| in every row."""
+
+    at: list[float]
+    losses: list[list[float]]
+    """One list over `at` for each direction; the middle is L(w)."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """L(w + a d₁ + b d₂) on a square grid."""
+
+    at: list[float]
+    losses: list[list[float]]
+    """losses[i][j] is at a = at[j], b = at[i]."""
+
+
+def grid(points: int, reach: float) -> list[float]:
+    """`points` (odd) numbers from −reach to reach, 0 exactly in the middle."""
+    half = points // 2
+    return [reach * (index - half) / half for index in range(points)]
+
+
+def line(
+    space: Space, objective: Objective, *, base: float, points: int, reach: float, directions: int, seed: int
+) -> Line:
+    """Slices along `directions` random directions; `base` is L(w)."""
+    at = grid(points, reach)
+    losses = []
+    for index in range(directions):
+        direction = space.draw(seed, "slice", index, exact=True)
+        losses.append([space.value_along(objective, [(a, direction)]) if a else base for a in at])
+    return Line(at, losses)
+
+
+def plane(space: Space, objective: Objective, *, base: float, points: int, reach: float, seed: int) -> Plane:
+    """The slice spanned by the first two directions of `line`."""
+    at = grid(points, reach)
+    across, up = (space.draw(seed, "slice", index, exact=True) for index in (0, 1))
+    losses = [[space.value_along(objective, [(a, across), (b, up)]) if a or b else base for a in at] for b in at]
+    return Plane(at, losses)

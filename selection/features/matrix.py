@@ -1,0 +1,142 @@
+"""Feature matrices that live on disk and look like arrays to a selector: in shards, a part of one, or your own
+`.npy`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from selection.errors import SelectionError
+
+
+class _LazyRows:
+    """(N, d), read-only. `rows[low:high]`, `rows[numbers]`, `rows[mask]` copy those rows; `rows[i]` one of them."""
+
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    ndim = 2
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        if isinstance(key, slice):
+            low, high, step = key.indices(len(self))
+            return self._span(low, max(low, high)) if step == 1 else self._gather(np.arange(low, high, step))
+        if isinstance(key, int | np.integer):
+            if not -len(self) <= key < len(self):
+                raise IndexError(f"row {key} of {len(self)}")
+            return self._span(int(key) % len(self), int(key) % len(self) + 1)[0]
+        rows = np.asarray(key)
+        if rows.dtype == bool:
+            if rows.shape != (len(self),):
+                raise IndexError(f"a mask of shape {rows.shape} for {len(self)} rows")
+            rows = np.flatnonzero(rows)
+        if rows.size and not (-len(self) <= rows.min() and rows.max() < len(self)):
+            raise IndexError(f"rows beyond {len(self)}")
+        return self._gather(np.where(rows < 0, rows + len(self), rows).astype(np.int64))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("rows on disk cannot become an array without a copy")
+        return self._span(0, len(self)).astype(dtype or self.dtype, copy=False)
+
+    def _span(self, low: int, high: int) -> np.ndarray:
+        return self._gather(np.arange(low, high))
+
+    def _gather(self, rows: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+class ShardedRows(_LazyRows):
+    """The rows of several `.npy` files one after another, each mapped when it is read."""
+
+    def __init__(self, files: Sequence[Path], lengths: Sequence[int], dim: int, dtype: Any):
+        self.files = tuple(files)
+        self._starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self.shape = (int(self._starts[-1]), dim)
+        self.dtype = np.dtype(dtype)
+
+    def _span(self, low: int, high: int) -> np.ndarray:
+        out = np.empty((high - low, self.shape[1]), dtype=self.dtype)
+        shard = int(np.searchsorted(self._starts, low, side="right")) - 1
+        done = low
+        while done < high:
+            end = min(high, int(self._starts[shard + 1]))
+            out[done - low : end - low] = self._mapped(shard)[done - self._starts[shard] : end - self._starts[shard]]
+            done, shard = end, shard + 1
+        return out
+
+    def _gather(self, rows: np.ndarray) -> np.ndarray:
+        out = np.empty((len(rows), self.shape[1]), dtype=self.dtype)
+        shard_of = np.searchsorted(self._starts, rows, side="right") - 1
+        for shard in np.unique(shard_of).tolist():
+            here = np.flatnonzero(shard_of == shard)
+            out[here] = self._mapped(shard)[rows[here] - self._starts[shard]]
+        return out
+
+    def _mapped(self, shard: int) -> np.ndarray:
+        return np.load(self.files[shard], mmap_mode="r", allow_pickle=False)
+
+
+class TakenRows(_LazyRows):
+    """Rows `index` (N,) of another matrix, fetched when they are asked for."""
+
+    def __init__(self, source: Any, index: np.ndarray):
+        self.source = source
+        self.index = index
+        self.shape = (len(index), source.shape[1])
+        self.dtype = source.dtype
+
+    def _span(self, low: int, high: int) -> np.ndarray:
+        return np.asarray(self.source[self.index[low:high]])
+
+    def _gather(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.source[self.index[rows]])
+
+
+def load_features(path: str | Path, *, rows: int | None = None, flag: str = "features") -> np.ndarray:
+    """A `.npy` matrix as a read-only memory map; nothing in it is executed.
+
+    rows: how many records it must have a row for. flag: what the caller's user knows the file by, for messages.
+    Raises SelectionError for a missing or foreign file, a wrong shape or type, or a row count that does not match.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise SelectionError(f"{flag}: {path} is no file; save one array with numpy.save")
+    if path.is_file() and not _is_npy(path):
+        raise SelectionError(f"{flag}: {path} is no .npy file; save one array with numpy.save")
+    try:
+        features = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise SelectionError(f"{flag}: {path} does not exist") from None
+    except MemoryError:
+        raise SelectionError(f"{flag}: {path} claims more numbers than memory holds; save it again") from None
+    except Exception as error:  # the header is Python text, and a damaged one fails in ways of every kind
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        told = "its header is damaged" if told.startswith(("Cannot parse header", "malformed")) else told[:120]
+        raise SelectionError(f"{flag}: {path} is not a readable .npy file of numbers ({told})") from error
+    if not isinstance(features, np.ndarray):
+        raise SelectionError(f"{flag}: {path} is an archive; save one array with numpy.save")
+    if features.ndim != 2 or features.dtype.kind not in "fiu" or 0 in features.shape:
+        raise SelectionError(
+            f"{flag}: {path} must hold a matrix of numbers (rows, columns), "
+            f"not shape {features.shape} of {features.dtype}"
+        )
+    if rows is not None and len(features) != rows:
+        raise SelectionError(
+            f"{flag}: {path} has {len(features)} rows for {rows} records; one row per record is needed"
+        )
+    return features
+
+
+def _is_npy(path: Path) -> bool:
+    with path.open("rb") as handle:
+        return handle.read(4) in (b"\x93NUM", b"PK\x03\x04")  # an archive of arrays is told of below

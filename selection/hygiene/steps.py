@@ -1,0 +1,335 @@
+"""A pool cleaned by the steps of `Hygiene`: which rows stay, which are cut, and why each other one went.
+
+    cleaned = clean(texts, Hygiene(exact=True, near=NearDuplicates()), references=[Reference("eval", test_texts)])
+    cleaned.kept                    # rows that stay, in their order
+    cleaned.pieces                  # row → spans that stay of it, where decontamination split it
+    for drop in cleaned.drops(ids): ...
+
+The texts are read two or three times and never held: `texts` is anything that can be iterated over again and again
+with the same result (a list, a view of a file), not a generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from selection.errors import SelectionError
+from selection.hygiene.config import Hygiene
+from selection.hygiene.decontaminate import Decontaminator, Spans
+from selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
+from selection.hygiene.filters import judge
+
+Progress = Callable[[str, int], None]
+"""Called as (what is done, rows so far)."""
+
+NamesOf = Callable[[np.ndarray], Sequence[str]]
+
+_DROPS_AT_ONCE = 4096
+CHARACTERS = 1 << 20
+"""Characters of a batch of texts, and at most 4,096 texts (one long text may be a batch of its own)."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Texts that the pool is compared with: of the target, or of the rows that are judged on."""
+
+    name: str
+    """"target" or "eval"."""
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What became of each of N rows."""
+
+    rule: np.ndarray
+    """(N,) uint8: number of the rule that dropped the row; 0: it stays."""
+    rules: Sequence[tuple[str, str]]
+    """(cause, rule in words) of each number."""
+    value: np.ndarray
+    """(N,) float64: the figure the rule judged; similarity with the match for duplicates; NaN where there is none."""
+    match: np.ndarray
+    """(N,) int64: −1, or the match: row j of the pool as R + j, text j of the references (one after another, R in all)
+    as j."""
+    references: Sequence[Reference]
+    pieces: Mapping[int, Spans]
+    """Row → (start, end) of the pieces that stay of it, in characters; only rows that were cut."""
+    diagnostics: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> np.ndarray:
+        """The rows that stay, whole or in pieces, ascending (int64)."""
+        return np.flatnonzero(self.rule == 0)
+
+    def counts(self) -> dict[str, int]:
+        """Dropped rows by cause; every cause that could have dropped one is named."""
+        found = dict.fromkeys((cause for cause, _ in self.rules[1:]), 0)
+        numbers = np.bincount(self.rule, minlength=len(self.rules))
+        for (cause, _), count in zip(self.rules[1:], numbers[1:].tolist(), strict=True):
+            found[cause] += count
+        return found
+
+    def drops(
+        self, ids: Sequence[str] | NamesOf, reference_ids: Mapping[str, Sequence[str]] | None = None
+    ) -> Iterator[dict]:
+        """One record for each row that was dropped or cut, in file order: `id, cause, rule, value, match, match_in`.
+
+        ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts
+        by its name; their places where absent.
+        `match` is the id of the record or text it repeats, `match_in` where that is ("pool" or a reference's name).
+        A row that was cut has the cause "cut" and its `pieces`.
+        """
+        cut = np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces))
+        rows = np.union1d(np.flatnonzero(self.rule), cut)
+        skip = sum(len(reference.texts) for reference in self.references)
+        for low in range(0, len(rows), _DROPS_AT_ONCE):
+            some = rows[low : low + _DROPS_AT_ONCE]
+            own = np.maximum(self.match[some] - skip, 0)  # of matches in the pool; of others row 0, which is not used
+            if callable(ids):
+                names, matches = ids(some), ids(own)
+            else:
+                names, matches = [ids[row] for row in some], [ids[row] for row in own]
+            for row, name, twin in zip(some.tolist(), names, matches, strict=True):
+                yield self._drop(row, name, twin, reference_ids or {})
+
+    def _drop(self, row: int, name: str, twin: str, reference_ids: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        cause, rule = self.rules[self.rule[row]] if self.rule[row] else ("cut", "words shared with eval cut out")
+        value = float(self.value[row])
+        where, place = self._place(int(self.match[row]))
+        if where is not None and where in reference_ids:
+            twin = reference_ids[where][place]
+        elif where != "pool":
+            twin = str(place)
+        record = {
+            "id": name,
+            "cause": cause,
+            "rule": rule,
+            "value": None if np.isnan(value) else value,
+            "match": None if where is None else twin,
+            "match_in": where,
+        }
+        return record | ({"pieces": self.pieces[row]} if row in self.pieces else {})
+
+    def _place(self, match: int) -> tuple[str | None, int]:
+        if match < 0:
+            return None, -1
+        for reference in self.references:
+            if match < len(reference.texts):
+                return reference.name, match
+            match -= len(reference.texts)
+        return "pool", match
+
+
+def clean(
+    texts: Iterable[str],
+    settings: Hygiene,
+    *,
+    references: Sequence[Reference] = (),
+    seed: int = 0,
+    batch_characters: int = CHARACTERS,
+    progress: Progress | None = None,
+) -> Cleaned:
+    """Judge every row of a pool.
+
+    Arguments:
+        texts: the pool's texts in file order, read two or three times.
+        references: their texts are never dropped. Those named in `settings.against` count as earlier rows for exact
+            and near-duplicates; those called "eval" are what decontamination looks for.
+        seed: of the hash functions of MinHash.
+        batch_characters: texts worked on at a time; the result does not depend on it.
+
+    Raises:
+        SelectionError: `texts` can be read only once or changes, or decontamination has nothing to look for.
+    """
+    if isinstance(texts, Iterator):
+        raise SelectionError(
+            "hygiene reads the texts more than once; pass a list or a view of the file, not a generator"
+        )
+    return _Cleaning(texts, settings, references, seed, batch_characters, progress).run()
+
+
+class _Cleaning:
+    """One run of `clean`: the rows are the references' texts first, then the pool's."""
+
+    def __init__(
+        self,
+        texts: Iterable[str],
+        settings: Hygiene,
+        references: Sequence[Reference],
+        seed: int,
+        batch_characters: int,
+        progress: Progress | None,
+    ):
+        self.texts = texts
+        self.settings = settings
+        self.references = references
+        self.batch_characters = batch_characters
+        self.progress = progress
+        self.earlier = [text for reference in references for text in reference.texts]
+        self.compared = np.concatenate(
+            [np.full(len(ref.texts), ref.name in settings.against) for ref in references] or [np.empty(0, dtype=bool)]
+        )
+        self.exact = ExactDuplicates() if settings.exact else None
+        self.near = None if settings.near is None else NearDuplicates(settings.near, seed=seed)
+        self.rules = [("kept", "")]
+        self.diagnostics: dict[str, Any] = {}
+        self.decontaminator = None
+        if settings.decontaminate is not None:
+            judged = [text for reference in references if reference.name == "eval" for text in reference.texts]
+            if not judged:
+                raise SelectionError(
+                    "decontaminate has no evaluation text to look for; name the files that are judged on"
+                )
+            self.decontaminator = Decontaminator(settings.decontaminate, judged)
+
+    def run(self) -> Cleaned:
+        self._first_pass()
+        self._drop_exact()
+        if self.near is not None:
+            self.near.propose(self._alive())
+        if self.near is not None or self.decontaminator is not None:
+            self._second_pass()
+        self._drop_near()
+        pieces = self._decontaminate()
+        return Cleaned(
+            rule=self.rule,
+            rules=self.rules,
+            value=self.value,
+            match=self.match,
+            references=self.references,
+            pieces=pieces,
+            diagnostics=self.diagnostics,
+        )
+
+    def _first_pass(self) -> None:
+        """Filters, digests of whole texts and band keys."""
+        rules, values = [], []
+        for batch in self._batches(chain(self.earlier, self.texts), "filters and signatures", whole=True):
+            numbers = np.zeros(len(batch), np.uint8)
+            figures = np.full(len(batch), np.nan)
+            for cause, (rule, broken, figure) in judge(batch, self.settings):
+                fresh = broken & (numbers == 0)
+                numbers[fresh] = self._number(cause, rule)
+                figures[fresh] = figure[fresh]
+            rules.append(numbers)
+            values.append(figures)
+            normalised = [normalise(text) for text in batch] if self.exact or self.near else []
+            if self.exact is not None:
+                self.exact.add(normalised)
+            if self.near is not None:
+                self.near.sign(normalised)
+        skip = len(self.earlier)
+        self.rule = np.concatenate([np.empty(0, np.uint8), *rules])[skip:]
+        self.value = np.concatenate([np.empty(0), *values])[skip:]
+        self.match = np.full(len(self.rule), -1)
+
+    def _second_pass(self) -> None:
+        """Shingle sets of proposed rows, and n-grams shared with evaluation texts."""
+        if self.near is not None:
+            for batch in self._batches(self.earlier, "", whole=False):
+                self.near.collect([normalise(text) for text in batch])
+        rows = 0
+        for batch in self._batches(self.texts, "pairs and n-grams", whole=False):
+            rows += len(batch)
+            if self.near is not None:
+                self.near.collect([normalise(text) for text in batch])
+            if self.decontaminator is not None:
+                self.decontaminator.match(batch)
+        if rows != len(self.rule):
+            raise SelectionError(
+                f"the pool had {len(self.rule)} texts when it was read first and {rows} the second time; "
+                "pass texts that stay the same"
+            )
+
+    def _drop_exact(self) -> None:
+        if self.exact is not None:
+            self._drop_repeats(self.exact.first(self._alive()), "exact-duplicate", "the same text")
+
+    def _drop_near(self) -> None:
+        if self.near is not None:
+            first, similarity = self.near.resolve()
+            assert self.settings.near is not None
+            rule = f"Jaccard similarity of at least {self.settings.near.threshold:g}, or a chain of such pairs"
+            self.value[:] = np.where(
+                self._drop_repeats(first, "near-duplicate", rule), similarity[len(self.earlier) :], self.value
+            )
+            self.diagnostics["near"] = self.near.diagnostics
+
+    def _drop_repeats(self, first: np.ndarray, cause: str, rule: str) -> np.ndarray:
+        """Drop the rows of the pool that have an earlier `first`; (N,) bool: which."""
+        number = self._number(cause, rule)
+        skip = len(self.earlier)
+        repeats = first[skip:] != np.arange(skip, len(first))
+        self.rule[repeats] = number
+        self.match[repeats] = first[skip:][repeats]
+        return repeats
+
+    def _decontaminate(self) -> dict[int, Spans]:
+        finder, settings = self.decontaminator, self.settings.decontaminate
+        if finder is None or settings is None:
+            return {}
+        rows, owner = finder.contaminated(self.rule == 0)
+        self.diagnostics["decontaminate"] = finder.diagnostics
+        before = 0  # the evaluation texts' place among the references
+        places: list[int] = []
+        for reference in self.references:
+            if reference.name == "eval":
+                places += range(before, before + len(reference.texts))
+            before += len(reference.texts)
+        self.match[rows] = np.array(places)[owner]
+        if settings.action == "drop":
+            self.rule[rows] = self._number("contaminated", f"{settings.ngram} words in a row shared with eval")
+            return {}
+        nothing = self._number("contaminated", f"no piece of {settings.min_chars} characters left")
+        many = self._number("contaminated", f"more than {settings.max_pieces} pieces left")
+        pieces: dict[int, Spans] = {}
+        row = 0
+        for batch in self._batches(self.texts, "cutting", whole=False) if len(rows) else ():
+            for hit in rows[np.searchsorted(rows, row) : np.searchsorted(rows, row + len(batch))].tolist():
+                left = _without_blanks(batch[hit - row], finder.cut(batch[hit - row]))
+                if 0 < len(left) <= settings.max_pieces:
+                    pieces[hit] = left
+                else:
+                    self.rule[hit] = many if left else nothing
+                    self.value[hit] = len(left)
+            row += len(batch)
+        return pieces
+
+    def _alive(self) -> np.ndarray:
+        """(R + N,) bool: rows that take part in a comparison."""
+        return np.concatenate([self.compared, self.rule == 0])
+
+    def _number(self, cause: str, rule: str) -> int:
+        if (cause, rule) not in self.rules:
+            self.rules.append((cause, rule))
+        return self.rules.index((cause, rule))
+
+    def _batches(self, texts: Iterable[str], what: str, *, whole: bool) -> Iterator[list[str]]:
+        """The texts in lists of bounded size. `whole`: they begin with the references' texts."""
+        done = -len(self.earlier) if whole else 0
+        batch: list[str] = []
+        held = 0
+        for text in texts:
+            if batch and (held + len(text) > self.batch_characters or len(batch) == 4096):
+                yield batch
+                done += len(batch)
+                if self.progress is not None and what:
+                    self.progress(what, max(done, 0))
+                batch, held = [], 0
+            batch.append(text)
+            held += len(text)
+        if batch:
+            yield batch
+            if self.progress is not None and what:
+                self.progress(what, max(done + len(batch), 0))
+
+
+def _without_blanks(text: str, spans: Spans) -> Spans:
+    """The spans without the blanks at their ends."""
+    found = [(end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans]
+    return [(start, end) for start, end in found if start < end]
