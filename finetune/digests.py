@@ -28,6 +28,12 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def adapter_digest(run: Path) -> str:
+    """SHA-256 of a run's adapter weights, empty if there are none: says whether a measurement is of this adapter."""
+    file = run / "adapter" / "adapter_model.safetensors"
+    return digest(file) if file.is_file() else ""
+
+
 def record_digest(record: Mapping[str, object]) -> str:
     """SHA-256 of a JSON record, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from experiments.select.select import select as select
     from experiments.sweep import sweep as sweep
     from experiments.workflows.evaluate import evaluate_run as evaluate_run
-    from experiments.workflows.train import resume as resume
-    from experiments.workflows.train import train as train
     from finetune.data import read_rows as read_rows
     from finetune.errors import UserError as UserError
+    from flatshift.api import resume as resume
+    from flatshift.api import train as train
     from regularizers import GGPO as GGPO
     from selection import GotDSelector as GotDSelector
     from selection import Pool as Pool
@@ -29,8 +29,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Recipe": "experiments.recipe.config",
     "load_recipe": "experiments.recipe",
-    "train": "experiments.workflows.train",
-    "resume": "experiments.workflows.train",
+    "train": "flatshift.api",
+    "resume": "flatshift.api",
     "select": "experiments.select.select",
     "sweep": "experiments.sweep",
     "evaluate_run": "experiments.workflows.evaluate",

@@ -28,7 +28,7 @@ from finetune.launch import consistency, failure, spawn
 from finetune.parallel.rules import Settings, check_settings
 from finetune.quantised import check_available
 from finetune.run_directory import RECIPE, refuse_old
-from flatshift import leaving
+from flatshift import api, leaving
 from flatshift.flags import (
     CompareFlags,
     DemoFlags,
@@ -72,7 +72,8 @@ def _demo(argv: list[str]) -> int:
     flags = _parse(DemoFlags, "demo", argv)
     from experiments.workflows.demo import demo
 
-    return demo(flags.out)
+    print(demo(flags.out, draw=api.draw))
+    return 0
 
 
 def _select(argv: list[str]) -> int:
@@ -137,7 +138,7 @@ def _train(argv: list[str]) -> int:
             return _train([*argv, *chosen])
         if spawn.wants_ranks(found.recipe.mesh):
             return _spawn("train", argv, found.recipe, flags.resume)
-        return _trained(flags, lambda: _pipeline().resume(flags.resume, overrides, quiet=flags.json))
+        return _trained(flags, lambda: api.resume(flags.resume, overrides, quiet=flags.json))
     resolved = load_recipe(flags.recipe, overrides)
     if chosen := mesh_flags(resolved.recipe):
         return _train([*argv, *chosen])
@@ -149,10 +150,10 @@ def _train(argv: list[str]) -> int:
         return _spawn("train", argv, resolved.recipe, flags.out)
     if flags.out is not None and spawn.restarted() and (flags.out / RECIPE).is_file():
         _, axes = _split_overrides(axis_flags(resolved.recipe.mesh), TrainFlags)  # there may be fewer ranks than before
-        return _trained(flags, lambda: _pipeline().resume(flags.out, axes, quiet=flags.json))
+        return _trained(flags, lambda: api.resume(flags.out, axes, quiet=flags.json))
     if flags.out is None and failure.several() and spawn.restarts_allowed():
         raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
-    return _trained(flags, lambda: _pipeline().train(resolved, flags.out, quiet=flags.json))
+    return _trained(flags, lambda: api.train(resolved, flags.out, quiet=flags.json))
 
 
 def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
@@ -162,12 +163,6 @@ def _spawn(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
     return spawn.spawn(
         ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
     )
-
-
-def _pipeline() -> Any:
-    from experiments.workflows import train as pipeline
-
-    return pipeline
 
 
 def _trained(flags: TrainFlags, train: Callable[[], dict[str, Any]]) -> int:
@@ -265,7 +260,9 @@ def _sharpness(flags: EvalFlags, overrides: list[Any]) -> int:
     from experiments.workflows.sharpness import measure_run, render
 
     rest = {name: value for name, value in given.items() if name not in own}
-    result = measure_run(flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, **rest)
+    result = measure_run(
+        flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, draw=api.draw, **rest
+    )
     print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
     return 0
 

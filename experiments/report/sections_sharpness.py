@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 from experiments.report import findings, formats, plots_sharpness
 from experiments.report.blocks import Block, Figures, Notes, Section, Table
 from experiments.report.load import Run
+from finetune.digests import adapter_digest
+from regularizers.sharpness.config import measure_name
 
 
 def sharpness_sections(run: Run) -> list[Section]:
@@ -73,20 +73,3 @@ def _notes(run: Run, found: dict[str, Any]) -> list[str]:
     if digest and digest != adapter_digest(run.path):
         notes.append("Measured before the adapter was trained further; run `flatshift eval RUN_DIR --sharpness` again.")
     return notes
-
-
-def measure_name(key: str) -> str:
-    """`rise_sigma_0.05` → `mean rise at σ = 0.05`; keys as in `regularizers.sharpness.Measured`."""
-    fixed = {"lambda_max": "λ_max", "lambda_min": "λ_min", "trace": "trace of the Hessian"}
-    if key in fixed:
-        return fixed[key]
-    if key.startswith("rise_sigma_"):
-        return f"mean rise at σ = {key.removeprefix('rise_sigma_')}"
-    radius, _, steps = key.removeprefix("sam_rho_").partition("_steps_")
-    return f"highest rise within ρ = {radius}, " + (f"{steps} steps" if steps else "one step")
-
-
-def adapter_digest(path: Path) -> str:
-    """SHA-256 of a run's adapter weights, empty if there are none: says whether a measurement is of this adapter."""
-    file = path / "adapter" / "adapter_model.safetensors"
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""

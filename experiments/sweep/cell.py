@@ -142,7 +142,9 @@ def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | N
     Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
     goes on failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
     """
+    from experiments.cells.refusing import refuse_tracked
     from experiments.data.splits import prepare
+    from experiments.workflows.context import opened
     from experiments.workflows.run_parts import remove_weights
     from experiments.workflows.train import execute
 
@@ -151,9 +153,11 @@ def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | N
         recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, threads=threads))
 
     def measure() -> dict[str, Any]:
+        refuse_tracked(recipe)
         prepared = prepare(recipe)
         run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
-        metrics = execute(run, recipe, prepared, Console(quiet=True, log=run.log), report=False)
+        with opened(recipe, run, Console(quiet=True, log=run.log), cell=True) as context:
+            metrics = execute(context, prepared)
         remove_weights(directory)
         return metrics
 

@@ -294,23 +294,24 @@ def _train(group: Sequence[_Member], clock: _Clock, stop: Callable[[], bool], st
 
 def _arguments(member: _Member, tokenizer: Any, clock: _Clock, stacked: int) -> bool:
     """Make its batches and say what `flatshift train` would say; False if that already is its end."""
-    from experiments.workflows.train import FINE_TUNE, stage_arguments
+    from experiments.workflows.context import RunContext
+    from experiments.workflows.train import fine_tune, stage_arguments
+    from finetune.train.trackers import Trackers
 
     def measure() -> None:
         assert member.run is not None and member.prepared is not None
-        recipe = member.recipe
-        member.arguments = stage_arguments(
-            member.run,
-            recipe,
-            Console(quiet=True, log=member.run.log),
-            member.engine,
-            tokenizer,
-            name=FINE_TUNE,
-            task=recipe.task,
-            prepared=member.prepared,
-            optimizer=recipe.optimizer,
-            train=dataclasses.replace(recipe.train, threads=None),  # the stack's own are set
+        own = dataclasses.replace(member.recipe.train, threads=None)  # the stack's threads are set
+        recipe = dataclasses.replace(member.recipe, train=own)
+        context = RunContext(
+            recipe=recipe,
+            run=member.run,
+            console=Console(quiet=True, log=member.run.log),
+            world=member.engine.world,
+            stop=lambda: False,
+            trackers=Trackers(member.run.log),
+            cell=True,
         )
+        member.arguments = stage_arguments(context, fine_tune(recipe, member.prepared), member.engine, tokenizer)
 
     return _attempt(member, measure, clock, stacked)
 

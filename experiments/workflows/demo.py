@@ -16,6 +16,7 @@ from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.study import study
 from experiments.sweep import sweep
+from experiments.workflows.context import Draw
 from experiments.workflows.train import resume, train
 from finetune.atomic import write_json
 from finetune.lock import owned
@@ -68,17 +69,17 @@ _SWEEP = {
 """Four passes over 60 rows; the shipped recipe makes eight over 300."""
 
 
-def demo(out: Path) -> int:
-    """Run select → warm-up → fine-tune, the six-arm comparison and a rank sweep into `out`; prints the report's path.
+def demo(out: Path, *, draw: Draw) -> Path:
+    """Run select → warm-up → fine-tune, the six-arm comparison and a rank sweep into `out`; returns the report's path.
 
     A demo that was stopped is continued, a finished one only reports again.
     Raises UserError for a directory that holds something else or is in use, Interrupted when stopped.
     """
     with owned(out):
-        return _demo(out)
+        return _demo(out, draw)
 
 
-def _demo(out: Path) -> int:
+def _demo(out: Path, draw: Draw) -> Path:
     marker = out / "demo.json"
     if not marker.is_file():
         refuse_nonempty(out)
@@ -93,9 +94,9 @@ def _demo(out: Path) -> int:
         f"texts cut to {_RUN['train.max_length']} tokens"
     )
     if (out / "warmup").is_dir():
-        resume(out / "warmup")
+        resume(out / "warmup", draw=draw)
     else:
-        train(load_recipe("warmup", _laid(_RUN)), out / "warmup")
+        train(load_recipe("warmup", _laid(_RUN)), out / "warmup", draw=draw)
     console.say("2/3  Compare: cold, random and GOT-D warm-up, plain and GGPO, on paired seeds")
     console.say(
         f"     small: two seeds, {_STUDY['train.steps']} steps, {_STUDY['data.test.limit']} test rows cut to "
@@ -116,14 +117,11 @@ def _demo(out: Path) -> int:
         jobs=jobs,
     )
     write_provenance(out)
-    from experiments.report import build_report
-
-    page = build_report([out / "warmup", out / "study", out / "sweep"], out=out / "report.html")
+    page = draw(out, out / "warmup", out / "study", out / "sweep")
     console.say(
         f"done in {time.monotonic() - started:.0f} s; `flatshift train warmup --out runs/warmup` is the whole recipe"
     )
-    print(page)
-    return 0
+    return page
 
 
 def _laid(settings: Mapping[str, Any]) -> list[Branch]:

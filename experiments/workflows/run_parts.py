@@ -21,12 +21,12 @@ _ANEW = {"log.txt", "sharpness.json", "harness.json"}
 """What later commands write."""
 
 
-def is_finished(path: Path, recipe: Recipe) -> bool:
-    """Whether every part of the run is there, with as many steps as the recipe asks for."""
+def is_finished(path: Path, recipe: Recipe, *, drawn: bool) -> bool:
+    """Whether every part of the run is there, with as many steps as the recipe asks for; `drawn`: its page too."""
     done = path / "stages" / FINE_TUNE / DONE
     if not (done.is_file() and (path / "adapter").is_dir()):
         return False
-    if not all((path / name).is_file() for name in ("eval.json", "report.html", DONE)):
+    if not all((path / name).is_file() for name in ("eval.json", DONE, *["report.html"] * drawn)):
         return False
     return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
 

@@ -17,17 +17,19 @@ from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
-from experiments.report.sections_sharpness import adapter_digest, measure_name
 from experiments.run.console import Console
 from experiments.workflows.build import lay_out, lost_lines
+from experiments.workflows.context import Draw
 from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
 from finetune.compute.loss import batch_loss
 from finetune.compute.numerics import cpu_threads
 from finetune.data import Example, iterate_eval
+from finetune.digests import adapter_digest
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
 from regularizers.sharpness import Measured, Sharpness, measure
+from regularizers.sharpness.config import measure_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,8 +49,9 @@ def measure_run(
     seed: int = 0,
     overrides: Sequence[Branch] = (),
     quiet: bool = False,
+    draw: Draw | None = None,
 ) -> dict[str, Any]:
-    """Measure the adapter of a run and write `sharpness.json`, plots/ and report.html there; returns the first.
+    """Measure the adapter of a run and write `sharpness.json` there; returns it.
 
     Args:
         batches: of `train.batch_size` rows each; fewer if the split has not as many.
@@ -56,6 +59,7 @@ def measure_run(
         data: files to take rows from instead (the split is called `data`).
         seed: of the choice of rows and of all random directions.
         overrides: another device than the run's, or no mesh.
+        draw: draws plots/ and report.html of the run anew.
 
     Raises:
         UserError: `path` is no run directory, has no adapter yet, or ran on a mesh; the split has no rows.
@@ -102,12 +106,10 @@ def measure_run(
             found = measure(engine.model, loss, settings, seed=seed, progress=bar)
     result = _result(found, settings, split=name, rows=len(rows), supervised=supervised, seed=seed, path=path)
     write_json(path / FILE, result)
-    from experiments.report import build_report, write_plots
-
     for old in (path / "plots").glob("sharpness-*.svg"):  # of another measurement, maybe of a space not asked for now
         old.unlink()
-    write_plots(path)
-    console.say(f"report: {build_report([path], out=path / 'report.html')}")
+    if draw is not None:
+        console.say(f"report: {draw(path)}")
     return result
 
 

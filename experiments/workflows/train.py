@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from experiments.cells.refusing import refuse_tracked
 from experiments.checkrecipe import check_recipe as check_recipe
 from experiments.data.lengths import check_memory
 from experiments.data.sources import check_supply, mixture_record, padding_line, supply, supply_lines
@@ -37,10 +36,11 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
-from experiments.run.console import Console, graceful_stop
+from experiments.run.console import Console
 from experiments.run.resumable_directory import unfinished
 from experiments.select.select import select_into
-from experiments.workflows.build import judge_splits, lay_out, lost_lines
+from experiments.workflows.build import judge_splits, lost_lines
+from experiments.workflows.context import Draw, RunContext, opened
 from experiments.workflows.initial_adapter import (
     backbone_record,
     beginning,
@@ -60,9 +60,7 @@ from experiments.workflows.run_parts import (
 )
 from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
-from finetune.backbone import load_tokenizer, resolve_device
-from finetune.compute.matmul_rate import peak_rate
-from finetune.compute.numerics import cpu_threads
+from finetune.backbone import load_tokenizer
 from finetune.config import Optimizer, Train
 from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
 from finetune.data.units import fold_units
@@ -79,23 +77,23 @@ from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import train_stage
 from finetune.train.throughput import rate_text
-from finetune.train.trackers import Trackers, open_trackers
 from regularizers import build as build_regularizer
 
 LABEL_NOISE = "label_noise.json"
-Stop = Callable[[], bool]
 
 
-def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -> dict[str, Any]:
+def train(
+    resolved: Resolved, out: Path | None = None, *, quiet: bool = False, draw: Draw | None = None
+) -> dict[str, Any]:
     """Run a recipe into a new run directory and return its eval.json.
 
-    out: directory to make, by default `runs/DATE-TIME-NAME`.
+    out: directory to make, by default `runs/DATE-TIME-NAME`. draw: draws its page when all is done.
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
     check_recipe(resolved.recipe)
     if out is None:
         with consistency.dated_directory("runs", resolved.name) as out:
-            return train(resolved, out, quiet=quiet)
+            return train(resolved, out, quiet=quiet, draw=draw)
     said: list[str] = []
     with _mesh(resolved.recipe, path=out) as world, _alone_in(out, world):
         if world.is_main:
@@ -123,7 +121,8 @@ def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -
         for line in said:
             console.say(line)
         try:
-            return execute(run, recipe, prepared, console, world=world)
+            with opened(recipe, run, console, world, draw=draw) as context:
+                return execute(context, prepared)
         except (ValueError, OutOfMemory):  # the user's mistakes are of the first family
             if world.is_main:
                 leave(run.path, console)
@@ -145,9 +144,12 @@ def _mesh(recipe: Recipe, *, path: Path) -> Iterator[World]:
     spawn.leave(world)
 
 
-def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
+def resume(
+    path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False, draw: Draw | None = None
+) -> dict[str, Any]:
     """Continue a run directory exactly where it stopped; a finished one returns at once.
 
+    draw: draws its page when all is done, or where it has none.
     Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
     not allowed.
     """
@@ -170,7 +172,7 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
         console = Console(quiet=quiet or not world.is_main, log=run.log)
         for line in said:
             console.say(line)
-        if is_finished(run.path, resolved.recipe):
+        if is_finished(run.path, resolved.recipe, drawn=draw is not None):
             check_files(run.path)
             result = read_object(run.path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
@@ -183,124 +185,60 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
             fsync_directory(run.path)  # before any file that it lists changes
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
         world.wait()
-        return execute(run, resolved.recipe, prepare(resolved.recipe), console, world=world)
+        prepared = prepare(resolved.recipe)
+        with opened(resolved.recipe, run, console, world, draw=draw) as context:
+            return execute(context, prepared)
 
 
-def execute(
-    run: RunDirectory,
-    recipe: Recipe,
-    prepared: Prepared,
-    console: Console,
-    *,
-    report: bool = True,
-    world: World | None = None,
-) -> dict[str, Any]:
-    """Run every part that is not finished yet; returns eval.json. On a mesh every rank calls this.
-
-    world: this rank's place in the recipe's mesh; None for a single process.
-    """
-    if world is None:
-        if recipe.mesh.size > 1 or recipe.mesh.auto:
-            raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1 and auto off")
-        world = World.alone(resolve_device(recipe.train.device))
-    run = dataclasses.replace(run, writes=world.is_main)
-    if not report:
-        refuse_tracked(recipe)
-    with ExitStack() as around:
-        around.enter_context(cpu_threads(recipe.train.threads))
-        stop = around.enter_context(graceful_stop(console.say))
-        trackers = open_trackers(recipe.tracker, run, config=dataclasses.asdict(recipe), say=console.say)
-        around.callback(trackers.close)
-        peak = _peak(recipe, world, console) if report else None
-        started = time.monotonic()
-        previous = None
-        if recipe.warmup is not None:
-            _selection(run, recipe, console, world)
-            previous = _warm_up(run, recipe, console, stop, world, before=report, trackers=trackers, peak=peak)
-        fine_tuned = _stage(
-            run,
-            recipe,
-            console,
-            stop,
-            world,
-            name=FINE_TUNE,
-            task=recipe.task,
-            prepared=prepared,
-            optimizer=recipe.optimizer,
-            train=recipe.train,
-            previous=previous,
-            trackers=trackers,
-            peak=peak,
-        )
-        result = _evaluate(run, recipe, prepared, fine_tuned, console, world)
-        if world.is_main:
-            write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
-        if report and world.is_main:
-            write_json(run.path / DONE, {FILES: run_sums(run.path)})  # of a cell, its sweep's speaks
-            from experiments.report import build_report, write_plots
-
-            write_plots(run.path)
-            console.say(f"report: {build_report([run.path], out=run.path / 'report.html')}")
+def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
+    """Run every part that is not finished yet; returns eval.json. On a mesh every rank calls this."""
+    run = context.run
+    started = time.monotonic()
+    warmed = None
+    if context.recipe.warmup is not None:
+        _select(context)
+        warmed = _warm_up(context)
+    adapter = _stage(context, fine_tune(context.recipe, prepared, previous=warmed))
+    result = _evaluate(context, prepared, adapter)
+    if context.world.is_main:
+        write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
+    if context.world.is_main and not context.cell:
+        write_json(run.path / DONE, {FILES: run_sums(run.path)})  # of a cell, its sweep's speaks
+        if context.draw is not None:
+            context.console.say(f"report: {context.draw(run.path)}")
     return result
 
 
-def _peak(recipe: Recipe, world: World, console: Console) -> float:
-    """What one device can do, TFLOP/s: what the recipe says, or what it is seen to do."""
-    if recipe.train.peak_tflops is not None:
-        return recipe.train.peak_tflops
-    precision = recipe.train.precision
-    peak = peak_rate(str(world.device), precision) / 1e12
-    shown = f"{peak:.3g} TFLOP/s" if peak >= 1 else f"{1000 * peak:.3g} GFLOP/s"
-    threads = torch.get_num_threads()
-    where = f"{threads} thread{'s' if threads > 1 else ''}" if world.device.type == "cpu" else "one device"
-    console.say(f"peak: {shown}, measured: the best {precision} matrix product on {where}; MFU is a share of it")
-    return peak
-
-
-def _selection(run: RunDirectory, recipe: Recipe, console: Console, world: World) -> None:
+def _select(context: RunContext) -> None:
     """Choose the warm-up data, on the main rank; the others wait."""
+    recipe = context.recipe
     assert recipe.select is not None
-    directory = run.path / "selection"
-    if world.is_main and not (directory / "manifest.json").is_file():
+    directory = context.run.path / "selection"
+    if context.world.is_main and not (directory / "manifest.json").is_file():
         # A resumed run may change its steps and its mesh, so not the whole recipe names what is being made.
         about = yaml.safe_dump({"seed": recipe.train.seed, "select": dataclasses.asdict(recipe.select)})
         with (
             disk_full_interrupts(f"selecting into {directory}"),
             unfinished(directory, about, command="`flatshift train --resume`") as work,
         ):
-            select_into(recipe, work.directory, console, state=work.state)
-    world.wait()
+            select_into(recipe, work.directory, context.console, state=work.state)
+    context.world.wait()
 
 
-def _warm_up(
-    run: RunDirectory,
-    recipe: Recipe,
-    console: Console,
-    stop: Stop,
-    world: World,
-    *,
-    before: bool,
-    trackers: Trackers,
-    peak: float | None,
-) -> Path:
+def _warm_up(context: RunContext) -> Path:
     """Language modelling on the selection; returns the adapter that fine-tuning continues."""
+    recipe, world = context.recipe, context.world
     assert recipe.warmup is not None
-    warmup = recipe.warmup
+    warmup, folder = recipe.warmup, context.run.path / "selection"
     task, reason = warm_up_task(recipe)
-    console.say(f"warm-up: {task.kind}, {reason}")
+    context.console.say(f"warm-up: {task.kind}, {reason}")
     check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, task))
     columns = recipe.select.columns if recipe.select is not None else recipe.data.columns
-    check_files(run.path / "selection")
-    prepared = prepare_texts(recipe, [str(run.path / "selection" / "selected.jsonl")], columns, task)
-    adapter = _stage(
-        run,
-        recipe,
-        console,
-        stop,
-        world,
+    check_files(folder)
+    plan = StagePlan(
         name=WARM_UP,
         task=task,
-        prepared=prepared,
+        prepared=prepare_texts(recipe, [str(folder / "selected.jsonl")], columns, task),
         optimizer=dataclasses.replace(recipe.optimizer, lr=warmup.lr),
         train=dataclasses.replace(
             recipe.train,
@@ -312,16 +250,14 @@ def _warm_up(
             patience=None,
             group=None if task.pack else recipe.train.group,
         ),
-        previous=None,
-        trackers=trackers,
-        peak=peak,
     )
+    adapter = _stage(context, plan)
     # A sweep cell needs only its own figure; before is the same for all of them.
-    wanted = {"before": None, "eval": adapter} if before else {"eval": adapter}
+    wanted = {"eval": adapter} if context.cell else {"before": None, "eval": adapter}
     for name, judged in wanted.items():
-        path = run.path / "stages" / WARM_UP / f"{name}.json"
+        path = context.run.path / "stages" / WARM_UP / f"{name}.json"
         if not path.is_file():
-            only = ("dev", "test") if before else ("test",)
+            only = ("test",) if context.cell else ("dev", "test")
             figures = text_perplexity(recipe, judged, task=task, only=only, world=world)
             if world.is_main:
                 write_json(path, figures)
@@ -329,88 +265,85 @@ def _warm_up(
     return adapter
 
 
-def _stage(
-    run: RunDirectory,
-    recipe: Recipe,
-    console: Console,
-    stop: Stop,
-    world: World,
-    *,
-    name: str,
-    task: Task,
-    prepared: Prepared,
-    optimizer: Optimizer,
-    train: Train,
-    previous: Path | None,
-    trackers: Trackers,
-    peak: float | None,
-) -> Path:
-    """Train one stage unless it is finished; returns the directory of its adapter."""
-    adapter = run.path / "stages" / name / "adapter"
-    done = run.path / "stages" / name / "done.json"
-    if done.is_file() and read_object(done, "target_steps")["target_steps"] == train.steps:
-        return adapter
-    initial, rows = beginning(run.path, recipe, task, prepared, lambda: load_tokenizer(recipe.backbone))
-    engine, tokenizer = lay_out(
-        recipe, task, prepared.label_names, world=world, say=console.say, initial=initial, calibration=rows
-    )
-    if previous is not None:
-        engine.load_adapter(previous, partial=True)
-    else:
-        settle_beginning(run.path, recipe, engine, console.say)
-    arguments = stage_arguments(
-        run,
-        recipe,
-        console,
-        engine,
-        tokenizer,
-        name=name,
-        task=task,
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What a stage trains, on what, and how; the rest is its run's (`RunContext`)."""
+
+    name: str
+    task: Task
+    prepared: Prepared
+    optimizer: Optimizer
+    train: Train
+    previous: Path | None = None
+    """The adapter of the stage before, which it continues."""
+
+
+def fine_tune(recipe: Recipe, prepared: Prepared, previous: Path | None = None) -> StagePlan:
+    """The recipe's own stage, on its own task."""
+    return StagePlan(
+        name=FINE_TUNE,
+        task=recipe.task,
         prepared=prepared,
-        optimizer=optimizer,
-        train=train,
+        optimizer=recipe.optimizer,
+        train=recipe.train,
+        previous=previous,
     )
-    with console.task(name, train.steps, "steps") as bar:
+
+
+def _stage(context: RunContext, plan: StagePlan) -> Path:
+    """Train one stage unless it is finished; returns the directory of its adapter."""
+    recipe, console, path = context.recipe, context.console, context.run.path
+    adapter, done = (path / "stages" / plan.name / name for name in ("adapter", DONE))
+    if done.is_file() and read_object(done, "target_steps")["target_steps"] == plan.train.steps:
+        return adapter
+    initial, rows = beginning(path, recipe, plan.task, plan.prepared, lambda: load_tokenizer(recipe.backbone))
+    engine, tokenizer = context.lay_out(
+        recipe,
+        plan.task,
+        plan.prepared.label_names,
+        world=context.world,
+        say=console.say,
+        initial=initial,
+        calibration=rows,
+    )
+    if plan.previous is not None:
+        engine.load_adapter(plan.previous, partial=True)
+    else:
+        settle_beginning(path, recipe, engine, console.say)
+    arguments = stage_arguments(context, plan, engine, tokenizer)
+    with console.task(plan.name, plan.train.steps, "steps") as bar:
         rates: list[str] = [""]
 
         def on_step(line: dict[str, Any]) -> None:
             rates[0] = rate_text(line) or rates[0]
             loss = "left out" if line.get("skipped") else f"loss {line['loss']:.3f}"
             bar(line["step"], ", ".join(filter(None, [loss, rates[0]])))
+            if context.probe is not None and plan.name == FINE_TUNE:
+                context.probe.step(line)
 
         result = train_stage(
             engine,
             tokenizer,
             **arguments,
             on_step=on_step,
-            stop=stop,
-            track=trackers.log,
-            peak_tflops=peak,
+            stop=context.stop,
+            track=context.trackers.log,
+            peak_tflops=context.peak_tflops,
             say=console.say,
         )
     if result.skipped or result.rewinds:
         console.say(
-            f"{name}: {result.skipped} updates were left out, {result.rewinds} spikes gone back from (log.txt has them)"
+            f"{plan.name}: {result.skipped} updates were left out, {result.rewinds} spikes gone back from (log.txt has "
+            "them)"
         )
     return adapter
 
 
-def stage_arguments(
-    run: RunDirectory,
-    recipe: Recipe,
-    console: Console,
-    engine: Engine,
-    tokenizer: Any,
-    *,
-    name: str,
-    task: Task,
-    prepared: Prepared,
-    optimizer: Optimizer,
-    train: Train,
-) -> dict[str, Any]:
-    """What `finetune.train.loop.train_stage` is told of the stage `name`; says what there is to know of it before step
-    1."""
-    seed = derive(train.seed, name)
+def stage_arguments(context: RunContext, plan: StagePlan, engine: Engine, tokenizer: Any) -> dict[str, Any]:
+    """What `train_stage` is told of a stage; says what there is to know of it before step 1."""
+    recipe, prepared, task, train = context.recipe, plan.prepared, plan.task, plan.train
+    say, last = context.console.say, plan.name == FINE_TUNE
+    seed = derive(train.seed, plan.name)
     batches = Batches(
         prepared.train,
         task=task,
@@ -429,54 +362,54 @@ def stage_arguments(
         refuse_leaks(engine.judged)
     told = supply(batches, prepared.mixture, train.steps)
     for line in supply_lines(told, train.steps, about=batches.packed):
-        console.say(line)
-    console.say(padding_line(batches, train))
+        say(line)
+    say(padding_line(batches, train))
     for line in lost_lines(prepared, train.max_length):
-        console.say(line)
+        say(line)
     if prepared.flipped:
-        console.say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
+        say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     if engine.world.size == 1:
-        plan = plan_lines(engine.model, train=train, optimizer=optimizer)
+        fits = plan_lines(engine.model, train=train, optimizer=plan.optimizer)
     else:
-        plan = mesh_lines(engine, mesh=recipe.mesh, train=train, optimizer=optimizer)
-    for line in plan:
-        console.say(line)
-    if name == FINE_TUNE and prepared.flipped and engine.is_main:
-        write_json(run.path / LABEL_NOISE, noise_record(recipe, prepared))
+        fits = mesh_lines(engine, mesh=recipe.mesh, train=train, optimizer=plan.optimizer)
+    for line in fits:
+        say(line)
+    if last and prepared.flipped and engine.is_main:
+        write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))
     fresh = getattr(engine.peft.get_base_model(), "new_parameters", ())
     if fresh and not task.by_example:
-        console.say(
+        say(
             f"the backbone's checkpoint has no masked-LM head: its transform is drawn by train.seed and trains whole, "
             f"its bias stays 0 ({', '.join(fresh)})"
         )
-    panel = first_batch_panel(batches.at(0)[0], tokenizer, task, label_names=prepared.label_names, units=prepared.units)
-    console.say(panel)
+    say(first_batch_panel(batches.at(0)[0], tokenizer, task, label_names=prepared.label_names, units=prepared.units))
     return {
-        "stage": name,
+        "stage": plan.name,
         "task": task,
         "batches": batches,
-        "dev": prepared.dev if name == FINE_TUNE else [],
-        "optimizer": optimizer,
+        "dev": prepared.dev if last else [],
+        "optimizer": plan.optimizer,
         "train": train,
         "evaluate": recipe.eval,
         "regularizer": build_regularizer(recipe.regularizer),
-        "run": run,
+        "run": context.run,
         "seed": seed,
         "label_names": prepared.label_names,
-        "recording": recording_of(recipe, prepared) if name == FINE_TUNE else None,
+        "recording": recording_of(recipe, prepared) if last else None,
     }
 
 
-def _evaluate(
-    run: RunDirectory, recipe: Recipe, prepared: Prepared, adapter: Path, console: Console, world: World
-) -> dict[str, dict[str, Any]]:
+def _evaluate(context: RunContext, prepared: Prepared, adapter: Path) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
-    engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=adapter)
+    recipe, world = context.recipe, context.world
+    engine, tokenizer = context.lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=adapter)
     fold_units(engine.parameters, prepared.units)
-    engine.save_adapter(run.path / "adapter")
+    engine.save_adapter(context.run.path / "adapter")
     with watchdog.unhurried("evaluating"):
-        result = judge_splits(recipe, engine, tokenizer, prepared, console.say)
+        result = judge_splits(recipe, engine, tokenizer, prepared, context.console.say)
+        if context.probe is not None:
+            context.probe.judged(recipe, engine, tokenizer, prepared)
     if world.is_main:
-        write_json(run.path / "eval.json", result)
+        write_json(context.run.path / "eval.json", result)
     world.wait()
     return result

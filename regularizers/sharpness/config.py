@@ -75,3 +75,14 @@ class Sharpness:
 
 LADDER = 8
 """Most step lengths that are tried for the finite differences."""
+
+
+def measure_name(key: str) -> str:
+    """`rise_sigma_0.05` → `mean rise at σ = 0.05`; keys as in `regularizers.sharpness.Measured`."""
+    fixed = {"lambda_max": "λ_max", "lambda_min": "λ_min", "trace": "trace of the Hessian"}
+    if key in fixed:
+        return fixed[key]
+    if key.startswith("rise_sigma_"):
+        return f"mean rise at σ = {key.removeprefix('rise_sigma_')}"
+    radius, _, steps = key.removeprefix("sam_rho_").partition("_steps_")
+    return f"highest rise within ρ = {radius}, " + (f"{steps} steps" if steps else "one step")

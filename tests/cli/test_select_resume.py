@@ -170,9 +170,8 @@ def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None
     from experiments.recipe.config import Recipe, Select
     from experiments.run.console import Console
     from experiments.workflows import train
-    from finetune.backbone import resolve_device
+    from experiments.workflows.context import opened
     from finetune.errors import Interrupted
-    from finetune.parallel.mesh import World
     from finetune.run_directory import RunDirectory
 
     found: list[list[str]] = []
@@ -187,12 +186,13 @@ def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None
 
     monkeypatch.setattr(train, "select_into", select_into)
     recipe, console = Recipe(select=Select()), Console(quiet=True)
-    place = (RunDirectory(tmp_path), recipe, console, World.alone(resolve_device("cpu")))
+    with opened(recipe, RunDirectory(tmp_path), console, cell=True) as context:
+        pass
     with pytest.raises(Interrupted, match="flatshift train --resume"):
-        train._selection(*place)
+        train._select(context)
     assert [path.name for path in (tmp_path / "selection").iterdir()] == ["state"]
     for _ in range(2):
-        train._selection(*place)
+        train._select(context)
     assert found == [[], ["pass-0001-process-0.npz"]], "what is finished is not made again"
     assert [path.name for path in (tmp_path / "selection").iterdir()] == ["manifest.json"]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.workflows.sharpness import measure_run
+from flatshift.api import draw
 from flatshift.cli import run
 from regularizers.sharpness import Sharpness
 from tests.data_models import byte_tokenizer
@@ -45,7 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_run_directory_gets_measures_pictures_and_a_section(finished: Path) -> None:
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file() and p.name != "report.html"}
-    result = measure_run(finished, FEW, batches=1, quiet=True)
+    result = measure_run(finished, FEW, batches=1, quiet=True, draw=draw)
     assert json.loads((finished / "sharpness.json").read_text(encoding="utf-8")) == result
     assert {p for p in before if p.read_bytes() != before[p]} == set()  # nothing else of the run has changed
     about = result["about"]

@@ -20,6 +20,7 @@ import experiments.workflows.train
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
 from experiments.run.console import Console
+from experiments.workflows.context import opened
 from experiments.workflows.train import execute
 from finetune.lock import owned
 from finetune.run_directory import RunDirectory
@@ -37,8 +38,8 @@ def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     rank 9 diverges.
     """
 
-    def fitted(run: Any, recipe: Any, prepared: None, console: Any, *, report: bool) -> dict[str, Any]:
-        rank, rows = recipe.adapter.rank, recipe.data.train.limit
+    def fitted(context: Any, prepared: None) -> dict[str, Any]:
+        rank, rows = context.recipe.adapter.rank, context.recipe.data.train.limit
         if rank == 7:
             raise ValueError("rank 7 is unlucky")
         if rank == 9:
@@ -314,7 +315,8 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
     laid = [from_override(key, value) for key, value in {**settings, "adapter.rank": 2, "train.steps": 3}.items()]
     recipe = load_recipe("double-descent", laid).recipe
     alone = RunDirectory.create(tmp_path / "alone")
-    judged = execute(alone, recipe, prepare(recipe), Console(quiet=True), report=False)
+    with opened(recipe, alone, Console(quiet=True), cell=True) as context:
+        judged = execute(context, prepare(recipe))
     for split in ("train", "test"):
         assert rows[f"{split}.loss"][1] == judged[split]["loss"]["value"], "recording and sweeping change no bit"
     kept = load_recipe(str(out / "cells" / rows["cell"][1] / "recipe.resolved.yaml")).recipe

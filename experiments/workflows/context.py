@@ -1,0 +1,117 @@
+"""A run's circumstances, in one object that travels from the command to the training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from experiments.data.splits import Prepared
+from experiments.recipe.config import Recipe
+from experiments.run.console import Console, graceful_stop
+from experiments.workflows.build import lay_out
+from finetune.backbone import resolve_device
+from finetune.compute.matmul_rate import peak_rate
+from finetune.compute.numerics import cpu_threads
+from finetune.errors import UserError
+from finetune.parallel.engine import Engine
+from finetune.parallel.mesh import World
+from finetune.run_directory import RunDirectory
+from finetune.train.trackers import Trackers, open_trackers
+
+LayOut = Callable[..., tuple[Engine, Any]]
+"""`experiments.workflows.build.lay_out`, or what stands in for it."""
+Draw = Callable[..., Path]
+"""Draws the page of a finished directory and says where it is: `draw(directory)`, or `draw(directory, *parts)` for one
+page of several. The command line hands it in: no workflow knows the report."""
+
+
+class Probe(Protocol):
+    """What is told of a fine-tune under way, to measure more than a run's own figures."""
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """An update was made; its line of metrics.jsonl."""
+
+    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> None:
+        """The chosen adapter was judged, and is in `engine`."""
+
+    def figures(self) -> dict[str, Any]:
+        """What was found, as JSON takes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What every part of a run has at hand, and none of them changes."""
+
+    recipe: Recipe
+    run: RunDirectory
+    console: Console
+    world: World
+    """This rank's place in the recipe's mesh."""
+    stop: Callable[[], bool]
+    """Whether a signal asked to stop."""
+    trackers: Trackers
+    peak_tflops: float | None = None
+    """What one device can do, for the MFU; None where nobody asks."""
+    cell: bool = False
+    """A cell of a study: its figures are the study's, so there are no sums, no page and no figures of the cold backbone
+    of its own."""
+    draw: Draw | None = None
+    probe: Probe | None = None
+    lay_out: LayOut = lay_out
+    """Gives the model of a stage."""
+
+
+@contextmanager
+def opened(
+    recipe: Recipe,
+    run: RunDirectory,
+    console: Console,
+    world: World | None = None,
+    *,
+    cell: bool = False,
+    **rest: Any,
+) -> Iterator[RunContext]:
+    """The context of a run on this rank: its threads are set, its signals caught and its trackers open while it lasts.
+
+    world: None for a single process. rest: further fields of `RunContext`.
+    """
+    if world is None:
+        if recipe.mesh.size > 1 or recipe.mesh.auto:
+            raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1 and auto off")
+        world = World.alone(resolve_device(recipe.train.device))
+    run = dataclasses.replace(run, writes=world.is_main)
+    with cpu_threads(recipe.train.threads), graceful_stop(console.say) as stop:
+        trackers = open_trackers(recipe.tracker, run, config=dataclasses.asdict(recipe), say=console.say)
+        try:
+            yield RunContext(
+                recipe=recipe,
+                run=run,
+                console=console,
+                world=world,
+                stop=stop,
+                trackers=trackers,
+                peak_tflops=None if cell else _peak(recipe, world, console),
+                cell=cell,
+                **rest,
+            )
+        finally:
+            trackers.close()
+
+
+def _peak(recipe: Recipe, world: World, console: Console) -> float:
+    """What one device can do, TFLOP/s: what the recipe says, or what it is seen to do."""
+    if recipe.train.peak_tflops is not None:
+        return recipe.train.peak_tflops
+    precision = recipe.train.precision
+    peak = peak_rate(str(world.device), precision) / 1e12
+    shown = f"{peak:.3g} TFLOP/s" if peak >= 1 else f"{1000 * peak:.3g} GFLOP/s"
+    threads = torch.get_num_threads()
+    where = f"{threads} thread{'s' if threads > 1 else ''}" if world.device.type == "cpu" else "one device"
+    console.say(f"peak: {shown}, measured: the best {precision} matrix product on {where}; MFU is a share of it")
+    return peak

@@ -1,0 +1,42 @@
+"""The verbs of the Python API: what the commands of the same names do, with the page that they draw at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.recipe import Resolved
+    from experiments.recipe.tree import Branch
+
+
+def draw(directory: Path, *parts: Path) -> Path:
+    """Draw `plots/` and `report.html` of a finished directory, or one page of its `parts`; returns the page."""
+    from experiments.report import build_report, write_plots
+
+    if not parts:
+        write_plots(directory)
+    return build_report(list(parts) or [directory], out=directory / "report.html")
+
+
+def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -> dict[str, Any]:
+    """Run a recipe into a new run directory and return its eval.json.
+
+    out: directory to make, by default `runs/DATE-TIME-NAME`.
+    Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
+    """
+    from experiments.workflows.train import train
+
+    return train(resolved, out, quiet=quiet, draw=draw)
+
+
+def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
+    """Continue a run directory exactly where it stopped; a finished one returns at once.
+
+    Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
+    not allowed.
+    """
+    from experiments.workflows.train import resume
+
+    return resume(path, overrides, quiet=quiet, draw=draw)
