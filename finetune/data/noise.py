@@ -62,7 +62,7 @@ def noisy_rows(
     Raises:
         UserError: as `label_noise`; or a label that is not among `label_names`.
     """
-    from .encoding import label_index
+    from .labels import label_index
 
     if not rate:
         return list(rows), []
