@@ -52,19 +52,19 @@ class Objective:
 
 def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
     """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens."""
-    from finetune import config
+    from finetune import tasks
     from finetune.backbone import decoder_start, load_tokenizer
-    from finetune.data import Batches, Masking, Row, encode, read_rows
+    from finetune.data import Batches, Row, encode, read_rows
 
     task: Any = {
-        "language-model": config.LanguageModel(),
-        "completion": config.Completion(prompt="{text}\nintent:"),
-        "chat": config.Chat(template="plain", max_truncated=1.0, max_unsupervised=1.0),
-        "classify": config.Classify(),
-        "classify multi": config.Classify(multi=True),
-        "regress": config.Regress(standardise=False),
-        "seq2seq": config.Seq2Seq(prompt="{text}", target="{label}: {text}", max_truncated=1.0),
-        "masked-lm": config.MaskedLM(),
+        "language-model": tasks.LanguageModel(),
+        "completion": tasks.Completion(prompt="{text}\nintent:"),
+        "chat": tasks.Chat(template="plain", max_truncated=1.0, max_unsupervised=1.0),
+        "classify": tasks.Classify(),
+        "classify multi": tasks.Classify(multi=True),
+        "regress": tasks.Regress(standardise=False),
+        "seq2seq": tasks.Seq2Seq(prompt="{text}", target="{label}: {text}", max_truncated=1.0),
+        "masked-lm": tasks.MaskedLM(),
     }[kind]
     source = "sample:gsm8k/train" if kind == "chat" else "sample:scicite/train"
     rows_of_kind = read_rows([source], required=task.columns())
@@ -102,7 +102,7 @@ def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
         seed=SEED,
         max_length=length,
         pad_id=int(tokenizer.pad_token_id),
-        masking=Masking.of(task, tokenizer) if kind == "masked-lm" else None,
+        masking=task.masking(tokenizer),
     )
     return Objective(backbone, task, batches, tokenizer, labels)
 

@@ -289,7 +289,7 @@ import sys
 from pathlib import Path
 import torch
 from benchmarks._harness import PeakMemory
-from finetune.config import LanguageModel
+from finetune.tasks import LanguageModel
 from finetune.adapters.merge import merge_files
 from finetune.parallel.skeleton import build_skeleton
 source, saved, out = map(Path, sys.argv[1:])

@@ -281,7 +281,7 @@ _LOADS = """
 import sys, torch, transformers
 from benchmarks._harness import PeakMemory
 from finetune.backbone import load_backbone
-from finetune.config import LanguageModel
+from finetune.tasks import LanguageModel
 load_backbone("flatshift-5m", task=LanguageModel())  # what is imported on the way
 with PeakMemory(0.001) as memory:
     model = load_backbone(sys.argv[1], task=LanguageModel(), precision="fp32")
