@@ -115,7 +115,7 @@ class Plan:
         from regularizers import build
 
         for (_, task), recipe in self._recipes.items():
-            if recipe.task.kind not in {"classify", "language-model", "completion"}:
+            if not (recipe.task.accuracy or recipe.task.soft_tokens):  # rows of one class, or texts of a decoder
                 raise UserError(
                     f"task {task!r}: a comparison judges classify, language-model and completion tasks only"
                 )

@@ -6,25 +6,18 @@ close, and the metadata is written by huggingface_hub; so no name can put markup
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from experiments.recipe.config import Recipe
 from experiments.report.formats import FLOORS
 from finetune import assets
 from finetune.atomic import read_object
-from finetune.data.chat import ask, question
 from finetune.data.formats import HUB, HubName
-from finetune.data.specials import Specials, end_token
-from finetune.data.template import Template
-from finetune.errors import UserError
-from finetune.tasks import Chat
 
 _METRICS = {
     "accuracy": "accuracy",
@@ -70,10 +63,9 @@ def card(
             f"**To fill in:** the backbone was a local directory; put its hub name in place of {code(base)}, here and "
             "in adapter_config.json (`flatshift export --base-model ORGANISATION/NAME` does both).\n"
         )
-    kind = _KINDS.get(recipe.task.kind)
-    if kind is not None:
-        parts += ["## Use\n", fenced(kind.snippet(recipe, tokenizer, labels, base), "python")]
     parts += [
+        "## Use\n",
+        fenced(_use(recipe, tokenizer, labels, base), "python"),
         "## How it was judged\n",
         _figures(read_object(path / "eval.json")),
         "## How it was trained\n",
@@ -139,12 +131,11 @@ def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, jud
 
     evaluation = read_object(path / "eval.json")
     found = {name for metrics in evaluation.values() for name in metrics}
-    kind = _KINDS.get(recipe.task.kind)
     data = ModelCardData(
         base_model=base,
         library_name="peft",
         license=license,
-        pipeline_tag=kind.pipeline_tag if kind is not None else None,
+        pipeline_tag=recipe.task.pipeline_tag,
         tags=["lora", "flatshift", recipe.regularizer.kind],
         datasets=_hub_sources(recipe) or None,
         metrics=list(dict.fromkeys(hub for ours, hub in _METRICS.items() if judged and ours in found)) or None,
@@ -279,152 +270,40 @@ def _without_paths(command: str) -> str:
     return _LOCAL_PATH.sub(lambda found: found.group().rstrip("/").rsplit("/", 1)[-1], command)
 
 
-# --------------------------------------------------------------------------------------------- use, by kind of task
+# --------------------------------------------------------------------------------------------- use
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What the hub calls models of a task, and how one is used."""
-
-    pipeline_tag: str
-    snippet: Callable[[Recipe, Any, Sequence[str] | None, str], str]
-
-
-def _loading(auto: str, base: str, *, options: str = "") -> list[str]:
-    return [
+def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
+    """Python that loads the adapter and asks it once, as its task does."""
+    task = recipe.task
+    use = task.usage(tokenizer, labels)
+    before, after = use.specials
+    ids = [*map(str, before), f"*tokenizer({use.text}, add_special_tokens=False)['input_ids']", *map(str, after)]
+    more = "".join(f", {name}={name}" for name, _ in use.inputs)
+    writes = (
+        "    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), "
+        f"max_new_tokens={task.max_new_tokens}, do_sample=False, use_cache=True, eos_token_id={use.ends}, "
+        f"pad_token_id={tokenizer.pad_token_id})"
+    )
+    lines = [
+        *use.before,
         "import torch",
         "from peft import PeftModel",
-        f"from transformers import {auto}, AutoTokenizer",
+        f"from transformers import {task.auto_class}, AutoTokenizer",
         "",
         f"BACKBONE = {base!r}  # hub name or directory",
         "ADAPTER = '.'  # hub name or directory of this adapter",
         "",
         "tokenizer = AutoTokenizer.from_pretrained(ADAPTER)",
-        f"backbone = {auto}.from_pretrained(BACKBONE, dtype=torch.float32{options})",
+        f"backbone = {task.auto_class}.from_pretrained(BACKBONE, dtype=torch.float32{use.options})",
         "model = PeftModel.from_pretrained(backbone, ADAPTER).eval()",
         "",
-    ]
-
-
-def _ids(before: Sequence[int], after: Sequence[int], text: str) -> str:
-    parts = [*map(str, before), f"*tokenizer({text}, add_special_tokens=False)['input_ids']", *map(str, after)]
-    return f"ids = torch.tensor([[{', '.join(parts)}]])  # as in training"
-
-
-def _prompt(recipe: Recipe) -> str:
-    """A prompt of the run's own form."""
-    template = getattr(recipe.task, "prompt", None)
-    if template is None:
-        return "Once upon a time"
-    filled = (literal + ("" if name is None else "some text") for literal, name in Template(template, "").parts)
-    return (recipe.task.prefix or "") + "".join(filled)
-
-
-def _generating(recipe: Recipe, tokenizer: Any, ends: Any) -> str:
-    tokens = recipe.task.max_new_tokens
-    return (
-        f"answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens={tokens}, "
-        f"do_sample=False, use_cache=True, eos_token_id={ends}, pad_token_id={tokenizer.pad_token_id})"
-    )
-
-
-def _causal(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
-    lines = [
-        *_loading("AutoModelForCausalLM", base),
-        f"prompt = {_prompt(recipe)!r}",
-        _ids(Specials.of(tokenizer).prefix, (), "prompt"),
+        *use.ask,
+        f"ids = torch.tensor([[{', '.join(ids)}]])  # as in training",
+        *(f"{name} = {expression}" for name, expression in use.inputs),
         "with torch.no_grad():",
-        "    logits = model(input_ids=ids).logits",
-        "    " + _generating(recipe, tokenizer, end_token(tokenizer)),
-        "print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))",
+        f"    logits = model(input_ids=ids{more}).logits",
+        *([writes] if task.writes else []),
+        *use.answer,
     ]
     return "\n".join(lines)
-
-
-def _chatting(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
-    task = cast(Chat, recipe.task)
-    own = end_token(tokenizer)
-    ends = set() if own is None else {own}
-    with contextlib.suppress(UserError):  # an end of turn in ordinary tokens is none that could stop
-        ends |= {one.stop for one in ask([question("some text", 1)], task=task, tokenizer=tokenizer)[0]}
-    system = [] if task.system is None else [{"role": "system", "content": task.system}]
-    lines = [
-        *_loading("AutoModelForCausalLM", base),
-        f"turns = {[*system, {'role': 'user', 'content': 'some text'}]!r}",
-        "prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)",
-        _ids((), (), "prompt"),
-        "with torch.no_grad():",
-        "    logits = model(input_ids=ids).logits",
-        "    " + _generating(recipe, tokenizer, sorted(ends)),
-        "print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))",
-    ]
-    return "\n".join(lines)
-
-
-def _seq2seq(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
-    specials = Specials.of(tokenizer, begin=False)
-    lines = [
-        *_loading("AutoModelForSeq2SeqLM", base),
-        f"prompt = {_prompt(recipe)!r}",
-        _ids(specials.prefix, specials.suffix, "prompt"),
-        "start = torch.tensor([[model.config.decoder_start_token_id]])",
-        "with torch.no_grad():",
-        "    logits = model(input_ids=ids, decoder_input_ids=start).logits",
-        "    " + _generating(recipe, tokenizer, end_token(tokenizer)),
-        "print(tokenizer.decode(answer[0], skip_special_tokens=True))",
-    ]
-    return "\n".join(lines)
-
-
-def _classifying(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
-    specials = Specials.of(tokenizer)
-    several = "[label for label, logit in zip(LABELS, logits[0]) if logit > 0]"
-    lines = [
-        f"LABELS = {list(labels or ())!r}",
-        *_loading(
-            "AutoModelForSequenceClassification",
-            base,
-            options=", num_labels=len(LABELS), ignore_mismatched_sizes=True",
-        ),
-        _ids(specials.prefix, specials.suffix, "'some text'"),
-        "with torch.no_grad():",
-        "    logits = model(input_ids=ids).logits",
-        f"print({several if recipe.task.multi else 'LABELS[int(logits.argmax())]'})",
-    ]
-    return "\n".join(lines)
-
-
-def _regressing(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
-    specials = Specials.of(tokenizer)
-    lines = [
-        *_loading("AutoModelForSequenceClassification", base, options=", num_labels=1, ignore_mismatched_sizes=True"),
-        _ids(specials.prefix, specials.suffix, "'some text'"),
-        "with torch.no_grad():",
-        "    logits = model(input_ids=ids).logits",
-        "print(float(logits))  # in the units of the training targets",
-    ]
-    return "\n".join(lines)
-
-
-def _filling(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
-    specials = Specials.of(tokenizer)
-    lines = [
-        *_loading("AutoModelForMaskedLM", base),
-        f"text = 'some {tokenizer.mask_token} text'",
-        _ids(specials.prefix, specials.suffix, "text"),
-        "with torch.no_grad():",
-        "    logits = model(input_ids=ids).logits",
-        "print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))",
-    ]
-    return "\n".join(lines)
-
-
-_KINDS: dict[str, _Kind] = {
-    "language-model": _Kind("text-generation", _causal),
-    "completion": _Kind("text-generation", _causal),
-    "chat": _Kind("text-generation", _chatting),
-    "seq2seq": _Kind("text-generation", _seq2seq),
-    "classify": _Kind("text-classification", _classifying),
-    "regress": _Kind("text-classification", _regressing),
-    "masked-lm": _Kind("fill-mask", _filling),
-}

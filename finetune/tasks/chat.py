@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ..bounds import check_bounds
-from .objective import Objective
+from ..errors import UserError
+from .objective import Objective, Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,3 +116,20 @@ class Chat(Objective):
         from ..data.chat.questions import ask
 
         return ask(rows, task=self, tokenizer=tokenizer, bad_rows=bad_rows)
+
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        from ..data.specials import end_token
+
+        ends = {end_token(tokenizer)}
+        with contextlib.suppress(UserError):  # an end of turn in ordinary tokens is none that could stop
+            ends |= {one.stop for one in self.ask_texts(["some text"], tokenizer)}
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return Usage(
+            "prompt",
+            ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
+            ends=sorted(end for end in ends if end is not None),
+            ask=[
+                f"turns = {[*system, {'role': 'user', 'content': 'some text'}]!r}",
+                "prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)",
+            ],
+        )

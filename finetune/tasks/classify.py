@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .objective import ByExample
+from .objective import ByExample, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from ..data.encoding import Encoder
     from ..data.example import Example
@@ -49,7 +51,7 @@ class Classify(ByExample):
 
     @property
     def mesh_axes(self) -> frozenset[str]:
-        return frozenset({"replicate", "dp", "tp"} if self.multi else {"replicate", "dp", "tp", "pp"})
+        return super().mesh_axes if self.multi else super().mesh_axes | {"pp"}
 
     @property
     def has_classes(self) -> bool:
@@ -122,6 +124,15 @@ class Classify(ByExample):
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         indices = label.nonzero()[:, 0].tolist() if self.multi else [int(label)]
         return ", ".join(label_names[k] if label_names else str(k) for k in indices) or "none"
+
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        several = "[label for label, logit in zip(LABELS, logits[0]) if logit > 0]"
+        return dataclasses.replace(
+            super().usage(tokenizer, label_names),
+            answer=[f"print({several if self.multi else 'LABELS[int(logits.argmax())]'})"],
+            before=[f"LABELS = {list(label_names or ())!r}"],
+            options=", num_labels=len(LABELS), ignore_mismatched_sizes=True",
+        )
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per example), `accuracy, f1_macro, matthews, majority_floor`; with `multi` as

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..bounds import check_bounds
-from .objective import Objective
+from .objective import Objective, Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ class MaskedLM(Objective):
     backbone: ClassVar[Literal["encoder"]] = "encoder"
     modelling: ClassVar[str] = "masked language modelling"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    pipeline_tag: ClassVar[str] = "fill-mask"
     peft_type: ClassVar[None] = None
     new_head: ClassVar[bool] = True
     hides_tokens: ClassVar[bool] = True
@@ -61,6 +62,17 @@ class MaskedLM(Objective):
         """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
         nats, tokens = judge.nats(examples)
         return {"loss": judge.ratio(nats, tokens), "pseudo_perplexity": judge.exponential(nats, tokens)}
+
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        from ..data.specials import Specials
+
+        specials = Specials.of(tokenizer)
+        return Usage(
+            "text",
+            ["print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"],
+            specials=(specials.prefix, specials.suffix),
+            ask=[f"text = 'some {tokenizer.mask_token} text'"],
+        )
 
 
 def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:

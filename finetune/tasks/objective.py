@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -20,6 +21,28 @@ if TYPE_CHECKING:
     from ..data.units import Units
     from ..evaluate.bootstrap import Interval
     from ..evaluate.judge import Judge
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How a model of a task is asked, as lines of Python: for its model card. `tokenizer` and `model` are there."""
+
+    text: str
+    """The text that is read: an expression."""
+    answer: Sequence[str]
+    """Show the answer of `logits`, or the generated `answer`."""
+    specials: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Tokens before and after those of the text."""
+    ends: int | list[int] | None = None
+    """The tokens that end an answer."""
+    before: Sequence[str] = ()
+    """What comes first of all, as the names of classes."""
+    options: str = ""
+    """More arguments of the backbone's `from_pretrained`."""
+    ask: Sequence[str] = ()
+    """Make the text."""
+    inputs: Sequence[tuple[str, str]] = ()
+    """What the model reads beside `input_ids`: its name, and the expression for it."""
 
 
 class Objective:
@@ -58,6 +81,8 @@ class Objective:
     """What errors about backbones call it."""
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     """transformers' class that loads its models."""
+    pipeline_tag: ClassVar[str] = "text-generation"
+    """What the hub calls its models."""
     peft_type: ClassVar[str | None] = "CAUSAL_LM"
     """PEFT's `task_type`; None where it has no kind for it."""
     new_head: ClassVar[bool] = False
@@ -291,6 +316,25 @@ class Objective:
         shown = [(row, self.prompt_text(row)) for row in rows]
         return [Question(row.id, text, self.prompt_ids(tokenizer, text)) for row, text in shown], []
 
+    def sample_prompt(self) -> str:
+        """A prompt of its form, for a model card."""
+        return "Once upon a time"
+
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        """How its models are asked as they were trained, for a model card.
+
+        label_names: classes in head order, where it has them.
+        """
+        from ..data.specials import Specials, end_token
+
+        return Usage(
+            "prompt",
+            ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
+            specials=(Specials.of(tokenizer).prefix, ()),
+            ends=end_token(tokenizer),
+            ask=[f"prompt = {self.sample_prompt()!r}"],
+        )
+
 
 class Templated(Objective):
     """A task of two templates over the row's columns: a prompt, and the answer that is supervised."""
@@ -336,6 +380,10 @@ class Templated(Objective):
         except ValueError as error:
             raise UserError(f"{row.where}: {error}") from None
 
+    def sample_prompt(self) -> str:
+        shown = (literal + ("" if name is None else "some text") for literal, name in self.templates()[0].parts)
+        return (self.prefix or "") + "".join(shown)
+
 
 class ByExample(Objective):
     """A task with a new head over `text` (or the pair `text`, `text2`), which answers for the whole row."""
@@ -344,10 +392,23 @@ class ByExample(Objective):
     new_head: ClassVar[bool] = True
     modelling: ClassVar[str] = "sequence classification"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
+    pipeline_tag: ClassVar[str] = "text-classification"
     peft_type: ClassVar[str] = "SEQ_CLS"
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """A head takes the last token, which one rank of cp has; and a row that fills a pipeline's piece up must bear a
+        label that the loss leaves out."""
+        return frozenset({"replicate", "dp", "tp"})
 
     def columns(self) -> tuple[str, ...]:
         return ("text", "label")
 
     def optional_columns(self) -> tuple[str, ...]:
         return ("text2",)
+
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        from ..data.specials import Specials
+
+        specials = Specials.of(tokenizer)
+        return Usage("'some text'", ["print(logits)"], specials=(specials.prefix, specials.suffix))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .objective import ByExample
+from .objective import ByExample, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from ..data.encoding import Encoder
     from ..data.example import Example
@@ -30,7 +32,6 @@ class Regress(ByExample):
     mean square, where the backbone's head has no bias). The head that is saved and judged answers in your own units."""
 
     has_targets: ClassVar[bool] = True
-    mesh_axes = frozenset({"replicate", "dp", "tp"})
     refuses: ClassVar[dict[str, str]] = {
         "record": "record: task.kind: regress has no right and wrong to record; take the block out"
     }
@@ -79,6 +80,13 @@ class Regress(ByExample):
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         seen = float(label)
         return f"{units.offset + units.scale * seen if units else seen:.6g}"
+
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        return dataclasses.replace(
+            super().usage(tokenizer, label_names),
+            answer=["print(float(logits))  # in the units of the training targets"],
+            options=", num_labels=1, ignore_mismatched_sizes=True",
+        )
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (squared error per example as training sees it), and as `finetune.evaluate.regression.judge_numbers`.

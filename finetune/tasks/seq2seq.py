@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ..bounds import check_bounds
 from ..errors import UserError
-from .objective import Templated
+from .objective import Templated, Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,3 +125,16 @@ class Seq2Seq(Templated):
 
         specials = Specials.of(tokenizer, begin=False)
         return [*specials.prefix, *plain_ids(tokenizer, text), *specials.suffix]
+
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        from ..data.specials import Specials, end_token
+
+        specials = Specials.of(tokenizer, begin=False)
+        return Usage(
+            "prompt",
+            ["print(tokenizer.decode(answer[0], skip_special_tokens=True))"],
+            specials=(specials.prefix, specials.suffix),
+            ends=end_token(tokenizer),
+            ask=[f"prompt = {self.sample_prompt()!r}"],
+            inputs=[("decoder_input_ids", "torch.tensor([[model.config.decoder_start_token_id]])")],
+        )

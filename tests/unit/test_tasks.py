@@ -1,0 +1,283 @@
+"""Every kind of task keeps the contract of `Objective`, nobody asks which kind one is, and a new kind is one file."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import json
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+import torch
+
+from experiments.recipe import from_override
+from experiments.recipe.build import build
+from finetune.adapters.adapter import attach_adapter, trainable
+from finetune.backbone import decoder_start, load_backbone, load_tokenizer
+from finetune.compute.loss import batch_loss, find_head
+from finetune.config import Adapter, Evaluate, Mesh, Train
+from finetune.data import Batches, Row, encode, first_batch_panel, iterate_eval
+from finetune.data.chat import template_text
+from finetune.errors import UserError
+from finetune.evaluate import evaluate
+from finetune.parallel.rules import Settings, check_settings
+from finetune.tasks import Chat, Classify, Completion, LanguageModel, Seq2Seq, Task
+from finetune.tasks.objective import ByExample
+from tests.data_models import byte_tokenizer
+from tests.finetune_models import save_backbone
+from tests.objective_models import save_encoder
+from tests.seq2seq_models import save_encoder_decoder
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {kind.__name__: kind for kind in typing.get_args(Task)}
+CONFIG = Evaluate(bootstrap=20, batch_size=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hinge(ByExample):
+    """A kind that does not ship: a class of two by a margin. This class is all that there is of it."""
+
+    kind: Literal["hinge"] = "hinge"
+    margin: float = 1.0
+    """Below it an answer costs."""
+
+    has_classes: ClassVar[bool] = True
+    one_class: ClassVar[bool] = True
+    accuracy: ClassVar[bool] = True
+
+    def encode(self, rows, to):
+        from finetune.data.labels import class_indices
+
+        kept = to.wholes(rows)
+        return to.labelled(kept, class_indices([row for row, _, _ in kept], to.label_names)), tuple(to.label_names)
+
+    def head_settings(self, *, num_labels, label_names):
+        return {"num_labels": 1}
+
+    def example_losses(self, logits, labels):
+        return (self.margin - logits.float()[:, 0] * (2 * labels - 1)).clamp_min(0)
+
+    def answered_right(self, logits, labels):
+        return (logits[:, 0] > 0) == (labels > 0)
+
+    def blank_labels(self, count, classes):
+        return torch.zeros(count, dtype=torch.long)
+
+    def shown_label(self, label, *, label_names, units):
+        return label_names[int(label)]
+
+    def judge(self, judge, examples):
+        return {"loss": judge.mean(judge.head(examples)[0])}
+
+
+TASKS = [
+    *(kind() for kind in KINDS.values()),
+    Classify(multi=True),
+    Completion(score="rank"),
+    Completion(score="generate", max_new_tokens=3),
+    Chat(score="generate", max_new_tokens=3),
+    Seq2Seq(score="generate", max_new_tokens=3, label_smoothing=0.1),
+    Hinge(),
+]
+
+
+def _called(task) -> str:
+    own = {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.name != "kind"}
+    return f"{task.kind} {' '.join(f'{name}={own[name]}' for name in ('multi', 'score') if own.get(name))}".strip()
+
+
+each_task = pytest.mark.parametrize("task", TASKS, ids=_called)
+
+
+@functools.cache
+def _backbone(side: str, tmp: Path) -> Path:
+    directory = tmp / side
+    if side == "both":
+        return save_encoder_decoder("t5", directory)
+    if side == "encoder":
+        return save_encoder(directory)
+    tokenizer = byte_tokenizer()
+    save_backbone("llama", directory, vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    tokenizer.chat_template = template_text("plain")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def backbones(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("backbones")
+
+    def of(task) -> Path:
+        side = "both" if task.encoder_decoder else "decoder" if task.backbone == "decoder" else "encoder"
+        return _backbone(side, tmp)
+
+    return of
+
+
+def _rows(task, count: int = 6) -> list[Row]:
+    said = ["the cat sat on the mat", "the dog sat on the log", "good and bad"]
+    rows = []
+    for i in range(count):
+        turns = [{"role": "user", "content": said[i % 3]}, {"role": "assistant", "content": "good"}]
+        values = {"text": f"{said[i % 3]} {i}", "label": task.read_label(str(i % 2)), "messages": turns}
+        rows.append(Row(values, str(i), f"rows.jsonl:{i + 1}", dict(values)))
+    return rows
+
+
+@each_task
+def test_a_recipe_gives_back_the_task(task):
+    holder = dataclasses.make_dataclass("Holder", [("task", Task | Hinge)], frozen=True)
+    settings = {name: value for name, value in dataclasses.asdict(task).items() if value is not None}
+    assert build(holder, from_override("task", json.dumps(settings))).task == task
+    hint = typing.get_type_hints(type(task))["kind"]
+    assert typing.get_args(hint) == (task.kind,)
+    assert all(field.kw_only for field in dataclasses.fields(task))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        task.kind = "other"
+
+
+@each_task
+def test_rows_are_encoded_learnt_and_judged(task, backbones):
+    directory = backbones(task)
+    tokenizer = load_tokenizer(directory)
+    rows = _rows(task)
+    assert set(task.columns()) <= rows[0].values.keys()
+    names = task.class_names(rows)
+    assert (names is not None) == task.has_classes
+    units = task.units([row.values["label"] for row in rows] if task.has_targets else (), directory)
+    assert (units is not None) == task.has_targets
+    encoded = encode(
+        rows,
+        task=task,
+        tokenizer=tokenizer,
+        max_length=48,
+        label_names=names,
+        decoder_start=decoder_start(directory) if task.encoder_decoder else None,
+        units=units,
+    )
+    assert len(encoded.examples) == len(rows) and not encoded.truncated and not encoded.skipped
+    masking = task.masking(tokenizer)
+    assert (masking is not None) == task.hides_tokens
+    how = {"batch_size": 2, "pad_id": tokenizer.pad_token_id}
+    batches = Batches(encoded.examples, task=task, seed=0, max_length=48, masking=masking, **how)
+    micro = batches.at(0)[0]
+    assert batches.packed == task.pack and micro.supervised == batches.supervised(0) > 0
+    panel = first_batch_panel(micro, tokenizer, task, label_names=names, units=units)
+    assert ("examples" in panel.splitlines()[0]) == task.by_example and "⟦" in panel
+
+    model = load_backbone(directory, task=task, label_names=names if task.by_example else None)
+    model = attach_adapter(model, Adapter(rank=2), task=task, seed=0)
+    loss = batch_loss(model, micro, task=task)
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.ndim == 0 and 0 < float(loss.detach()) < 1e5
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in trainable(model).values())
+    head = find_head(model, micro.inputs, task=task)
+    assert (head is None) == task.by_example or task.hides_tokens
+    assert float(batch_loss(model, micro, task=task, head=head).detach()) == pytest.approx(
+        float(loss.detach()), rel=1e-4
+    )
+
+    figures = evaluate(model, tokenizer, encoded.examples, task=task, config=CONFIG, label_names=names)
+    assert figures["loss"]["n"] == len(rows) and all(
+        figure.keys() == {"value", "low", "high", "n"} for figure in figures.values()
+    )
+    if not task.has_targets:  # which a folded head answers in the user's own units
+        with torch.no_grad():
+            all_of_them = list(iterate_eval(encoded.examples, task=task, **how))
+            total = sum(float(batch_loss(model.eval(), batch, task=task.judged())) for batch in all_of_them)
+        count = sum(batch.supervised for batch in all_of_them)
+        assert figures["loss"]["value"] == pytest.approx(total / count, rel=1e-4)
+    if task.by_example:
+        labels = task.blank_labels(3, model.config.num_labels)
+        assert task.example_losses(torch.zeros(3, model.config.num_labels), labels).shape == (3,)
+
+
+@each_task
+def test_prompts_and_the_cards_lines(task, backbones):
+    tokenizer = load_tokenizer(backbones(task))
+    use = task.usage(tokenizer, ("0", "1"))
+    ast.parse("\n".join((*use.before, *use.ask, use.text, *use.answer)))
+    if not task.writes:
+        with pytest.raises(UserError, match=rf"task.kind: {task.kind} trains a model that writes no text"):
+            task.check_writes()
+        return
+    task.check_writes()
+    (asked,) = task.ask_texts(["why"], tokenizer)
+    assert asked.id == "prompt-1" and asked.ids
+    rows = _rows(task)
+    questions, left_out = task.ask(rows, tokenizer)
+    assert [question.id for question in questions] == [row.id for row in rows] and not left_out
+    assert set(task.prompt_columns()) <= set(task.columns())
+
+
+@each_task
+def test_what_a_task_refuses_is_one_sentence(task):
+    for what, sentence in task.refuses.items():
+        with pytest.raises(UserError) as refused:
+            task.refuse(what)
+        assert (str(refused.value) == sentence and len(sentence) <= 300 and "; " in sentence) or what == "stack"
+    task.refuse("nothing of that name")
+    for axis in ("dp", "tp", "pp", "cp"):
+        settings = Settings(Mesh(**{axis: 2}), Train(batch_size=4), Adapter(), task.judged())
+        if axis in task.mesh_axes:
+            check_settings(settings)
+        else:
+            with pytest.raises(UserError, match="does not go with"):
+                check_settings(settings)
+
+
+def test_settings_that_a_kind_has_not_answer_as_if_nobody_had_set_them():
+    plain = LanguageModel()
+    assert (plain.score, plain.multi, plain.prefix, plain.template, plain.smoothing) == (
+        "perplexity",
+        None,
+        None,
+        None,
+        0,
+    )
+    assert plain.judged() is plain and plain.lenient() is plain and plain.template_record() is None
+
+
+# ---------------------------------------------------------------------------------------- nobody asks which kind it is
+
+
+def _product() -> list[Path]:
+    rooms = ("flatshift", "experiments", "finetune", "benchmarks", "scripts")
+    files = [file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))]
+    return [file for file in files if file.parent != ROOT / "finetune" / "tasks"]
+
+
+def _tells_kinds_apart(node: ast.AST) -> bool:
+    """`isinstance(…, Classify | …)`, `type(task)`, or `task.kind` compared or looked up."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if node.func.id in ("isinstance", "issubclass"):
+            names = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+            names |= {each.attr for each in ast.walk(node.args[1]) if isinstance(each, ast.Attribute)}
+            return bool(names & {*KINDS, "Task", "Objective", "ByExample", "Templated"})
+        return node.func.id == "type" and ast.unparse(node.args[0]).endswith("task")
+    if isinstance(node, ast.Compare):
+        return any(ast.unparse(each).endswith("task.kind") for each in (node.left, *node.comparators))
+    return False
+
+
+def test_nobody_but_the_tasks_asks_which_kind_a_task_is():
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for file in _product()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if _tells_kinds_apart(node)
+    ]
+    assert not found, "ask the task (finetune/tasks/objective.py), not which kind it is"
+
+
+def test_one_file_a_kind_and_one_table():
+    assert {kind.__module__ for kind in KINDS.values()} == {
+        f"finetune.tasks.{file.stem}"
+        for file in (ROOT / "finetune" / "tasks").glob("*.py")
+        if file.stem not in ("__init__", "objective")
+    }
+    assert len({kind().kind for kind in KINDS.values()}) == len(KINDS)
