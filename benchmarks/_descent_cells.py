@@ -20,7 +20,7 @@ from experiments.recipe import from_override, load_recipe
 from experiments.recipe.config import Sweep
 from experiments.recipe.key import recipe_key
 from experiments.recipe.tree import Branch
-from experiments.results.sweep import STEP
+from experiments.report.sweepdata import STEP
 from experiments.sweep.axes import Axes, as_values
 from experiments.sweep.cell import RESULT, Cell
 from experiments.sweep.directory import FORMAT, MARKER

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments.cells.resampling import right_items, seeds_by_items
 from experiments.comparison.plan import Plan
 from experiments.comparison.protocol import protocol
 from experiments.comparison.runner import Outcome, Result
-from experiments.statistics.intervals import holm, paired_test, t_interval
-from experiments.statistics.resampling import right_items, seeds_by_items
+from experiments.stats import holm, paired_test, t_interval
 from finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]

@@ -8,10 +8,10 @@ from typing import Any
 
 from experiments.cells.study import carry_out
 from experiments.comparison.analysis import analyse
+from experiments.comparison.page import page
 from experiments.comparison.plan import Plan
 from experiments.comparison.runner import run_study
 from experiments.recipe.tree import Branch
-from experiments.report.chapters.comparison import page
 from experiments.run.console import Console
 
 DOCUMENT = "comparison.json"
@@ -55,8 +55,8 @@ def compare(
 
 def summary(document: dict[str, Any]) -> list[str]:
     """The primary endpoint in lines for a terminal."""
+    from experiments.comparison.page import compared
     from experiments.report import formats
-    from experiments.report.chapters.comparison import compared
 
     lines = []
     for name, m in compared(document):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PACKAGES = ("experiments", "finetune", "regularizers", "selection")
-_SHOWS = ("experiments/report/", "experiments/comparison/", "experiments/statistics/", "experiments/results/")
+_SHOWS = ("experiments/report/", "experiments/comparison/", "experiments/descent/")
 """What judges and shows results, or makes others: no figure of a cell comes from there."""
 
 

@@ -29,7 +29,7 @@ from experiments.comparison.tuning import (
 )
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.precision import settled
-from experiments.statistics.intervals import detectable, holm, paired_p
+from experiments.stats import detectable, holm, paired_p
 from finetune.errors import UserError
 from tests.comparison_study import make_study
 
@@ -271,7 +271,7 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
     from scipy.stats import ttest_rel
 
     from experiments.comparison.analysis import analyse
-    from experiments.report.chapters.comparison import page
+    from experiments.comparison.page import page
 
     recipe = make_study(tmp_path, seeds=6)
     plan = Plan(str(recipe), [], data=tmp_path, tasks=["easy"])

@@ -17,7 +17,7 @@ import pytest
 
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.resolve import get_dotted
-from experiments.results.sweep_plan import rows_planned
+from experiments.report.sweepplan import rows_planned
 from experiments.sweep import Outcome, cell_of, finish_cell, parse_grid, plan_cells, write_table
 from experiments.sweep.axes import Range, points_of
 from experiments.sweep.bisection import _train_error, parse_bisection

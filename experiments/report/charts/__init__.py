@@ -1,1 +1,0 @@
-"""Charts, one kind a file: figures in, a drawn `Chart` out."""
