@@ -118,7 +118,7 @@ class SelectFlags:
     out: Path | None = None
     """Directory to make (required): not there, empty, or with what this same command left when it was killed."""
     method: str | None = None
-    """gotd, gotd-contrast, knn, dsir, tsds, less, perplexity, length, domains or random."""
+    """How records are scored: gotd, knn, dsir, random or another kind of `select.method` (docs/recipes.md)."""
     negative: tuple[str, ...] = ()
     """Files with examples of what must not be learnt (gotd-contrast)."""
     embedder: str | None = None

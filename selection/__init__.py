@@ -5,54 +5,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from selection.errors import ConvergenceWarning, SelectionError
-    from selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder, load_features, pool_features
-    from selection.features.projection import RandomProjection
-    from selection.methods import (
-        DomainsSelector,
-        DSIRSelector,
-        GotDContrastSelector,
-        GotDSelector,
-        KNNSelector,
-        LengthSelector,
-        LessSelector,
-        PerplexitySelector,
-        Pool,
-        RandomSelector,
-        Selector,
-        Target,
-        TSDSSelector,
-        build_selector,
-    )
-    from selection.transport import Potentials, sinkhorn_potentials
+from selection.config import build_selector
+from selection.errors import ConvergenceWarning, SelectionError
+from selection.features.matrix import load_features
+from selection.features.pooling import pool_features
+from selection.features.static import StaticEmbedder
+from selection.features.tfidf import TfIdfEmbedder
+from selection.methods.base import Pool, Selector, Target
+from selection.methods.contrast import GotDContrastSelector
+from selection.methods.domains import DomainsSelector
+from selection.methods.dsir import DSIRSelector
+from selection.methods.gotd import GotDSelector
+from selection.methods.knn import KNNSelector
+from selection.methods.length import LengthSelector
+from selection.methods.less import LessSelector
+from selection.methods.perplexity import PerplexitySelector
+from selection.methods.random import RandomSelector
+from selection.methods.tsds import TSDSSelector
 
-_HOME = {
-    "ConvergenceWarning": "selection.errors",
-    "DSIRSelector": "selection.methods",
-    "DomainsSelector": "selection.methods",
-    "FeatureCache": "selection.features",
-    "GotDContrastSelector": "selection.methods",
-    "GotDSelector": "selection.methods",
-    "KNNSelector": "selection.methods",
-    "LengthSelector": "selection.methods",
-    "LessSelector": "selection.methods",
-    "PerplexitySelector": "selection.methods",
-    "Pool": "selection.methods",
-    "Potentials": "selection.transport",
-    "RandomProjection": "selection.features.projection",
-    "RandomSelector": "selection.methods",
-    "SelectionError": "selection.errors",
-    "Selector": "selection.methods",
-    "StaticEmbedder": "selection.features",
-    "TSDSSelector": "selection.methods",
-    "Target": "selection.methods",
-    "TfIdfEmbedder": "selection.features",
-    "build_selector": "selection.methods",
-    "load_features": "selection.features",
-    "pool_features": "selection.features",
-    "sinkhorn_potentials": "selection.transport",
+if TYPE_CHECKING:
+    from selection.features.cache import FeatureCache
+    from selection.features.projection import RandomProjection
+    from selection.transport.solver import Potentials, sinkhorn_potentials
+
+_HEAVY = {
+    "FeatureCache": "features.cache",
+    "Potentials": "transport.solver",
+    "RandomProjection": "features.projection",
+    "sinkhorn_potentials": "transport.solver",
 }
+"""What brings NumPy or torch, by its module."""
 
 __all__ = [
     "ConvergenceWarning",
@@ -83,10 +65,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _HEAVY:
+        return getattr(importlib.import_module(f"selection.{_HEAVY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

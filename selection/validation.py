@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from selection.errors import SelectionError
+from selection.lazy import np
 
 
 def feature_matrix(value: Any, side: str) -> Any:

@@ -4,12 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, Literal
 
 from selection.errors import SelectionError
+from selection.lazy import np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """Your own features, one row per record in file order, used as given (never normalised)."""
+
+    kind: Literal["features"] = "features"
+    pool: str = ""
+    """`.npy` file, N×d."""
+    target: str = ""
+    """`.npy` file, M×d."""
+    negative: str = ""
+    """`.npy` file, one row per negative example (gotd-contrast)."""
 
 
 class _LazyRows:

@@ -10,15 +10,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from selection.errors import SelectionError
+from selection.lazy import np
+from selection.settings import check
 
 EncodeBatch = Callable[[list[str]], tuple[Any, Any]]
 """texts of a batch -> (last hidden states (B, T, D), mask (B, T) that is 1 on real tokens); torch or NumPy."""
 Pooling = Literal["mean", "cls", "max", "last"]
 """`mean`, `max`: over real tokens; `cls`: the first real token; `last`: the last real token."""
 POOLINGS: tuple[str, ...] = get_args(Pooling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """Masked mean of the backbone's last hidden states, L2-normalised."""
+
+    kind: Literal["backbone"] = "backbone"
+    max_length: int = 256
+    """Tokens read of each text."""
+
+    def __post_init__(self) -> None:
+        check(self, "max_length", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Pooled last hidden states of any Hugging Face encoder or decoder. A directory in sentence-transformers' layout is
+    read as such: its pooling, normalisation, prompt and length; any other: masked mean, L2-normalised."""
+
+    kind: Literal["encoder"] = "encoder"
+    path: str = ""
+    """Hub name or local directory."""
+    max_length: int = 256
+    """Tokens read of each text; no more than a sentence-transformers directory allows."""
+    pooling: Literal["auto", "mean", "cls", "max", "last"] = "auto"
+    """How a text's states become one vector, normalised; `auto`: as the directory says in all things, else `mean` over
+    its tokens."""
+
+    def __post_init__(self) -> None:
+        check(self, "max_length", least=1)
 
 
 def pool_features(

@@ -10,19 +10,35 @@ import gzip
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import IO, Any, Literal
 
 from selection.errors import SelectionError
 from selection.features.pooling import normalised, read_json
+from selection.lazy import np
+from selection.settings import check
 
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")
 Tokenise = Callable[[list[str]], list[list[int]]]
 """texts -> rows of the table for each text's tokens; tokens without a row are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """Mean of static word vectors (model2vec or sentence-transformers' StaticEmbedding, or a text file as word2vec,
+    GloVe and fastText write). No model runs."""
+
+    kind: Literal["static"] = "static"
+    path: str = ""
+    """Local directory with model.safetensors and tokenizer.json, or a .txt or .vec file (also .gz)."""
+    max_length: int = 512
+    """Tokens read of each text."""
+
+    def __post_init__(self) -> None:
+        check(self, "max_length", least=1)
 
 
 class StaticEmbedder:

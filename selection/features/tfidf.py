@@ -11,17 +11,36 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
+from typing import Any, Literal, Self
 
 from selection.errors import SelectionError
 from selection.features.pooling import normalised
+from selection.lazy import np
+from selection.settings import check
 
 _CHUNK = 4096
 """Texts whose counts are held at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TfIdf:
+    """Hashing TF-IDF followed by truncated SVD and L2 normalisation. Offline, no model."""
+
+    kind: Literal["tfidf"] = "tfidf"
+    dim: int = 128
+    """Components kept by the SVD."""
+    buckets: int = 2**18
+    """Hash buckets."""
+    fit_rows: int = 20_000
+    """Texts that document frequencies and SVD are fitted on, at most: the target's first, then a seeded draw of the
+    pool's."""
+
+    def __post_init__(self) -> None:
+        check(self, "dim", least=1)
+        check(self, "buckets", "fit_rows", least=2)
 
 
 class TfIdfEmbedder:

@@ -7,11 +7,11 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Self
 
-import numpy as np
-
 from selection.errors import SelectionError
+from selection.lazy import np
 from selection.validation import feature_matrix, strings
 
 Progress = Callable[[str, int, int], None]
@@ -128,14 +128,12 @@ def checked_budget(k: Any, count: int) -> int:
     return int(k)
 
 
-def finite_number(
-    value: Any, name: str, *, above: float = -np.inf, least: float = -np.inf, most: float = np.inf
-) -> None:
+def finite_number(value: Any, name: str, *, above: float = -inf, least: float = -inf, most: float = inf) -> None:
     """Raise SelectionError unless `value` is a finite number > above, ≥ least and ≤ most."""
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool) and np.isfinite(value)
     if not number or not value > above or not least <= value <= most:
-        wanted = [f"above {above:g}" * (above > -np.inf), f"at least {least:g}" * (least > -np.inf)]
-        wanted.append(f"at most {most:g}" * (most < np.inf))
+        wanted = [f"above {above:g}" * (above > -inf), f"at least {least:g}" * (least > -inf)]
+        wanted.append(f"at most {most:g}" * (most < inf))
         raise SelectionError(f"{name} must be {' and '.join(filter(None, wanted)) or 'a finite number'}, not {value!r}")
 
 

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError, TooLittleMemory
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
-from selection.transport.solver import Potentials, sinkhorn_potentials
+from selection.methods.gotd import check_transport, memory_bytes
+from selection.settings import Around, check, made
+
+if TYPE_CHECKING:
+    from selection.transport.solver import Potentials
+
+
+@dataclass(frozen=True, kw_only=True)
+class GotDContrast:
+    """GOT-D towards the target and away from negative examples (`select.negative.files`). Score: attract · the target's
+    calibrated gradient − repel · the negatives'. The minus sign is inferred, as the paper gives none: a row is taken
+    where its mass would take the pool away from the negatives."""
+
+    kind: Literal["gotd-contrast"] = "gotd-contrast"
+    needs: ClassVar[tuple[str, ...]] = ("features", "negative")
+    epsilon: float = 0.05
+    """Entropic regularisation of both problems, as a multiple of each one's own mean cost."""
+    tolerance: float | None = None
+    """Marginal L1 error to reach; null: 1e-9 up to N·M = 1e7, 1e-3 above."""
+    cost: Literal["sqeuclidean", "cosine"] = "sqeuclidean"
+    """Squared Euclidean distance of features as given, or 1 − cosine (no feature may be zero)."""
+    memory_gib: float = 1.0
+    """What the solver may hold beside the features, GiB."""
+    attract: float = 1.0
+    """Weight of the target's gradient; 0: away from the negatives only, as the paper's detoxification study."""
+    repel: float = 1.0
+    """Weight of the negatives' gradient."""
+
+    def __post_init__(self) -> None:
+        check_transport(self)
+        check(self, "attract", "repel", least=0)
+        if self.attract == self.repel == 0:
+            raise ValueError("repel and attract are both 0, which scores nothing; make one of them positive")
+
+    def build(self, around: Around) -> GotDContrastSelector:
+        return made(GotDContrastSelector, self, around, memory_bytes=memory_bytes(self.memory_gib))
 
 
 class GotDContrastSelector(Selector):
@@ -76,6 +112,8 @@ class GotDContrastSelector(Selector):
         return self
 
     def _solve(self, pool: Pool, x: Any, side: Target, y: Any, progress: Progress | None) -> Potentials:
+        from selection.transport.solver import sinkhorn_potentials  # brings torch
+
         return sinkhorn_potentials(
             x,
             y,

@@ -6,9 +6,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-import numpy as np
-
 from selection.errors import SelectionError
+from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number
 from selection.methods.random import RandomSelector
 from selection.validation import real_weights

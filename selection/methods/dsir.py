@@ -9,18 +9,51 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Self
-
-import numpy as np
+from typing import ClassVar, Literal, Self
 
 from selection.errors import SelectionError
+from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, keyed_uniform, need
+from selection.settings import Around, check, made
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024
 _CACHED_PAIRS = 1 << 20
 """Distinct bigrams whose bucket is remembered between batches, at most: about 100 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSIR:
+    """Importance resampling on hashed word uni- and bigrams (DSIR); score −log weight."""
+
+    kind: Literal["dsir"] = "dsir"
+    needs: ClassVar[tuple[str, ...]] = ("texts",)
+    buckets: int = 10_000
+    """Hash buckets of the n-gram features."""
+    resample: bool = False
+    """Add seeded Gumbel noise to the log weights, so that the selection is a draw in proportion to the weights, as in
+    the paper; the noise is then part of the score. False: the score is −log weight, the selection its plain top-k."""
+    hashing: Literal["fast", "sha256"] = "fast"
+    """`sha256` puts every n-gram into the bucket that PyPI's data-selection puts it in (slower); `fast` mixes words'
+    hashes."""
+    smoothing: float = 1.0
+    """Count added to every bucket of both bags (Laplace). data-selection 1.0.3: 0."""
+    floor: float = 0.0
+    """Added to every bucket's probability after that. data-selection 1.0.3: 1e-8, which makes every n-gram that a small
+    target happens to lack cost about as much as ten that it has."""
+
+    def __post_init__(self) -> None:
+        check(self, "buckets", least=1, most=2**32 - 1)
+        check(self, "smoothing", "floor", least=0)
+        if self.smoothing == self.floor == 0:
+            raise ValueError(
+                "smoothing and floor are both 0, and a bucket that the target lacks has no logarithm; set one"
+            )
+
+    def build(self, around: Around) -> DSIRSelector:
+        return made(DSIRSelector, self, around)
 
 
 class NgramHasher:

@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
 from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, need, unit_weights
-from selection.methods.debias import self_potential
-from selection.methods.rounds import choose_in_rounds
-from selection.transport.solver import Potentials, sinkhorn_potentials
+from selection.settings import Around, check, made
+
+if TYPE_CHECKING:
+    from selection.transport.solver import Potentials
+
+
+def check_transport(settings: Any) -> None:
+    """Refuse settings of the transport solver out of their bounds. Raises ValueError."""
+    check(settings, "epsilon", above=0)
+    check(settings, "memory_gib", least=0.001)
+    if settings.tolerance is not None and not 0 < settings.tolerance < 2:
+        raise ValueError(
+            f"tolerance must lie between 0 and 2 (an L1 error of probabilities), got {settings.tolerance:g}"
+        )
+
+
+def memory_bytes(gib: float) -> int:
+    """`memory_gib` of the settings for a solver. Raises SelectionError."""
+    finite_number(gib, "memory_gib", above=0.0)
+    return int(gib * 2**30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GotD:
+    """Optimal-transport gradients (GOT-D): the samples whose added mass lowers OT(pool, target) most."""
+
+    kind: Literal["gotd"] = "gotd"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
+    epsilon: float = 0.05
+    """Entropic regularisation, as a multiple of the exact weighted mean cost over all pairs."""
+    tolerance: float | None = None
+    """Marginal L1 error to reach; null: 1e-9 up to N·M = 1e7, 1e-3 above."""
+    cost: Literal["sqeuclidean", "cosine"] = "sqeuclidean"
+    """Squared Euclidean distance of features as given, or 1 − cosine (no feature may be zero)."""
+    memory_gib: float = 1.0
+    """What the solver may hold beside the features, GiB."""
+    rounds: int = 1
+    """Above 1: choose the budget in so many parts, and solve again on the mixture of pool and chosen after each. This
+    restores the diversity that a single linear step loses when the selection gets a large share of training. A round
+    costs a solve or two more."""
+    mixture: float = 0.5
+    """Rounds only: the share λ of the selection in (1 − λ)·pool + λ·selection that the later rounds see."""
+    holdout: float = 0.25
+    """Rounds only: this share of the target is kept aside, and of all rounds the one counts after which the mixture
+    with the whole budget, filled at once, is nearest to it. 0: all rounds, on the whole target, unchecked."""
+    debiased: bool = False
+    """Subtract the pool's transport potential to itself: the gradient of the Sinkhorn divergence. Takes away what
+    entropy adds, a pull to the middle of the target that grows with epsilon. Not together with rounds."""
+    self_sample: int = 2000
+    """Debiased only: pool rows, drawn by seed, that stand for the pool in its potential to itself (exact up to it)."""
+
+    def __post_init__(self) -> None:
+        check_transport(self)
+        check(self, "rounds", "self_sample", least=1)
+        check(self, "mixture", above=0, most=1)
+        check(self, "holdout", least=0, most=0.9)
+        if self.debiased and self.rounds > 1:
+            raise ValueError(f"rounds cannot be {self.rounds} with debiased; set rounds to 1 or debiased to false")
+
+    def build(self, around: Around) -> GotDSelector:
+        state = around.state if self.rounds == 1 else None
+        return made(GotDSelector, self, replace(around, state=state), memory_bytes=memory_bytes(self.memory_gib))
 
 
 class GotDSelector(Selector):
@@ -74,6 +134,8 @@ class GotDSelector(Selector):
         self.nearest_target_ = self.potentials_.nearest
         self.diagnostics_ = self.potentials_.diagnostics()
         if self.debiased:
+            from selection.methods.debias import self_potential
+
             found = self_potential(
                 pool,
                 epsilon=self.potentials_.epsilon,
@@ -89,6 +151,8 @@ class GotDSelector(Selector):
         return self
 
     def _fit_rounds(self, pool: Pool, target: Target, progress: Progress | None) -> Self:
+        from selection.methods.rounds import choose_in_rounds  # brings torch
+
         if self.debiased:
             raise SelectionError("gotd cannot be debiased over several rounds; set rounds to 1 or debiased to false")
         if self.budget is None:
@@ -118,6 +182,8 @@ class GotDSelector(Selector):
     def _solve(
         self, x: Any, y: Any, a: Any, b: Any, epsilon: float, progress: Progress | None = None, held_bytes: int = 0
     ) -> Potentials:
+        from selection.transport.solver import sinkhorn_potentials  # brings torch
+
         return sinkhorn_potentials(
             x,
             y,

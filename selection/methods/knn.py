@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 from selection.methods.base import Pool, Progress, Selector, Target, need
-from selection.methods.neighbours import nearest_rows
+from selection.settings import Around, made
+
+
+@dataclass(frozen=True, kw_only=True)
+class KNN:
+    """Nearest neighbours of the target, each sample at most once (score: squared distance to its nearest target)."""
+
+    kind: Literal["knn"] = "knn"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
+
+    def build(self, around: Around) -> KNNSelector:
+        return made(KNNSelector, self, around)
 
 
 class KNNSelector(Selector):
@@ -20,6 +32,8 @@ class KNNSelector(Selector):
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs features on both sides."""
+        from selection.methods.neighbours import nearest_rows  # brings torch
+
         x, y = need(pool, target, "features", "knn")
         found = nearest_rows(x, y, 0, chunk=self.chunk, progress=progress)
         self.scores_ = found.row_squared

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
-
-import numpy as np
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 from selection.errors import SelectionError
+from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform, need
+from selection.settings import Around, made
 
 _BINS = 10
 _BATCH = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """By length alone: the control for methods that favour long or short texts."""
+
+    kind: Literal["length"] = "length"
+    needs: ClassVar[tuple[str, ...]] = ("texts",)
+    prefer: Literal["long", "short", "target"] = "target"
+    """`target`: a seeded draw whose lengths follow the target's (in tenths of its distribution)."""
+    unit: Literal["words", "characters"] = "words"
+    """What is counted."""
+
+    def build(self, around: Around) -> LengthSelector:
+        return made(LengthSelector, self, around)
 
 
 class LengthSelector(Selector):

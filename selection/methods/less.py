@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
-
-import numpy as np
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
+from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
-from selection.transport.problem import finite_rows
+from selection.settings import Around, made
 from selection.validation import checked_chunk, no_overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Less:
+    """Gradient similarity (LESS, arXiv 2402.04333): the mean similarity of a row's gradient with a target subset's,
+    largest over the subsets (the target's domains; one subset where it has none). Features are gradients, one a row,
+    computed by you: `--pool-features` and `--target-features`."""
+
+    kind: Literal["less"] = "less"
+    needs: ClassVar[tuple[str, ...]] = ("features", "gradients", "domains")
+    similarity: Literal["cosine", "inner"] = "cosine"
+    """`cosine`, as the paper; `inner` rewards long gradients, which short texts have."""
+    checkpoint_weights: tuple[float, ...] = (1.0,)
+    """One weight (its learning rate) per checkpoint: the columns are that many equal blocks side by side, compared
+    block by block; scaled to sum 1."""
+
+    def __post_init__(self) -> None:
+        if not self.checkpoint_weights:
+            raise ValueError("checkpoint_weights is empty; give one weight per checkpoint")
+        if not all(0 < weight < inf for weight in self.checkpoint_weights):
+            raise ValueError(f"checkpoint_weights must all be above 0, got {list(self.checkpoint_weights)}")
+
+    def build(self, around: Around) -> LessSelector:
+        return made(LessSelector, self, around)
 
 
 class LessSelector(Selector):
@@ -80,6 +105,8 @@ class LessSelector(Selector):
         return names, sums / np.bincount(member)[:, None]
 
     def _normalised(self, rows: Any, side: str, offset: int) -> np.ndarray:
+        from selection.transport.problem import finite_rows  # brings torch
+
         wide = np.asarray(rows, dtype=np.float64)
         finite_rows(wide, side, offset)
         if self.similarity == "inner":

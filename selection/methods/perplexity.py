@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
+from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, need
+from selection.settings import Around, check, made
 
 Measure = Callable[[Sequence[str]], Any]
 """texts -> (len(texts),) mean −log p per token of each; called with batches in file order."""
 
 _BATCH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """The backbone's own surprise at each text: mean −log p per token."""
+
+    kind: Literal["perplexity"] = "perplexity"
+    needs: ClassVar[tuple[str, ...]] = ("losses",)
+    keep: Literal["low", "middle", "high"] = "middle"
+    """Which end comes first; `middle`: by distance from the median rank."""
+    max_length: int = 256
+    """Tokens read of each text."""
+
+    def __post_init__(self) -> None:
+        check(self, "max_length", least=8)
+
+    def build(self, around: Around) -> PerplexitySelector:
+        return made(PerplexitySelector, self, around)
 
 
 class PerplexitySelector(Selector):

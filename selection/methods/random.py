@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
 from selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform
+from selection.settings import Around, made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random:
+    """A uniform draw by seed: the control of every comparison."""
+
+    kind: Literal["random"] = "random"
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def build(self, around: Around) -> RandomSelector:
+        return made(RandomSelector, self, around)
 
 
 class RandomSelector(Selector):

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
-
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
+from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, keyed_uniform, need
-from selection.methods.neighbours import Nearest, densities, nearest_rows
+from selection.settings import Around, check, made
+
+if TYPE_CHECKING:
+    from selection.methods.neighbours import Nearest
 
 _FIRST = 64
 """Neighbours of each target that are looked at first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TSDS:
+    """Transport of the target onto its nearest neighbours with a penalty for crowding (TSDS, arXiv 2410.11303): each
+    target spreads its mass over neighbours, near-duplicates share one portion, and the selection is a seeded draw
+    without repeats in proportion to the mass received. Rows without mass follow by distance. Made for L2-normalised
+    features."""
+
+    kind: Literal["tsds"] = "tsds"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
+    alpha: float = 0.5
+    """Between 0 and 1: small spreads each target's mass over many neighbours, large keeps it on the nearest."""
+    scale: float = 5.0
+    """The constant C of the paper, in units of distance: what spreading is weighed against."""
+    sigma: float = 0.75
+    """Rows closer than this count as near-duplicates of one another (kernel 1 − d²/σ²); 0: none do."""
+    neighbours: int = 1000
+    """Neighbours of each target that may receive mass, at most."""
+
+    def __post_init__(self) -> None:
+        check(self, "alpha", above=0, most=1)
+        check(self, "scale", above=0)
+        check(self, "sigma", least=0)
+        check(self, "neighbours", least=1)
+
+    def build(self, around: Around) -> TSDSSelector:
+        return made(TSDSSelector, self, around)
 
 
 class TSDSSelector(Selector):
@@ -47,6 +78,8 @@ class TSDSSelector(Selector):
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs features on both sides."""
+        from selection.methods.neighbours import nearest_rows  # brings torch
+
         finite_number(self.alpha, "alpha", above=0.0, most=1.0)
         finite_number(self.scale, "scale", above=0.0)
         finite_number(self.sigma, "sigma", least=0.0)
@@ -75,6 +108,8 @@ class TSDSSelector(Selector):
         Densities are most of the work and only matter as far as mass reaches, so neighbours are looked at in doubling
         numbers until every target is full before the last of them. The answer is that of all neighbours at once.
         """
+        from selection.methods.neighbours import densities
+
         union, place = np.unique(found.rows, return_inverse=True)
         place = place.reshape(found.rows.shape)
         points = np.asarray(x[union], dtype=np.float64)

@@ -2,8 +2,11 @@
 
 import inspect
 import math
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -36,6 +39,7 @@ from selection.config import (
     GotDContrast,
     Length,
     Less,
+    Method,
     Perplexity,
     Random,
     needs,
@@ -435,3 +439,13 @@ def test_settings_that_cannot_work_are_one_sentence(selector, told, pool, target
     with pytest.raises(SelectionError, match=told) as caught:
         selector.fit(pool, target)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_every_method_of_the_table_is_in_this_suite():
+    kinds = {method.__dataclass_fields__["kind"].default for method in get_args(Method)}
+    assert kinds <= {name.split("-")[0] for name in CASES} | set(CASES)
+
+
+def test_settings_are_read_without_numpy_and_torch():
+    code = "import sys, selection.config, experiments.recipe.config; print({'numpy', 'torch'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

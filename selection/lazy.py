@@ -1,0 +1,20 @@
+"""NumPy at its first use: settings stand beside what they configure, and a recipe is read without NumPy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["np"]
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+
+    class _NumPy:
+        def __getattr__(self, name: str) -> Any:
+            import numpy
+
+            found = self.__dict__[name] = getattr(numpy, name)
+            return found
+
+    np = _NumPy()
