@@ -21,11 +21,11 @@ from experiments.recipe.config import Sweep
 from experiments.recipe.key import recipe_key
 from experiments.recipe.tree import Branch
 from experiments.report.sweepdata import STEP
-from experiments.sweep.axes import Axes, as_values
-from experiments.sweep.cell import RESULT, Cell
-from experiments.sweep.directory import FORMAT, MARKER
-from experiments.sweep.plan import plan_cells
-from experiments.sweep.table import write_table
+from experiments.results.cells import FORMAT, MARKER, RESULT
+from experiments.studies.cell import Cell
+from experiments.studies.sweep.axes import Axes, as_values
+from experiments.studies.sweep.plan import plan_cells
+from experiments.studies.sweep.table import write_table
 from finetune.atomic import write_json, write_text
 
 _EVERY = 20.0  # seconds between two looks for finished cells

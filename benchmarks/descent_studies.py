@@ -33,9 +33,9 @@ from experiments.report import build_report, formats
 from experiments.report.sections_verdicts import crossing_words
 from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData, read_sweep
 from experiments.report.sweeptable import SweepTable
+from experiments.results.cells import FORMAT, MARKER
 from experiments.stats import Interval
-from experiments.sweep.command import sweep
-from experiments.sweep.directory import FORMAT, MARKER
+from experiments.studies.sweep.command import sweep
 from finetune.atomic import write_json
 from finetune.errors import UserError
 

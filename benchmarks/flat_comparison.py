@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import studied, write_between
-from experiments.comparison.compare import DOCUMENT, compare
+from experiments.studies.compare.command import DOCUMENT, compare
 
 RECIPE = "flat-comparison"
 KEPT = RESULTS / "flat_comparison"
@@ -82,8 +82,8 @@ def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float,
 
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/which-regularizer.md, from the results alone."""
-    from experiments.comparison.page import compared
     from experiments.report import formats
+    from experiments.studies.compare.analysis import compared
 
     base = document["baseline"]
     head = ["method", "gain, points", "95 % interval", "p (Holm)", "seeds", "step time ÷", "sharpness ÷", "what it is"]
@@ -120,7 +120,7 @@ def guide(document: dict[str, Any]) -> str:
 
 def advice(document: dict[str, Any]) -> list[str]:
     """What the figures say a user should do, and no more."""
-    from experiments.comparison.page import compared
+    from experiments.studies.compare.analysis import compared
 
     base = document["baseline"]
     ranked = compared(document)

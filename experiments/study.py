@@ -16,7 +16,7 @@ from experiments.recipe import Resolved, from_override, load_recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
-from experiments.sweep import Cell, cell_of, run_cells
+from experiments.studies import Cell, cell_of, run_cells
 from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import write_json
 from finetune.errors import UserError

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from experiments.recipe.config import Recipe as Recipe
     from experiments.report import build_report as build_report
     from experiments.select.select import select as select
-    from experiments.sweep import sweep as sweep
+    from experiments.studies.sweep import sweep as sweep
     from experiments.workflows.evaluate import evaluate_run as evaluate_run
     from finetune.data import read_rows as read_rows
     from finetune.errors import UserError as UserError
@@ -32,7 +32,7 @@ _PUBLIC = {
     "train": "flatshift.api",
     "resume": "flatshift.api",
     "select": "experiments.select.select",
-    "sweep": "experiments.sweep",
+    "sweep": "experiments.studies.sweep",
     "evaluate_run": "experiments.workflows.evaluate",
     "build_report": "experiments.report",
     "sinkhorn_potentials": "selection",

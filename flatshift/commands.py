@@ -177,7 +177,7 @@ def _sweep(argv: list[str]) -> int:
     flags: SweepFlags = _parse(SweepFlags, "sweep", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the sweep directory to make or continue")
-    from experiments.sweep import sweep
+    from experiments.studies.sweep import sweep
 
     return sweep(
         flags.recipe,
@@ -203,7 +203,7 @@ def _compare(argv: list[str]) -> int:
     flags: CompareFlags = _parse(CompareFlags, "compare", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
-    from experiments.comparison.compare import compare, summary
+    from experiments.studies.compare.command import compare, summary
 
     document = compare(
         flags.recipe,
@@ -217,7 +217,7 @@ def _compare(argv: list[str]) -> int:
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary(document)))
     if not flags.json:
         print(flags.out / "report.html")
-    return 1 if any(run["status"] in ("refused", "crashed") for run in document["diverged"]) else 0
+    return 1 if any(run["status"] == "failed" for run in document["diverged"]) else 0
 
 
 def _eval(argv: list[str]) -> int:

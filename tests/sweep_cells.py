@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import signal
@@ -9,8 +10,8 @@ import time
 from pathlib import Path
 
 from experiments.recipe import load_recipe
-from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of
-from experiments.sweep.worker import Unit
+from experiments.studies.cell import Cell, Result, finish_cell, result_of
+from experiments.studies.queue import Unit
 from finetune.errors import Interrupted
 from finetune.run_directory import RunDirectory
 
@@ -55,14 +56,14 @@ def behave(out: Path, unit: Unit, threads: int | None) -> bool:
                 time.sleep(0.05)
             raise Interrupted(f"the disk is full while writing {directory}") from OSError(errno.ENOSPC, "no space")
 
-        def measure(cell: Cell = cell) -> dict:
+        def measure(cell: Cell = cell) -> Result:
             if cell.point["behaves"] == "boom":
                 raise RuntimeError("a device failed")
             found = {"process": os.getpid(), "threads": threads or 0, "blas": int(os.environ["OMP_NUM_THREADS"])}
-            return {"test": {name: {"value": value} for name, value in found.items()}}
+            return Result("done", metrics={"test": {name: {"value": value} for name, value in found.items()}})
 
-        outcome, well = outcome_of(measure, directory)
-        finish_cell(directory, cell, Outcome(outcome.status, outcome.reason, outcome.metrics, 0.5))
+        outcome, well = result_of(measure, directory)
+        finish_cell(directory, cell, dataclasses.replace(outcome, seconds=0.5))
         fit &= well
     return fit
 

@@ -66,7 +66,7 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from experiments.recipe.resolve import Resolved
     from experiments.recipe.tree import parse, parse_file
     from experiments.report import load
-    from experiments.sweep.axes import count_of, parse_grid, points_of
+    from experiments.studies.sweep.axes import count_of, parse_grid, points_of
     from finetune.config import Columns
     from finetune.data import read_rows
     from finetune.data.chat.conversation import read_conversation
@@ -145,7 +145,7 @@ _SOURCES = {
     "npy": ("selection/features/matrix.py",),
     "safetensors": ("finetune/parallel/index.py",),
     "metrics": ("finetune/run_directory.py", "experiments/report/load.py"),
-    "grid": ("experiments/sweep/axes.py",),
+    "grid": ("experiments/studies/sweep/axes.py",),
 }
 """What each parser is made of: counts of other code do not add up."""
 NAMES = ("recipe", "jsonl", "csv", "parquet", "chat", "npy", "safetensors", "metrics", "grid")

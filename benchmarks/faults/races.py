@@ -60,8 +60,8 @@ _COMMANDS = (
     "experiments.workflows.export",
     "experiments.workflows.generate",
     "experiments.report.page",
-    "experiments.sweep.command",
-    "experiments.comparison.compare",
+    "experiments.studies.sweep.command",
+    "experiments.studies.compare.command",
 )
 
 

@@ -35,7 +35,7 @@ _HEAVY = (
 _HEAVY += (
     "experiments.report",
     "experiments.workflows.train",
-    "experiments.sweep",
+    "experiments.studies",
     "experiments.select.select",
     "peft",
     "pandas",

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from experiments.cells.files import Result, cell_file, is_final, read_result
 from experiments.cells.study import RECIPE
 from experiments.run.console import Console, Task
-from experiments.sweep import start_worker
+from experiments.studies import start_worker
 from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_text
 from finetune.errors import UserError
 from finetune.lock import INSIDE

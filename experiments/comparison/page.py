@@ -9,6 +9,7 @@ from experiments.report import formats, plots_forest
 from experiments.report.blocks import Block, Chapter, Figures, Notes, Section, Table, Tile
 from experiments.report.figure import Chart
 from experiments.report.page import render
+from experiments.studies.compare.analysis import compared
 
 Document = Mapping[str, Any]
 
@@ -58,12 +59,6 @@ def chapter(document: Document) -> Chapter:
         slug="comparison",
         command=str(document.get("command", "")),
     )
-
-
-def compared(document: Document) -> list[tuple[str, Mapping[str, Any]]]:
-    """Methods with a primary endpoint: confirmatory first, then by effect."""
-    found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
-    return sorted(found, key=lambda item: (not item[1]["confirmatory"], -item[1]["primary"]["value"]))
 
 
 def _and(names: list[str]) -> str:

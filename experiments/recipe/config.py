@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from experiments.comparison.settings import Comparison
+from experiments.recipe.comparison import Comparison
 from finetune.bounds import MOST_STEPS, refuse_zero
 from finetune.config import (
     Adapter,

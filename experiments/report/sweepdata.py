@@ -29,6 +29,7 @@ from experiments.report.sweepplan import (
 )
 from experiments.report.sweeptable import SweepTable, Where
 from experiments.report.sweeptraces import STEP, late_traces
+from experiments.results.cells import status_of
 from finetune.digests import unsealed
 from finetune.errors import UserError
 
@@ -109,10 +110,10 @@ class SweepData(SweepTable):
                 {a: self._levels[a][self._codes[a][i]] for a in self.axes},
                 self._levels["seed"][self._codes["seed"][i]],
                 str((texts.get("reason") or [None] * len(self))[i] or "no reason was recorded"),
-                (texts.get("diverged") or [None] * len(self))[i] is True,
+                status == "diverged" or (texts.get("diverged") or [None] * len(self))[i] is True,
             )
             for i, status in enumerate(statuses)
-            if status == "failed"
+            if status in ("failed", "diverged")
         ]
 
     @property
@@ -296,8 +297,8 @@ def _flat_result(file: Path) -> dict[str, Any]:
     """The row of cells.parquet that a result.json stands for."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
-        row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": tree["status"]}
-        row |= {key: tree.get(key) for key in ("reason", "diverged", "seconds", "flatshift")}
+        row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": status_of(tree)}
+        row |= {key: tree.get(key) for key in ("reason", "seconds", "flatshift")}
         for split, metrics in tree["metrics"].items():
             row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -312,7 +313,7 @@ def _untraced(cells: pa.Table, curves: pa.Table | None) -> list[str]:
 
     if curves is None or not {"cell", "status"} <= set(cells.column_names) or "cell" not in curves.column_names:
         return []
-    failed = cells.filter(pc.equal(cells.column("status"), "failed")).column("cell")
+    failed = cells.filter(pc.not_equal(cells.column("status"), "done")).column("cell")
     return [str(key) for key in sorted(set(failed.to_pylist()) - set(curves.column("cell").to_pylist()))]
 
 

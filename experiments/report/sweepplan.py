@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.sweep.directory import read_marker
+from experiments.results.cells import read_marker
 from finetune.errors import UserError
 
 if TYPE_CHECKING:

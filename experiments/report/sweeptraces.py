@@ -103,7 +103,7 @@ def _one_by_one(
     folders: Sequence[Path], about: pa.Table, place: dict[str, int], known: set[int]
 ) -> list[dict[str, Any]]:
     """Rows of the traces in `folders`; of two lines of a step the later one counts."""
-    from experiments.sweep.table import ended
+    from experiments.results.cells import ended, status_of
     from finetune.train.trace.files import as_planned, read_trace
 
     traces = {folder: read_trace(folder) for folder in folders}
@@ -111,11 +111,11 @@ def _one_by_one(
     rows = []
     for folder, lines in traces.items():
         (row,) = about.slice(place[folder.name], 1).to_pylist()
-        result = {"status": row.pop("status", None), "diverged": row.pop("diverged", None)}
+        status = status_of({"status": row.pop("status", None), "diverged": row.pop("diverged", None)})
         planned = _planned(folder)
         if planned is None:
-            planned = sorted(known) if result["status"] == "failed" else []
-        rows += [{**row, **line} for line in (as_planned(lines, planned, ended(result)) if planned else lines)]
+            planned = [] if status == "done" else sorted(known)
+        rows += [{**row, **line} for line in (as_planned(lines, planned, ended(status)) if planned else lines)]
     return rows
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from experiments.recipe import from_override, load_recipe
-from experiments.sweep.cell import _adapter_digest, cell_of
+from experiments.studies.cell import _adapter_digest, cell_of
 from experiments.workflows.build import lay_out
 from experiments.workflows.initial_adapter import check_unchanged
 from finetune.adapters.saved import SavedAdapter

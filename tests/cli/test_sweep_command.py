@@ -15,7 +15,7 @@ import pytest
 
 import experiments.data.splits
 import experiments.report
-import experiments.sweep.cell
+import experiments.studies.cell
 import experiments.workflows.train
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
@@ -49,7 +49,7 @@ def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
 
     monkeypatch.setattr(experiments.workflows.train, "execute", fitted)
     monkeypatch.setattr(experiments.data.splits, "prepare", lambda recipe: None)
-    monkeypatch.setattr(experiments.sweep.cell.gc, "collect", lambda: 0)  # there are no models to collect
+    monkeypatch.setattr(experiments.studies.cell.gc, "collect", lambda: 0)  # there are no models to collect
     monkeypatch.setattr(experiments.report, "write_plots", lambda out: [])
     monkeypatch.setattr(experiments.report, "build_report", lambda runs, out: out)
     out = tmp_path / "sweep"
@@ -121,7 +121,7 @@ def test_what_failed_is_tried_again_when_asked_but_not_what_diverged(
     assert cheap(*grid, "--rerun-failed") == 1
     counts = started(tmp_path / "sweep")
     rows = table(tmp_path / "sweep")
-    assert [counts[key] for key in rows["cell"]] == [2, 1, 1] and rows["status"] == ["failed", "done", "failed"]
+    assert [counts[key] for key in rows["cell"]] == [2, 1, 1] and rows["status"] == ["failed", "done", "diverged"]
 
 
 def test_a_sweep_that_records_nothing_says_how_to(cheap: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +226,7 @@ def test_full_disk_keeps_what_was_finished(
     cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sweep"
-    whole = experiments.sweep.cell.write_sealed
+    whole = experiments.studies.cell.write_sealed
     calls = 0
 
     def write_sealed(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -236,7 +236,7 @@ def test_full_disk_keeps_what_was_finished(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         whole(path, *args, **kwargs)
 
-    monkeypatch.setattr(experiments.sweep.cell, "write_sealed", write_sealed)
+    monkeypatch.setattr(experiments.studies.cell, "write_sealed", write_sealed)
     grid = ["--grid", "adapter.rank=1,2,3", "--seeds", "1"]
     assert cheap(*grid) == 3
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flatshift: ")]

@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.comparison.analysis import endpoint
-from experiments.comparison.compare import compare
-from experiments.comparison.plan import Plan
-from experiments.comparison.runner import Outcome
-from experiments.comparison.settings import Comparison, StudyMethod, StudyTask
-from experiments.comparison.tuning import (
+from experiments.recipe import from_override, load_recipe
+from experiments.recipe.comparison import Comparison, StudyMethod, StudyTask
+from experiments.recipe.precision import settled
+from experiments.stats import detectable, holm, paired_p
+from experiments.studies.compare.analysis import endpoint
+from experiments.studies.compare.command import compare
+from experiments.studies.compare.plan import Plan
+from experiments.studies.compare.run import Outcome
+from experiments.studies.compare.tuning import (
     FAILED,
     Score,
     Setting,
@@ -27,9 +30,6 @@ from experiments.comparison.tuning import (
     on_edge,
     together,
 )
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.precision import settled
-from experiments.stats import detectable, holm, paired_p
 from finetune.errors import UserError
 from tests.comparison_study import make_study
 
@@ -172,7 +172,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
 
 
 def cells(out: Path) -> list[dict]:
-    return [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*.json"))]
+    return [json.loads(file.read_text()) for file in sorted((out / "cells").glob("*/result.json"))]
 
 
 def test_trials_are_equal_and_use_a_seed_of_their_own(made) -> None:
@@ -181,25 +181,25 @@ def test_trials_are_equal_and_use_a_seed_of_their_own(made) -> None:
     assert {row["trials"] for row in document["trials"]} == {8} and len(document["trials"]) == 4
     assert all(len(row["validation"]) == 3 for row in document["trials"])
     found = cells(out)
-    trials = [c for c in found if c["kind"] == "trial"]
-    assert {c["seed"] for c in trials} == {1_000_003, 1_000_033, 1_000_037} and {c["judged"] for c in trials} == {
-        "validation"
-    }
-    finals = [c for c in found if c["kind"] == "final"]
-    assert sorted({c["seed"] for c in finals}) == [0, 1, 2] and {c["judged"] for c in finals} == {"test"}
+    trials = [c for c in found if c["point"]["kind"] == "trial"]
+    assert {c["seed"] for c in trials} == {1_000_003, 1_000_033, 1_000_037}
+    finals = [c for c in found if c["point"]["kind"] == "final"]
+    assert sorted({c["seed"] for c in finals}) == [0, 1, 2]
+    for some, judged in ((trials, "validation.jsonl"), (finals, "test.jsonl")):
+        read = [
+            load_recipe(str(out / "cells" / c["cell"] / "recipe.resolved.yaml")).recipe.data.test.files for c in some
+        ]
+        assert {Path(file).name for (file,) in read} == {judged}
     assert all(c["status"] == "done" for c in found), [c["reason"] for c in found]
 
 
 def test_the_document_is_what_the_cells_say(made) -> None:
     _, out, document = made
-    values = {
-        (c["method"], c["seed"]): c["metrics"]["accuracy"]
-        for c in cells(out)
-        if c["kind"] == "final" and c["task"] == "easy"
-    }
-    for c in cells(out):
-        if c["kind"] == "final" and c["task"] == "easy":
-            assert c["items"].count("1") / len(c["items"]) == pytest.approx(c["metrics"]["accuracy"])
+    finals = [c for c in cells(out) if c["point"]["kind"] == "final" and c["point"]["task"] == "easy"]
+    values = {(c["point"]["method"], c["seed"]): c["metrics"]["test"]["accuracy"]["value"] for c in finals}
+    for c in finals:
+        items = c["figures"]["items"]
+        assert items.count("1") / len(items) == pytest.approx(c["metrics"]["test"]["accuracy"]["value"])
     differences = [values["ggpo", s] - values["plain", s] for s in range(3)]
     task = document["tasks"]["easy"]
     assert task["methods"]["ggpo"]["difference"]["value"] == pytest.approx(np.mean(differences))
@@ -208,9 +208,9 @@ def test_the_document_is_what_the_cells_say(made) -> None:
         assert document["methods"]["ggpo"]["primary"]["value"] == pytest.approx(np.mean(differences))
     generation = document["tasks"]["answers"]
     assert generation["metric"] == "loss" and generation["informative"] is None and generation["floor"] is None
-    one = next(c for c in cells(out) if c["kind"] == "final" and c["task"] == "answers")
-    nats, tokens = (np.array(part) for part in one["items"])
-    assert nats.sum() / tokens.sum() == pytest.approx(one["metrics"]["loss"], rel=1e-3)
+    answers = [c["point"] | c["metrics"]["test"] for c in cells(out) if c["point"]["task"] == "answers"]
+    nats = [c["loss"]["value"] for c in answers if (c["kind"], c["method"]) == ("final", "plain")]
+    assert generation["methods"]["plain"]["mean"]["value"] == pytest.approx(np.mean(nats))
     assert task["methods"]["ggpo"]["sharpness"] is not None and math.isfinite(task["methods"]["ggpo"]["sharpness"])
 
 
@@ -225,34 +225,41 @@ def test_the_page_is_whole_offline_and_escaped(made) -> None:
 
 def test_running_again_runs_nothing_and_says_the_same(made) -> None:
     recipe, out, document = made
-    before = {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()}
+    before = {file: file.stat().st_mtime_ns for file in (out / "cells").glob("*/*")}
     again = compare(str(recipe), out, data=recipe.parent, jobs=1, quiet=True)
-    assert {file: file.stat().st_mtime_ns for file in (out / "cells").iterdir()} == before
+    assert {file: file.stat().st_mtime_ns for file in (out / "cells").glob("*/*")} == before
     assert again == document
 
 
-def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made) -> None:
-    from experiments.comparison.cell import _fresh
-    from experiments.comparison.data import material
-    from finetune.adapters.adapter import trainable
+def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: Path) -> None:
+    from experiments.data.splits import prepare
+    from experiments.workflows.build import lay_out
 
     recipe, _, _ = made
     plan = Plan(str(recipe), [], data=recipe.parent)
+    plan.read_rows(tmp_path)
+    plan.write_rows()
     one, other, later = (
-        plan.cell("final", m, "easy", s, Setting(1e-2)) for m, s in (("plain", 0), ("ggpo", 0), ("plain", 1))
+        plan.run("final", m, "easy", s, Setting(1e-2)).cell for m, s in (("plain", 0), ("ggpo", 0), ("plain", 1))
     )
-    rows = [[example.where for example in material(cell).train] for cell in (one, other, later)]
-    assert rows[0] == rows[1] != rows[2] and len(rows[0]) == 40
-    tested = {example.where for example in material(one).judged}
-    trial = plan.cell("trial", "plain", "easy", 1_000_003, Setting(1e-2))
-    validation = {example.where for example in material(trial).judged}
-    assert not tested & validation and not validation & set(rows[0]) and not tested & set(rows[0])
-    a, b = (trainable(_fresh(cell, ("bad", "good")).model) for cell in (one, other))
+    trial = plan.run("trial", "plain", "easy", 1_000_003, Setting(1e-2)).cell
+    prepared = {cell.key: prepare(cell.resolved.recipe) for cell in (one, other, later, trial)}
+    assert len(prepared) == 4
+    rows = [[example.id for example in prepared[cell.key].train] for cell in (one, other, later)]
+    assert rows[0] == rows[1] != rows[2] and len(rows[0]) == 40 and not prepared[one.key].dev
+
+    def lines(split: str) -> set[str]:
+        return {json.dumps(record, sort_keys=True) for record in getattr(plan.rows("easy"), split)}
+
+    assert not lines("validation") & lines("train") or len(lines("train")) < 55, "rows are drawn apart by place"
+    assert [len(getattr(plan.rows("easy"), s)) for s in ("train", "validation", "test")] == [55, 20, 30]
+    a, b = (
+        lay_out(cell.resolved.recipe, cell.resolved.recipe.task, ("bad", "good"))[0].parameters for cell in (one, other)
+    )
     assert all(a[name].equal(b[name]) for name in a)
-    assert len({one.key, other.key, later.key, trial.key}) == 4
 
 
-def test_a_diverged_run_counts_with_the_floor_and_a_crashed_one_not(made) -> None:
+def test_a_diverged_run_counts_with_the_floor_and_a_failed_one_not(made) -> None:
     recipe, _, _ = made
     plan = Plan(str(recipe), [], data=recipe.parent)
 
@@ -262,7 +269,7 @@ def test_a_diverged_run_counts_with_the_floor_and_a_crashed_one_not(made) -> Non
 
     outcome = Outcome()
     outcome.finals["plain", "easy"] = [run(0, 0.9), run(1, 0.8), run(2, 0.8)]
-    outcome.finals["ggpo", "easy"] = [run(0, 0.9), run(1, 0.0, "diverged"), run(2, 0.0, "crashed")]
+    outcome.finals["ggpo", "easy"] = [run(0, 0.9), run(1, 0.0, "diverged"), run(2, 0.0, "failed")]
     found = endpoint(plan, outcome, "ggpo", "plain", ["easy"])
     assert found is not None and found["by_seed"] == pytest.approx({"0": 0.0, "1": -0.3})
 
@@ -270,8 +277,8 @@ def test_a_diverged_run_counts_with_the_floor_and_a_crashed_one_not(made) -> Non
 def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Path) -> None:
     from scipy.stats import ttest_rel
 
-    from experiments.comparison.analysis import analyse
     from experiments.comparison.page import page
+    from experiments.studies.compare.analysis import analyse
 
     recipe = make_study(tmp_path, seeds=6)
     plan = Plan(str(recipe), [], data=tmp_path, tasks=["easy"])
@@ -284,7 +291,7 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
         outcome.edge[method, "easy"] = False
         finals = []
         for seed in range(6):
-            cell = plan.cell("final", method, "easy", seed, setting)
+            cell = plan.run("final", method, "easy", seed, setting).cell
             right = rng.uniform(size=200) < share
             metrics = {"accuracy": right.mean(), "f1_macro": 0.5, "loss": 0.4, "majority_floor": 0.5}
             finals.append(
@@ -293,7 +300,7 @@ def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Pa
                  "sharpness": 0.01, "setting": {}, "reason": None}
             )  # fmt: skip
         outcome.finals[method, "easy"] = finals
-        outcome.trials[method, "easy"] = [(plan.cell("trial", method, "easy", 1_000_003, setting), finals[0])]
+        outcome.trials[method, "easy"] = [(plan.run("trial", method, "easy", 1_000_003, setting), finals[0])]
         shares[method] = [run["metrics"]["accuracy"] for run in finals]
     document = json.loads(json.dumps(analyse(plan, outcome)))
     primary = document["methods"]["ggpo"]["primary"]

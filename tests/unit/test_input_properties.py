@@ -17,7 +17,7 @@ from experiments.recipe.build import build
 from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import parse
-from experiments.sweep.axes import count_of, parse_grid, points_of
+from experiments.studies.sweep.axes import count_of, parse_grid, points_of
 from finetune.config import Adapter, Columns, Data, Files, Optimizer, Source, Train, TrainFiles
 from finetune.data import read_rows
 from finetune.data.chat.conversation import read_conversation

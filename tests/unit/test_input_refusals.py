@@ -13,7 +13,7 @@ import pytest
 
 from experiments.recipe import load_recipe
 from experiments.recipe.tree import parse
-from experiments.sweep.axes import parse_grid, points_of
+from experiments.studies.sweep.axes import parse_grid, points_of
 from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import read_object
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone

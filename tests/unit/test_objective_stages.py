@@ -9,7 +9,7 @@ import torch
 
 from experiments.data.splits import warm_up_task
 from experiments.recipe import from_override, load_recipe
-from experiments.sweep.stacking import stackable
+from experiments.studies.stack import stackable
 from experiments.workflows.train import check_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone

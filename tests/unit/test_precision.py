@@ -212,7 +212,7 @@ def test_a_name_holds_what_auto_came_to_and_a_precision_by_name_is_the_same_run(
 
 
 def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
-    from experiments.sweep.plan import Base
+    from experiments.studies.sweep.plan import Base
 
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
     from experiments.recipe import precision as of_recipes

@@ -136,11 +136,11 @@ def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):
 def _cells(out, grid, ends, *, overrides=(), seeds=2):
     """The sweep of `double-descent` over a grid under some seeds, whose cells ended as `ends(cell)` says."""
     from experiments.recipe import load_recipe
-    from experiments.sweep.axes import parse_grid
-    from experiments.sweep.cell import finish_cell
-    from experiments.sweep.command import _asked
-    from experiments.sweep.directory import claim
-    from experiments.sweep.plan import Base, plan_cells
+    from experiments.studies.cell import finish_cell
+    from experiments.studies.sweep.axes import parse_grid
+    from experiments.studies.sweep.command import _asked
+    from experiments.studies.sweep.directory import claim
+    from experiments.studies.sweep.plan import Base, plan_cells
 
     asked = _asked(Base.of("double-descent", overrides), grid, seeds, None, None, None, None, None)
     planned = list(plan_cells("double-descent", overrides, parse_grid(grid), seeds))
@@ -152,14 +152,14 @@ def _cells(out, grid, ends, *, overrides=(), seeds=2):
 
 
 def _done(cell):
-    from experiments.sweep.cell import Outcome
+    from experiments.studies.cell import Result
 
-    return Outcome("done", metrics={"test": {"accuracy": {"value": 0.5}}, "train": {"loss": {"value": 1.0}}})
+    return Result("done", metrics={"test": {"accuracy": {"value": 0.5}}, "train": {"loss": {"value": 1.0}}})
 
 
 def test_cells_whose_values_are_resolved_otherwise_than_written_are_all_shown(tmp_path):
     from experiments.recipe import from_override
-    from experiments.sweep.table import write_table
+    from experiments.studies.sweep.table import write_table
 
     for name in "ab":
         lines = (json.dumps({"text": f"{name}{i}", "label": "xy"[i % 2]}) for i in range(8))
@@ -179,18 +179,18 @@ def test_cells_whose_values_are_resolved_otherwise_than_written_are_all_shown(tm
 
 
 def test_a_diverged_cell_keeps_its_lines_and_has_empty_ones_for_the_steps_it_did_not_reach(tmp_path):
-    from experiments.sweep.cell import Outcome
-    from experiments.sweep.table import write_table
+    from experiments.studies.cell import Result
+    from experiments.studies.sweep.table import write_table
 
     def ends(cell):
         if cell.point["adapter.rank"] == 8 and cell.seed == 1:
-            return Outcome("failed", "the loss is not a finite number", diverged=True)
+            return Result("diverged", "the loss is not a finite number")
         return _done(cell)
 
     out = tmp_path / "s"
     planned = _cells(out, ["adapter.rank=2,8"], ends)
     for cell in planned:
-        steps = (0, 1, 2) if ends(cell).diverged else (0, 1, 2, 3, 4, 64, 100)
+        steps = (0, 1, 2) if ends(cell).status == "diverged" else (0, 1, 2, 3, 4, 64, 100)
         lines = (json.dumps({"stage": "fine-tune", "step": s, "train.loss": 5.0 - s / 50}) for s in steps)
         (out / "cells" / cell.key / "trace.jsonl").write_text("".join(line + "\n" for line in lines))
     for written in (False, True):
@@ -214,12 +214,12 @@ _GONE = "adapter.rank=4 seed=5"
 def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_says_so(tmp_path):
     """Its last step, where no other run was measured, is no point of the curve."""
     from experiments.descent.curves import judge
-    from experiments.sweep.cell import Outcome
-    from experiments.sweep.table import write_table
+    from experiments.studies.cell import Result
+    from experiments.studies.sweep.table import write_table
     from finetune.train.trace.files import recorded_steps
 
     out = tmp_path / "s"
-    diverged = Outcome("failed", "the loss is not a finite number", diverged=True)
+    diverged = Result("diverged", "the loss is not a finite number")
     planned = _cells(out, ["adapter.rank=2,4"], lambda c: diverged if c.label == _GONE else _done(c), seeds=7)
     due = recorded_steps(planned[0].resolved.recipe.record, 100)
     for cell in planned:

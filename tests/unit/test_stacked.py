@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.recipe import from_override, load_recipe
-from experiments.sweep import stacking
-from experiments.sweep.cell import Outcome, cell_of, finish_cell, read_result
-from experiments.sweep.stacking import stackable, stacks
+from experiments.results.cells import read_result
+from experiments.studies import stack as stacking
+from experiments.studies.cell import Result, cell_of, finish_cell
+from experiments.studies.stack import stackable, stacks
 from finetune.backbone import load_backbone
 from finetune.compute.loss import linear_cross_entropies, linear_cross_entropy
 from finetune.config import Adapter, Optimizer, Train
@@ -415,7 +416,7 @@ def test_a_stack_that_falls_apart_says_why_in_every_cells_result(tmp_path, monke
         raise NotStackable("a layer is odd")
 
     def run_cell(directory, member, threads, *, alone):
-        finish_cell(directory, member, Outcome("done", alone=alone))
+        finish_cell(directory, member, Result("done", alone=alone))
         return True
 
     monkeypatch.setattr(stacking, "prepare", lambda recipe: SimpleNamespace(label_names=None))

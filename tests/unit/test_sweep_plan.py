@@ -18,12 +18,13 @@ import pytest
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.resolve import get_dotted
 from experiments.report.sweepplan import rows_planned
-from experiments.sweep import Outcome, cell_of, finish_cell, parse_grid, plan_cells, write_table
-from experiments.sweep.axes import Range, points_of
-from experiments.sweep.bisection import _train_error, parse_bisection
-from experiments.sweep.cell import _backbone_digests, outcome_of
-from experiments.sweep.plan import Base
-from experiments.sweep.table import Columns
+from experiments.studies import Result, cell_of, finish_cell
+from experiments.studies.cell import _backbone_digests, result_of
+from experiments.studies.sweep import parse_grid, plan_cells, write_table
+from experiments.studies.sweep.axes import Range, points_of
+from experiments.studies.sweep.bisection import _train_error, parse_bisection
+from experiments.studies.sweep.plan import Base
+from experiments.studies.sweep.table import Columns
 from finetune.errors import UserError
 from finetune.train.loop import Diverged
 from regularizers.config import GGPO, Plain
@@ -218,7 +219,7 @@ def test_plan_is_fast() -> None:
 
 def test_import_leaves_the_thread_pools_alone() -> None:
     """A worker sets its share of the cores after this import and before BLAS is loaded."""
-    code = "import sys, experiments.sweep.worker; sys.exit(bool({'numpy', 'torch', 'pyarrow'} & sys.modules.keys()))"
+    code = "import sys, experiments.studies.queue; sys.exit(bool({'numpy', 'torch', 'pyarrow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -266,9 +267,9 @@ def test_only_a_diverged_cell_has_fitted_nothing(tmp_path: Path) -> None:
 
     (cell,) = Base.of("double-descent", []).cells([{"adapter.rank": 1}], 1)
     directory = tmp_path / "cells" / cell.key
-    finish_cell(directory, cell, outcome_of(diverge, directory)[0])
+    finish_cell(directory, cell, result_of(diverge, directory)[0])
     assert math.isnan(_train_error(tmp_path, cell))
-    finish_cell(directory, cell, Outcome("failed", "limit: 400 is above the 300 rows"))
+    finish_cell(directory, cell, Result("failed", "limit: 400 is above the 300 rows"))
     with pytest.raises(UserError, match=rf"{cell.key} \(adapter\.rank=1 seed=0\) failed: limit: 400"):
         _train_error(tmp_path, cell)
 
@@ -301,7 +302,7 @@ def test_tables(tmp_path: Path) -> None:
             stopped = trace(5, **{"train.error": 1.25, "stable_rank": 2.5}) + "\n"
             (directory / "trace.jsonl").write_text("\n".join(lines) + "\n" + stopped, encoding="utf-8")
         metrics = {} if failed else {"test": {"accuracy": {"value": 0.75}, "loss": {"value": place}}}
-        finish_cell(directory, cell, Outcome("failed" if failed else "done", "boom" if failed else None, metrics, 1.5))
+        finish_cell(directory, cell, Result("failed" if failed else "done", "boom" if failed else None, metrics, 1.5))
     rows = write_table(tmp_path, cells, more={cells[0].key: {"emc": 44.5}})
     assert [row["cell"] for row in rows] == [cell.key for cell in cells[:3]], "cells without a result are left out"
     table = pq.read_table(tmp_path / "cells.parquet").to_pydict()
@@ -333,7 +334,7 @@ def test_row_takes_the_trace_of_the_judged_step(tmp_path: Path) -> None:
         (stage / "done.json").write_text(json.dumps({"steps": 4, "best_step": best}), encoding="utf-8")
         lines = [trace(2, **{"train.error": 0.2}), trace(4, **{"train.error": 0.4})]
         (stage.parent.parent / "trace.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        finish_cell(stage.parent.parent, cell, Outcome("done", None, {"test": {"loss": {"value": 1.0}}}))
+        finish_cell(stage.parent.parent, cell, Result("done", None, {"test": {"loss": {"value": 1.0}}}))
     rows = write_table(tmp_path, cells)
     assert [row.get("train.error") for row in rows] == [0.2, None], "step 3 was judged and not recorded"
     assert [row["test.loss"] for row in rows] == [1.0, 1.0]
@@ -350,6 +351,6 @@ def test_columns_fill_what_rows_lack() -> None:
 def test_tables_without_traces_have_no_curves(tmp_path: Path) -> None:
     cells = list(Base.of("double-descent", []).cells([{"adapter.rank": 1}], 1))
     (tmp_path / "curves.parquet").write_bytes(b"of an older plan")
-    finish_cell(tmp_path / "cells" / cells[0].key, cells[0], Outcome("done", None, {"test": {"loss": {"value": None}}}))
+    finish_cell(tmp_path / "cells" / cells[0].key, cells[0], Result("done", None, {"test": {"loss": {"value": None}}}))
     (row,) = write_table(tmp_path, cells)
     assert row["test.loss"] is None and not (tmp_path / "curves.parquet").exists()

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 from experiments.recipe import load_recipe
+from experiments.results.cells import RESULT, read_result
 from experiments.run.console import Console
-from experiments.sweep import queue, run_cells, sweep
-from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
-from experiments.sweep.cost import CostModel, work_of
-from experiments.sweep.directory import at_work, await_orphans, check_directory, claim, results_of, stale, write_marker
-from experiments.sweep.placing import Places, choose_devices, memory_of, on_cuda, place
-from experiments.sweep.progress import Progress
+from experiments.studies import queue, run_cells
+from experiments.studies.cell import Cell, Result, finish_cell
+from experiments.studies.devices import Places, choose_devices, memory_of, on_cuda, place
+from experiments.studies.directory import at_work, await_orphans, results_of, stale
+from experiments.studies.progress import CostModel, Progress, work_of
+from experiments.studies.sweep import sweep
+from experiments.studies.sweep.directory import check_directory, claim, write_marker
 from finetune.errors import Interrupted, UserError
 from finetune.lock import owned
 from tests.kill_points import kill_points
@@ -110,7 +112,7 @@ def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    import experiments.sweep.stacking as stacking
+    from experiments.studies import stack as stacking
 
     asked: list[int] = []
 
@@ -128,7 +130,7 @@ def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatc
 
 
 def test_stack_that_is_refused_says_so_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    import experiments.sweep.stacking as stacking
+    from experiments.studies import stack as stacking
 
     cells = cells_that(["ok"] * 5)
     reasons = [None, "adapter.dora: x", "mesh: y", "adapter.dora: x", None]
@@ -145,7 +147,7 @@ def test_stack_that_is_refused_says_so_once_for_each_reason(monkeypatch: pytest.
 def test_stacks_that_fall_apart_say_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(out: Path, unit: tuple[Cell, ...], threads: int | None) -> bool:
         for cell in unit:
-            finish_cell(out / "cells" / cell.key, cell, Outcome("done", alone="a layer is odd"))
+            finish_cell(out / "cells" / cell.key, cell, Result("done", alone="a layer is odd"))
         return True
 
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some[:2]), tuple(some[2:])])
@@ -156,17 +158,17 @@ def test_stacks_that_fall_apart_say_so_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import experiments.sweep.stacking as stacking
-    from experiments.sweep import worker
+    from experiments.studies import queue as worker
+    from experiments.studies import stack as stacking
 
     def run_stack(directories: list[Path], cells: list[Cell], threads: int | None) -> None:
         if len(cells) > 2:
             raise RuntimeError("CUDA out of memory")
         for directory, cell in zip(directories, cells, strict=True):
-            finish_cell(directory, cell, Outcome("done", stacked=len(cells)))
+            finish_cell(directory, cell, Result("done", stacked=len(cells)))
 
     def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
-        finish_cell(directory, cell, Outcome("done"))
+        finish_cell(directory, cell, Result("done"))
         return True
 
     monkeypatch.setattr(stacking, "stacks", lambda cells, **_: [stacking.Stack(tuple(cells))])
@@ -292,7 +294,7 @@ def test_of_two_sweeps_the_second_is_refused(tmp_path: Path) -> None:
 
 def test_sweep_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:
     code = (
-        "import time\nfrom pathlib import Path\nfrom experiments.sweep.directory import at_work\n"
+        "import time\nfrom pathlib import Path\nfrom experiments.studies.directory import at_work\n"
         f"with at_work(Path({str(tmp_path)!r})):\n    print('held', flush=True); time.sleep(0.5)\n"
     )
     orphan = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -337,7 +339,7 @@ def test_a_changed_byte_of_a_finished_cell_is_noticed(tmp_path: Path, name: str)
     cells = cells_that(["ok", "ok"])
     (folder := tmp_path / "cells" / cells[0].key).mkdir(parents=True)
     (folder / "trace.jsonl").write_text('{"stage": "fine-tune", "step": 1, "seconds": 0.25}\n')
-    finish_cell(folder, cells[0], Outcome("done", metrics={"test": {"loss": {"value": 1.5, 2: "an int key"}}}))
+    finish_cell(folder, cells[0], Result("done", metrics={"test": {"loss": {"value": 1.5, 2: "an int key"}}}))
     assert read_result(folder)["metrics"]["test"]["loss"]["value"] == 1.5  # type: ignore[index]
     file = folder / name
     file.write_text(file.read_text().replace("1.5" if name == RESULT else "0.25", "9.5"))
@@ -372,7 +374,7 @@ def test_devices() -> None:
 
 def test_cost_is_learned() -> None:
     from experiments.recipe import from_override
-    from experiments.sweep.plan import Base
+    from experiments.studies.sweep.plan import Base
 
     base = Base.of("double-descent", [from_override("train.max_length", 64)])
     points = [{"adapter.rank": r, "train.steps": s} for r in (1, 4, 16, 64) for s in (50, 200)]

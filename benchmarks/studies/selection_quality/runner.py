@@ -16,9 +16,9 @@ from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, S
 from benchmarks.studies.selection_quality.plan import Plan
 from experiments.cells.files import Result, write_result
 from experiments.cells.runner import Runner, claim_study
-from experiments.comparison.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
 from experiments.recipe.build import nearest
 from experiments.run.console import Console
+from experiments.studies.compare.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
 from finetune.atomic import sweep_leftovers
 from finetune.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Where the workers of a sweep compute: a device each, or a share of the cores."""
+"""Where the workers of a study compute: a device each, or a share of the cores."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from experiments.sweep.cell import Cell
+from experiments.studies.cell import Cell
 from finetune.errors import UserError
 
 
 @dataclass(frozen=True)
 class Places:
-    """jobs: worker processes. devices: given to them in turn; none: each cell's own choice."""
+    """jobs: worker processes. devices: given to them in turn; none: each cell's own choice. given: CPU threads of one
+    worker; None: its share of the cores."""
 
     jobs: int
     devices: tuple[str, ...] = ()
+    given: int | None = None
 
     @property
     def threads(self) -> int:
-        """CPU threads of one worker: its share of the cores."""
+        """CPU threads of one worker."""
+        if self.given is not None:
+            return self.given
         from finetune.planner.devices import at_hand
 
         return max(1, at_hand("cpu").count // self.jobs)
@@ -69,7 +73,7 @@ def _cuda_devices() -> int:
 
 
 def choose_devices(flag: str, wanted: str, *, count: Callable[[], int] = _cuda_devices) -> tuple[str, ...]:
-    """Devices for the workers of a sweep; none: let each cell choose.
+    """Devices for the workers of a study; none: let each cell choose.
 
     flag: `auto` (every CUDA device, where the recipe does not name one), `cpu`, or CUDA numbers `0,2`.
     wanted: the recipe's train.device. count: says how many CUDA devices there are.

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cells.study import carry_out
-from experiments.comparison.analysis import analyse
 from experiments.comparison.page import page
-from experiments.comparison.plan import Plan
-from experiments.comparison.runner import run_study
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
+from experiments.studies.compare.analysis import analyse, compared
+from experiments.studies.compare.plan import Plan
+from experiments.studies.compare.run import run_study
+from experiments.studies.study import carry_out
 
 DOCUMENT = "comparison.json"
 
@@ -55,7 +55,6 @@ def compare(
 
 def summary(document: dict[str, Any]) -> list[str]:
     """The primary endpoint in lines for a terminal."""
-    from experiments.comparison.page import compared
     from experiments.report import formats
 
     lines = []

@@ -1,22 +1,21 @@
-"""Runs a comparison: trials, further rounds, final runs, equal-time runs. A finished cell is never run again.
+"""Runs a comparison: trials, further rounds, final runs, equal-time runs.
 
-Cells are files, `cells/<hash>.json`, written whole. What is decided on the way (best settings, steps at equal time) is
-computed from the files, so a restart decides the same.
+What is decided on the way (best settings, steps at equal time) is computed from the results, so a restart decides the
+same.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from experiments.cells.files import Result
-from experiments.cells.runner import Runner, claim_study
-from experiments.comparison.cell import run_cell
-from experiments.comparison.plan import Plan, StudyCell
-from experiments.comparison.tuning import (
+from experiments.run.console import Console
+from experiments.studies.compare.plan import Plan, Run
+from experiments.studies.compare.tuning import (
     FAILED,
     Score,
     Setting,
@@ -27,10 +26,12 @@ from experiments.comparison.tuning import (
     on_edge,
     together,
 )
-from experiments.run.console import Console
+from experiments.studies.study import Batches, claim_study
 from finetune.atomic import write_json
 from finetune.errors import UserError
 
+Result = dict[str, Any]
+"""What `found_of` makes of a cell's result."""
 Pair = tuple[str, str]
 
 
@@ -38,7 +39,7 @@ Pair = tuple[str, str]
 class Outcome:
     """All results of a comparison."""
 
-    trials: dict[Pair, list[tuple[StudyCell, Result]]] = field(default_factory=dict)
+    trials: dict[Pair, list[tuple[Run, Result]]] = field(default_factory=dict)
     chosen: dict[Pair, Setting] = field(default_factory=dict)
     """Setting of the final runs of (method, task)."""
     edge: dict[Pair, bool] = field(default_factory=dict)
@@ -59,76 +60,86 @@ def run_study(
 
     Raises UserError if `out`, which the caller owns, holds something else.
     """
-    plan.check_methods()
+    plan.check()
+    plan.read_rows(out)
     claim_study(out, plan.resolved.to_yaml(), "comparison")
-    with Runner(out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell) as runner:
-        outcome = Outcome()
-        _tune(plan, runner, outcome)
-        study = plan.study
-        finals = {
-            pair: [plan.cell("final", *pair, seed, outcome.chosen[pair]) for seed in study.seeds_of(pair[0])]
-            for pair in plan.pairs
-        }
-        # by seed, so that an interrupted study has whole seeds
-        every = [cell for cells in finals.values() for cell in cells]
-        every.sort(key=lambda cell: cell.seed)
-        runner.run(every)
-        outcome.finals = {pair: [runner.result(c) for c in cells] for pair, cells in finals.items()}
-        outcome.step_ratio = step_ratios(plan, outcome)
-        shorter = {
-            pair: [
-                plan.cell("equal-time", *pair, seed, outcome.chosen[pair], steps=steps)
-                for seed in study.seeds_of(pair[0])
-            ]
-            for pair in plan.pairs
-            if (steps := _equal_steps(plan, out, outcome, pair)) is not None
-        }
-        runner.extend(sum(map(len, shorter.values())))
-        runner.run([c for cells in shorter.values() for c in cells])
-        outcome.equal_time = {pair: [runner.result(c) for c in cells] for pair, cells in shorter.items()}
+    plan.write_rows()
+    batches = Batches(out, jobs=jobs, console=console, label="compare", on_cell=on_cell)
+    outcome = Outcome()
+    _tune(plan, batches, outcome)
+    study = plan.study
+    finals = {
+        pair: [plan.run("final", *pair, seed, outcome.chosen[pair]) for seed in study.seeds_of(pair[0])]
+        for pair in plan.pairs
+    }
+    outcome.finals = _run(batches, finals, "final runs")
+    outcome.step_ratio = step_ratios(plan, outcome)
+    shorter = {
+        pair: [
+            plan.run("equal-time", *pair, seed, outcome.chosen[pair], steps=steps) for seed in study.seeds_of(pair[0])
+        ]
+        for pair in plan.pairs
+        if (steps := _equal_steps(plan, out, outcome, pair)) is not None
+    }
+    outcome.equal_time = _run(batches, shorter, "runs at equal time")
     return outcome
 
 
-def _count(plan: Plan) -> int:
-    """Cells but those at equal time, whose number is not known before."""
+def found_of(batches: Batches, run: Run) -> Result:
+    """What a run came to, figures of the judged rows and of `Measures` side by side."""
+    found = batches.result(run.cell)
+    about = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
+    about |= {"setting": run.setting.overrides(), "judged": run.judged}
+    if "point" not in found:  # of the form before cells were run directories
+        return {**found, **about}
+    judged = found["metrics"].get("test", {})
+    metrics = {name: figure["value"] for name, figure in judged.items()}
+    none = {"items": None, "sharpness": None, "step_cpu_s": None, "cpu_s": 0.0}
+    return (
+        {**about, "status": found["status"], "reason": found["reason"], "metrics": metrics}
+        | none
+        | (found.get("figures") or {})
+    )
+
+
+def _run(batches: Batches, runs: Mapping[Pair, Sequence[Run]], what: str) -> dict[Pair, list[Result]]:
+    batches.run([run.cell for some in runs.values() for run in some], what)
+    return {pair: [found_of(batches, run) for run in some] for pair, some in runs.items()}
+
+
+def _tune(plan: Plan, batches: Batches, outcome: Outcome) -> None:
     study = plan.study
-    tuned = study.trials + study.rounds + study.finalists * (len(study.tuning_seeds) - 1)
-    return sum(tuned + len(study.seeds_of(method)) for method, _ in plan.pairs)
 
+    def trial(pair: Pair, setting: Setting) -> Run:
+        return plan.run("trial", *pair, study.tuning_seeds[0], setting)
 
-def _tune(plan: Plan, runner: Runner, outcome: Outcome) -> None:
-    study = plan.study
-
-    def trial(pair: Pair, setting: Setting) -> StudyCell:
-        return plan.cell("trial", *pair, study.tuning_seeds[0], setting)
-
-    cells = {
+    grids = {
         pair: {setting: trial(pair, setting) for setting in first_trials(study, study.methods[pair[0]])}
         for pair in plan.pairs
     }
-    runner.run([c for grid in cells.values() for c in grid.values()])
-    for _ in range(study.rounds):
+    batches.run([run.cell for grid in grids.values() for run in grid.values()], "first trials")
+    for turn in range(study.rounds):
         new = {}
-        for pair, grid in cells.items():
-            setting = next_trial(_scores(runner, plan, grid))
+        for pair, grid in grids.items():
+            setting = next_trial(_scores(batches, plan, grid))
             new[pair] = grid[setting] = trial(pair, setting)
-        runner.run(list(new.values()))
+        batches.run([run.cell for run in new.values()], f"further trials, round {turn + 1}")
     last = {
         pair: {
-            setting: [plan.cell("trial", *pair, seed, setting) for seed in study.tuning_seeds]
-            for setting in finalists(_scores(runner, plan, grid), study.finalists)
+            setting: [plan.run("trial", *pair, seed, setting) for seed in study.tuning_seeds]
+            for setting in finalists(_scores(batches, plan, grid), study.finalists)
         }
-        for pair, grid in cells.items()
+        for pair, grid in grids.items()
     }
-    runner.run([c for some in last.values() for seeds in some.values() for c in seeds[1:]])
-    for pair, grid in cells.items():
+    batches.run([run.cell for some in last.values() for seeds in some.values() for run in seeds[1:]], "finalists")
+    for pair, grid in grids.items():
         means = {
-            setting: together([score(runner.result(cell), plan.classifies(pair[1])) for cell in seeds])
+            setting: together([score(found_of(batches, run), plan.classifies(pair[1])) for run in seeds])
             for setting, seeds in last[pair].items()
         }
         best = best_of(means)
-        ran = [*grid.values(), *(cell for seeds in last[pair].values() for cell in seeds[1:])]
-        outcome.trials[pair] = [(cell, runner.result(cell)) for cell in ran]
+        ran = [*grid.values(), *(run for seeds in last[pair].values() for run in seeds[1:])]
+        outcome.trials[pair] = [(run, found_of(batches, run)) for run in ran]
         if best is None:
             reason = next(r["reason"] for _, r in outcome.trials[pair] if r["status"] != "done")
             raise UserError(
@@ -139,8 +150,8 @@ def _tune(plan: Plan, runner: Runner, outcome: Outcome) -> None:
         outcome.edge[pair] = on_edge(grid, best)
 
 
-def _scores(runner: Runner, plan: Plan, grid: Mapping[Setting, StudyCell]) -> dict[Setting, Score]:
-    return {setting: score(runner.result(cell), plan.classifies(cell.task)) for setting, cell in grid.items()}
+def _scores(batches: Batches, plan: Plan, grid: Mapping[Setting, Run]) -> dict[Setting, Score]:
+    return {setting: score(found_of(batches, run), plan.classifies(run.task)) for setting, run in grid.items()}
 
 
 def score(result: Result, classifies: bool) -> Score:

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.sweep.cell import Cell, read_result
+from experiments.results.cells import CELLS, CURVES, POINTS, ended, read_result
+from experiments.studies.cell import Cell
 from finetune.atomic import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-CELLS, CURVES, POINTS = "cells.parquet", "curves.parquet", "points.csv"
 _PROGRESS = ("stage", "attempt", "step", "tokens", "lr", "time_s", "record_s")
 """Keys of a trace line that say where it was written, not what was found."""
 
@@ -83,18 +83,11 @@ def _planned(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> lis
     recipe = cell.resolved.recipe
     if recipe.record is None or (result["status"] == "done" and not trace):
         return list(trace)
-    return as_planned(trace, recorded_steps(recipe.record, recipe.train.steps), ended(result))
-
-
-def ended(result: Mapping[str, Any]) -> str:
-    """How the cell of a result ended, for the steps that it did not reach."""
-    if result["status"] == "done":
-        return "stopped early"
-    return "diverged" if result.get("diverged") else "failed"
+    return as_planned(trace, recorded_steps(recipe.record, recipe.train.steps), ended(result["status"]))
 
 
 def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    names = ("status", "reason", "diverged", "seconds", "flatshift", "code", "stacked")
+    names = ("status", "reason", "seconds", "flatshift", "code", "stacked")
     about = {key: result.get(key) for key in names}
     return about | (_measured(result, trace) if result["status"] == "done" else {})
 

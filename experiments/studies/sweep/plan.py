@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cells.refusing import refuse_tracked
 from experiments.recipe import Resolved, from_override
 from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import get_dotted, recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse
-from experiments.sweep.axes import Axes, Design, Range, Values, points_of
-from experiments.sweep.cell import Cell, cell_of, label_of
+from experiments.studies.cell import Cell, cell_of, label_of, refuse_tracked
+from experiments.studies.sweep.axes import Axes, Design, Range, Values, points_of
 from finetune.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""A sweep's directory: whose it is, who works on it, and which of its cells are finished.
+"""A sweep's directory: whose it is, and what was asked for.
 
 sweep.json says what is asked for (format 2), cells/<hash>/ hold what came of it. A sweep may come back with another
 grid: cells that both have are not run again, the tables hold what is asked for now.
@@ -6,29 +6,20 @@ grid: cells that both have are not run again, the tables hold what is asked for 
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.recipe import Resolved
-from experiments.sweep.bisection import FILE as EMC
-from experiments.sweep.cell import RESULT, Cell, read_result
-from experiments.sweep.source import flatshift_version, source_digest
-from experiments.sweep.table import CELLS, CURVES, POINTS
+from experiments.results.cells import CELLS, CURVES, EMC, FORMAT, MARKER, POINTS, RESULT, read_marker
+from experiments.results.code_version import flatshift_version, source_digest
+from experiments.studies.cell import Cell
+from experiments.studies.directory import WORKERS
 from finetune.atomic import is_bare, sweep_leftovers, write_json
 from finetune.digests import DONE, FILES, check_files, sums
 from finetune.errors import UserError
-from finetune.lock import INSIDE, taken
+from finetune.lock import INSIDE
 from finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
-
-FORMAT = 2
-MARKER = "sweep.json"
-_WORKERS = ".workers.lock"
-_ORPHANS_S = 30.0
 
 
 def check_directory(out: Path) -> None:
@@ -38,64 +29,12 @@ def check_directory(out: Path) -> None:
     if not out.exists():
         return
     if not (out / MARKER).is_file():
-        if (out / "cells").is_dir() and (out / _WORKERS).exists():  # its marker was broken and is deleted
+        if (out / "cells").is_dir() and (out / WORKERS).exists():  # its marker was broken and is deleted
             return
-        if not is_bare(out, but=(INSIDE, _WORKERS)):
+        if not is_bare(out, but=(INSIDE, WORKERS)):
             raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
         return
     read_marker(out)
-
-
-def read_marker(out: Path) -> dict[str, Any]:
-    """sweep.json as it is. Raises UserError if it cannot be read, or has another format than this code knows."""
-    path = out / MARKER
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise UserError(
-            f"{path}: not valid JSON ({error}); delete it and run the sweep again, which keeps its cells"
-        ) from None
-    written = found.get("format", 1)
-    if written not in range(1, FORMAT + 1):
-        raise UserError(
-            f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows up to {FORMAT}; go on with "
-            "the version that wrote it, or name another directory"
-        )
-    return found
-
-
-@contextmanager
-def at_work(out: Path) -> Iterator[None]:
-    """Held by a worker for as long as it may write into cells."""
-    fd = os.open(out / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        while taken(fd, shared=True) is False:  # somebody looks for orphans
-            time.sleep(0.01)
-        yield
-    finally:
-        os.close(fd)
-
-
-def await_orphans(out: Path) -> None:
-    """Wait until the workers of a killed sweep are gone: they find out within a second that they are orphans.
-
-    Raises UserError if one stays.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _ORPHANS_S
-    fd = os.open(out / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        while taken(fd) is False:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"{out}: a worker of an earlier sweep is still at work there; end it (`fuser {out / _WORKERS}` "
-                    "says its process id), or name another --out"
-                )
-            time.sleep(0.05)
-    finally:
-        os.close(fd)
 
 
 def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
@@ -149,24 +88,6 @@ def _asked(document: dict[str, Any]) -> dict[str, Any]:
 
 def _stamps() -> dict[str, Any]:
     return {"flatshift": flatshift_version(), "code": source_digest(), "format": FORMAT}
-
-
-def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
-    """Key → result, without its metrics, of those cells that have one. Raises UserError for one that cannot be read."""
-    found = {}
-    for key in dict.fromkeys(cell.key for cell in cells):
-        result = read_result(out / "cells" / key)
-        if result is not None:
-            del result["metrics"]  # thousands of cells are held at once
-            found[key] = result
-    return found
-
-
-def stale(results: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Key → `version code` of the results that other code made than this."""
-    now = (flatshift_version(), source_digest())
-    made = {key: (result.get("flatshift"), result.get("code")) for key, result in results.items()}
-    return {key: f"{v or 'unknown'} {code or 'unknown'}" for key, (v, code) in made.items() if (v, code) != now}
 
 
 def count_others(out: Path, cells: Sequence[Cell]) -> int:

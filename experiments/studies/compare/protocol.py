@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.comparison.settings import Comparison
+from experiments.recipe.comparison import Comparison
 
 
 def protocol(study: Comparison) -> list[str]:

@@ -7,10 +7,10 @@ import hashlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("experiments", "finetune", "regularizers", "selection")
-_SHOWS = ("experiments/report/", "experiments/comparison/", "experiments/descent/")
-"""What judges and shows results, or makes others: no figure of a cell comes from there."""
+_SHOWS = ("experiments/report/", "experiments/results/", "experiments/statistics/", "experiments/studies/compare/")
+"""What reads and shows results: no figure of a sweep comes from there."""
 
 
 def flatshift_version() -> str:

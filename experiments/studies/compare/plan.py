@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.cells.inputs import chosen, digest, locate
-from experiments.cells.refusing import refuse_in_study
-from experiments.cells.study import study_recipe
-from experiments.comparison.settings import Comparison
-from experiments.comparison.tuning import Setting, first_trials
-from experiments.recipe import from_override, recipe_key
+from experiments.recipe import Resolved, from_override, recipe_key
+from experiments.recipe.comparison import Comparison
 from experiments.recipe.config import Recipe
+from experiments.recipe.key import short_hash
 from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
+from experiments.studies.cell import Cell, file_digest, refuse_tracked, settings_digests
+from experiments.studies.compare.measures import Measures
+from experiments.studies.compare.rows import Judged, TaskRows, task_rows
+from experiments.studies.compare.tuning import Setting, first_trials
+from experiments.studies.study import chosen, locate, study_recipe
 from finetune.errors import UserError
 from regularizers.config import RegularizerConfig
 
@@ -25,34 +28,21 @@ Kind = Literal["trial", "final", "equal-time"]
 
 
 @dataclass(frozen=True)
-class StudyCell:
-    """One run: a method on a task with a seed and a setting."""
+class Run:
+    """One run of a comparison: a method on a task with a seed and a setting."""
 
-    key: str
-    """Names its file: the hash of its resolved settings and inputs."""
     kind: Kind
     method: str
     task: str
     seed: int
     setting: Setting
-    recipe: Recipe
-    file: str
-    """Rows of the task, an existing file."""
-    rows: tuple[int, int, int, str]
-    """Training rows, validation rows, test rows, and the `split` of test rows."""
-    sharpness: float | None
-    """σ at which sharpness is measured after training; None: not."""
+    steps: int
+    cell: Cell
 
     @property
-    def judged(self) -> Literal["validation", "test"]:
+    def judged(self) -> Judged:
         """Which rows it is judged on: trials never see test rows."""
         return "validation" if self.kind == "trial" else "test"
-
-    @property
-    def label(self) -> str:
-        """For a person."""
-        knobs = "".join(f" {key.rpartition('.')[2]}={value}" for key, value in self.setting.knobs)
-        return f"{self.kind} {self.method} on {self.task}, lr={self.setting.lr:g}{knobs}, seed {self.seed}"
 
 
 class Plan:
@@ -87,7 +77,8 @@ class Plan:
         self.files = {
             name: locate(task.file, data, f"comparison.tasks.{name}.file") for name, task in self.study.tasks.items()
         }
-        self._digests = {name: digest(file) for name, file in self.files.items()}
+        self._digests = {name: file_digest(file) for name, file in self.files.items()}
+        self._rows: dict[str, tuple[TaskRows, Path]] = {}
         self._recipes: dict[tuple[str, str], Recipe] = {}
         self._tried: list[tuple[str, RegularizerConfig]] = []
         for method in self.study.methods:
@@ -103,30 +94,17 @@ class Plan:
 
     def classifies(self, task: str) -> bool:
         """Whether a task is judged by accuracy (else by its loss)."""
-        return self._recipes[self.study.baseline, task].task.accuracy
+        return self._recipes[self.study.baseline, task].task.one_class
 
     def steps(self, task: str) -> int:
         """Optimizer updates of a run at equal steps."""
         return self._recipes[self.study.baseline, task].train.steps
 
-    def check_methods(self) -> None:
-        """Refuse methods whose regularizer cannot be made here; nothing may turn into failed cells in silence."""
-        from finetune.parallel.rules import Settings, check_settings
+    def check(self) -> None:
+        """Refuse what cannot run here, as `flatshift train` does; nothing may turn into failed cells in silence."""
+        from experiments.checkrecipe import check_recipe
         from regularizers import build
 
-        for (_, task), recipe in self._recipes.items():
-            if not (recipe.task.accuracy or recipe.task.soft_tokens):  # rows of one class, or texts of a decoder
-                raise UserError(
-                    f"task {task!r}: a comparison judges classify, language-model and completion tasks only"
-                )
-            if recipe.task.multi:
-                raise UserError(f"task {task!r}: a comparison judges rows of one class; leave task.multi off")
-            if recipe.train.quantization is not None:
-                raise UserError("a comparison trains on backbones as they are: leave train.quantization out")
-            if recipe.mesh.size > 1 or recipe.warmup is not None or recipe.select is not None:
-                raise UserError("a comparison runs each cell in one process, without selection and warm-up")
-            refuse_in_study(recipe)
-            check_settings(Settings.of(recipe))
         for method, regularizer in self._tried:
             try:
                 build(regularizer)
@@ -135,26 +113,62 @@ class Plan:
                     f"method {method!r} cannot run: its regularizer {regularizer.kind!r} is not there ({error}); leave "
                     "it out with --methods"
                 ) from None
+        for (method, task), recipe in self._recipes.items():
+            try:
+                if recipe.mesh.size > 1 or recipe.mesh.auto:
+                    raise UserError("mesh: a study's cell trains on one device; leave every axis at 1 and auto off")
+                refuse_tracked(recipe)
+                check_recipe(recipe)
+            except UserError as error:
+                raise UserError(f"method {method!r} on task {task!r}: {error}") from None
 
-    def cell(
-        self, kind: Kind, method: str, task: str, seed: int, setting: Setting, *, steps: int | None = None
-    ) -> StudyCell:
-        """One cell. steps: another number of updates than the task's."""
+    def read_rows(self, out: Path) -> None:
+        """Read the rows of every task, which `write_rows` puts into `out`. Raises UserError for what is wrong with one.
+
+        Runs that are asked for from now on have rows to train on.
+        """
+        for name, own in self.study.tasks.items():
+            recipe = self._recipes[self.study.baseline, name]
+            made = [self._digests[name], own.validation, own.test, own.test_split, repr(recipe.data.columns)]
+            folder = out.absolute() / "rows" / f"{name}-{short_hash(made)}"
+            self._rows[name] = task_rows(self.files[name], recipe, own), folder
+
+    def rows(self, task: str) -> TaskRows:
+        """Those of a task, once `read_rows` has read them."""
+        return self._rows[task][0]
+
+    def write_rows(self) -> None:
+        """Put the rows of every task where its cells read them, unless they are there."""
+        for rows, folder in self._rows.values():
+            rows.write(folder)
+
+    def run(self, kind: Kind, method: str, task: str, seed: int, setting: Setting, *, steps: int | None = None) -> Run:
+        """One run. steps: another number of updates than the task's."""
         changes: dict[str, Any] = {"train.seed": seed}
         if steps is not None:
             changes["train.steps"] = steps
-        recipe = self._resolve(method, task, setting, changes)
-        study, own = self.study, self.study.tasks[task]
-        measured = kind == "final" and seed < study.sharpness_seeds
-        sharpness = study.sharpness_sigma if measured else None
+        resolved = self._resolved(method, task, setting, changes)
+        recipe, study, own = resolved.recipe, self.study, self.study.tasks[task]
+        sharpness = study.sharpness_sigma if kind == "final" and seed < study.sharpness_seeds else None
+        judged: Judged = "validation" if kind == "trial" else "test"
         rows = (own.train, own.validation, own.test, own.test_split)
-        judged = "validation" if kind == "trial" else "test"
-        key = recipe_key(recipe, [rows, judged, sharpness, self._digests[task]])
-        return StudyCell(key, kind, method, task, seed, setting, recipe, self.files[task], rows, sharpness)
+        key = recipe_key(recipe, [rows, judged, sharpness, self._digests[task], *_beside(recipe)])
+        if task in self._rows:
+            there, folder = self._rows[task]
+            resolved = dataclasses.replace(resolved, recipe=there.lay(recipe, own, folder, judged))
+        point = {"kind": kind, "method": method, "task": task, **setting.overrides()}
+        if steps is not None:
+            point["train.steps"] = steps
+        probe = functools.partial(Measures, final=kind != "trial", sharpness=sharpness)
+        cell = Cell(key, point, seed, resolved, probe=probe)
+        return Run(kind, method, task, seed, setting, recipe.train.steps, cell)
 
     def _resolve(
         self, method: str, task: str, setting: Setting | None = None, changes: Mapping[str, Any] | None = None
     ) -> Recipe:
+        return self._resolved(method, task, setting, changes).recipe
+
+    def _resolved(self, method: str, task: str, setting: Setting | None, changes: Mapping[str, Any] | None) -> Resolved:
         """The recipe of a method on a task: the base, then the task, the method, the setting, the changes."""
         laid: list[Branch] = []
         for where, keys in (
@@ -164,7 +178,17 @@ class Plan:
             ("--", changes or {}),
         ):
             laid += [from_override(key, value, where) for key, value in keys.items()]
-        return settled(resolve_tree(self._tree, laid, name=self.resolved.name)).recipe
+        return settled(resolve_tree(self._tree, laid, name=self.resolved.name))
+
+
+def _beside(recipe: Recipe) -> list[Any]:
+    """Digests of what a recipe reads beside its task's rows; nothing for most."""
+    found: list[Any] = settings_digests(recipe)
+    if recipe.select is not None:
+        from experiments.workflows.run_parts import recipe_inputs
+
+        found += [file_digest(path) for path in recipe_inputs(recipe)]
+    return found
 
 
 def _only(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:

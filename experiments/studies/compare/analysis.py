@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from experiments.cells.resampling import right_items, seeds_by_items
-from experiments.comparison.plan import Plan
-from experiments.comparison.protocol import protocol
-from experiments.comparison.runner import Outcome, Result
 from experiments.stats import holm, paired_test, t_interval
+from experiments.studies.compare.plan import Plan
+from experiments.studies.compare.protocol import protocol
+from experiments.studies.compare.run import Outcome, Result
 from finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
@@ -59,6 +59,12 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def compared(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Methods with a primary endpoint: confirmatory first, then by effect."""
+    found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
+    return sorted(found, key=lambda item: (not item[1]["confirmatory"], -item[1]["primary"]["value"]))
+
+
 def _all_results(outcome: Outcome) -> Any:
     for trials in outcome.trials.values():
         yield from (result for _, result in trials)
@@ -68,7 +74,9 @@ def _all_results(outcome: Outcome) -> Any:
 
 
 def _floor(plan: Plan, outcome: Outcome, task: str) -> float | None:
-    """Majority floor of a task's test rows; None for generation."""
+    """Majority floor of a task's test rows; None for a task that is not judged by accuracy."""
+    if not plan.classifies(task):
+        return None
     for (_, where), results in outcome.finals.items():
         for result in results:
             if where == task and "majority_floor" in result["metrics"]:
@@ -269,11 +277,11 @@ def _trials(plan: Plan, outcome: Outcome, pair: tuple[str, str]) -> dict[str, An
         "failed": sum(result["status"] != "done" for _, result in runs),
         "chosen": chosen.overrides(),
         "on_edge": outcome.edge[pair],
-        "lowest_lr": min(cell.setting.lr for cell, _ in runs),
-        "highest_lr": max(cell.setting.lr for cell, _ in runs),
+        "lowest_lr": min(run.setting.lr for run, _ in runs),
+        "highest_lr": max(run.setting.lr for run, _ in runs),
         "validation": [
             result["metrics"]["accuracy" if plan.classifies(pair[1]) else "loss"]
-            for cell, result in runs
-            if cell.setting == chosen
+            for run, result in runs
+            if run.setting == chosen
         ],
     }

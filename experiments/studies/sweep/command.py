@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +19,22 @@ from typing import Any
 from experiments.recipe.config import Sweep
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
-from experiments.sweep.axes import Axes, Design, as_values, count_of, parse_grid
-from experiments.sweep.bisection import Bisection, bisect, parse_bisection
-from experiments.sweep.cell import Cell
-from experiments.sweep.directory import (
+from experiments.studies.cell import Cell
+from experiments.studies.devices import choose_devices
+from experiments.studies.directory import results_of, stale_keys
+from experiments.studies.queue import run_cells
+from experiments.studies.sweep.axes import Axes, Design, as_values, count_of, parse_grid
+from experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
+from experiments.studies.sweep.directory import (
     check_directory,
     check_finished,
     claim,
     count_others,
     note_finished,
-    results_of,
-    stale,
     write_marker,
 )
-from experiments.sweep.placing import choose_devices
-from experiments.sweep.plan import Base
-from experiments.sweep.queue import run_cells
-from experiments.sweep.table import Row, write_table
+from experiments.studies.sweep.plan import Base
+from experiments.studies.sweep.table import Row, write_table
 from finetune.config import Record
 from finetune.errors import Interrupted, UserError
 from finetune.lock import owned
@@ -65,7 +63,7 @@ def sweep(
     max_cells: int | None = None,
     quiet: bool = False,
 ) -> int:
-    """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell failed.
+    """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell diverged or failed.
 
     recipe: file or shipped name. overrides: laid over it. grid: `key=v1,v2,…` texts, else the recipe's own with its
     design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs: worker
@@ -104,7 +102,7 @@ def sweep(
 
         def run(some: Sequence[Cell], label: str = "sweep") -> None:
             results = results_of(out, some)
-            rerun = _stale(results, console, rerun=rerun_stale) | (_failed(results) if rerun_failed else set())
+            rerun = stale_keys(results, console, rerun=rerun_stale) | (_failed(results) if rerun_failed else set())
             run_cells(out, some, workers, console, label=label, stack=asked.stack, devices=placed, rerun=rerun)
 
         more: dict[str, Row] = {}
@@ -222,32 +220,22 @@ def _stack(flag: str | None, recipe: int | str) -> int | None:
     return int(flag)
 
 
-def _stale(results: dict[str, dict[str, Any]], console: Console, *, rerun: bool) -> set[str]:
-    """Keys of the finished cells that other code made and that run anew for it; says how many there are."""
-    made = stale(results)
-    if made:
-        versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(made.values()).most_common())
-        does = "they run anew" if rerun else "they are kept; --rerun-stale runs them anew"
-        console.say(f"{len(made)} finished cells were made by other code than this ({versions}): {does}")
-    return set(made) if rerun else set()
-
-
 def _failed(results: dict[str, dict[str, Any]]) -> set[str]:
     """Keys of the cells that failed and might not the next time: a run that diverged does so again."""
-    return {key for key, result in results.items() if result["status"] == "failed" and not result.get("diverged")}
+    return {key for key, result in results.items() if result["status"] == "failed"}
 
 
 def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Console) -> int:
     """Tables, charts and page; says what failed."""
     table = write_table(out, cells, more=more)
-    failed = {row["cell"]: row["reason"] for row in table if row["status"] == "failed"}
-    for key, reason in list(failed.items())[:1]:
-        console.say(f"{len(failed)} cells failed, for example {key}: {reason}")
-    if any(row["status"] == "failed" and not row["diverged"] for row in table):
+    broken = {row["cell"]: row["reason"] for row in table if row["status"] != "done"}
+    for key, reason in list(broken.items())[:1]:
+        console.say(f"{len(broken)} cells diverged or failed, for example {key}: {reason}")
+    if any(row["status"] == "failed" for row in table):
         console.say("--rerun-failed tries again those that did not diverge")
     from experiments.report import build_report, write_plots
 
     note_finished(out)
     write_plots(out)
     console.say(f"report: {build_report([out], out=out / 'report.html')}")
-    return 1 if failed else 0
+    return 1 if broken else 0

@@ -1,15 +1,19 @@
-"""The work queue of a sweep: units of cells go to worker processes, and come back when their worker dies.
+"""The work queue of a study: units of cells go to worker processes, and come back when their worker dies.
 
 A worker that is killed (or runs out of memory) costs its unit one try: a stack is cut in half, a single cell is tried
-once more; a cell that ends its worker twice becomes a failed result. The sweep goes on with a new worker.
+once more; a cell that ends its worker twice becomes a failed result. The study goes on with a new worker.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import shutil
 import signal
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -17,21 +21,54 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any, Literal
 
+from experiments.results.cells import RESULT, read_result
+from experiments.results.code_version import source_digest
 from experiments.run.console import Console
-from experiments.sweep.cell import RESULT, Cell, Outcome, finish_cell, read_result
-from experiments.sweep.directory import await_orphans, results_of
-from experiments.sweep.placing import Places, memory_of, on_cuda, place
-from experiments.sweep.progress import Progress
-from experiments.sweep.worker import Answer, RunUnit, Unit, run_unit, serve, was_signal
+from experiments.studies.cell import Cell, Result, drop_result, finish_cell, result_of, run_cell
+from experiments.studies.devices import Places, memory_of, on_cuda, place
+from experiments.studies.directory import at_work, await_orphans, results_of
+from experiments.studies.progress import Progress
 from finetune.atomic import sweep_leftovers
 from finetune.errors import Interrupted
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 
+Unit = tuple[Cell, ...]
+"""Cells that one worker trains at a time: one, or a stack on a shared backbone."""
+
+RunUnit = Callable[[Path, Unit, int | None], bool]
+"""(study directory, cells, threads) → whether the process is fit for another unit."""
+
 _DEATHS = 2
 """Workers that a cell may end, alone, before it is taken to be the cause."""
 _STILLBORN = 3
-"""Workers in a row that may end before they are ready, before the sweep gives up."""
+"""Workers in a row that may end before they are ready, before the study gives up."""
+
+
+def run_unit(out: Path, unit: Unit, threads: int | None) -> bool:
+    """Train and judge the cells of a unit; returns whether this process is fit for another one.
+
+    A stack that fails as a whole (out of memory) leaves those of its cells without a result that had none.
+    """
+    directories = [out / "cells" / cell.key for cell in unit]
+    log = RunDirectory(out).log
+    for cell in unit:
+        log(f"start {cell.key} ({cell.label}) in process {os.getpid()}")
+    if len(unit) == 1:
+        fit = run_cell(directories[0], unit[0], threads)
+    else:
+        from experiments.studies.stack import run_stack
+
+        def measure() -> Result:
+            run_stack(directories, unit, threads)
+            return Result("done")
+
+        result, fit = result_of(measure, out)
+        if result.status != "done":
+            log(f"a stack of {len(unit)} cells failed: {result.reason}")
+    log("\n".join(f"end {cell.key}" for cell in unit))
+    return fit
 
 
 def run_cells(
@@ -43,15 +80,18 @@ def run_cells(
     label: str = "sweep",
     stack: int | None = 1,
     devices: Sequence[str] = (),
+    threads: int | None = None,
     rerun: Collection[str] = (),
     run: RunUnit = run_unit,
+    on_result: Callable[[Path], None] = lambda path: None,
 ) -> None:
-    """Run the cells that have no result yet, in `jobs` processes that share out the cores.
+    """Run the cells that have no result yet, in `jobs` processes.
 
     A single one is this process, unless it computes on a CUDA device: one that failed goes on failing in its process.
 
     stack: cells trained together on one backbone at most; None: as many as memory allows. devices: given to the workers
-    in turn; none: each cell's own choice. rerun: keys of finished cells that run anew. run: how a unit is run.
+    in turn; none: each cell's own choice. threads: of each process; None: its share of the cores. rerun: keys of
+    finished cells that run anew. run: how a unit is run. on_result: told the file of each result that was written.
     Raises Interrupted when stopped or when the disk is full; what was finished stays.
     """
     await_orphans(out)
@@ -63,11 +103,11 @@ def run_cells(
     console.say(f"{label}: {len(unique)} cells, {len(results)} done before, {len(todo)} to run")
     if not todo:
         return
-    places = Places(jobs, tuple(devices))
+    places = Places(jobs, tuple(devices), threads)
     here = jobs == 1 and not on_cuda(places, todo)
     units = units_of(todo, places, stack=stack, say=console.say)
     progress = Progress(list(unique.values()), results, console, label=label, workers=min(jobs, len(units)))
-    queue = _Queue(out, deque(units), places, progress, run, rerun)
+    queue = _Queue(out, deque(units), places, progress, run, on_result, rerun)
     try:
         with progress.shown():
             queue.work_here() if here else queue.work()
@@ -91,7 +131,7 @@ def units_of(
     """
     if stack == 1:
         return [(cell,) for cell in cells]
-    from experiments.sweep.stacking import WIDTH, stacks
+    from experiments.studies.stack import WIDTH, stacks
 
     width = min(stack or WIDTH, -(-len(cells) // places.jobs))
     memory = memory_of(places, cells[0].resolved.recipe.train.device)
@@ -119,6 +159,7 @@ class _Queue:
     places: Places
     progress: Progress
     run: RunUnit
+    on_result: Callable[[Path], None]
     rerun: Collection[str] = ()
     workers: dict[int, _Worker] = field(default_factory=dict)
     deaths: Counter[str] = field(default_factory=Counter)
@@ -131,7 +172,7 @@ class _Queue:
         while self.waiting:
             unit = self._next(self.places.device(0))
             try:
-                self.run(self.out, unit, None)
+                self.run(self.out, unit, self.places.given)
             except Interrupted as error:
                 if was_signal(error):
                     self._ended(unit)
@@ -215,7 +256,7 @@ class _Queue:
         unit = tuple(place(cell, device) for cell in self.waiting.popleft())
         for cell in unit:
             if cell.key in self.rerun:
-                (self.out / "cells" / cell.key / RESULT).unlink(missing_ok=True)
+                drop_result(self.out / "cells" / cell.key)
         self.progress.began(unit)
         return unit
 
@@ -254,11 +295,11 @@ class _Queue:
             if result is None:
                 rest.append(cell)
                 continue
-            self.progress.ended(cell, result)
+            self._ended_one(cell, result)
             if result.get("alone") is not None:
                 alone[result["alone"]] += 1
         for reason, count in alone.items():
-            if reason not in self.said:  # other stacks of the sweep have the same to say
+            if reason not in self.said:  # other stacks of the study have the same to say
                 self.said.add(reason)
                 self._log(f"{count} cells of a stack ran alone: {reason}")
         self.progress.returned(rest)
@@ -282,13 +323,16 @@ class _Queue:
             self.waiting.append(unit)
             return
         reason = f"its worker {how or 'left no result'}, {_DEATHS} times; perhaps it needs more memory than there is"
-        outcome = Outcome("failed", reason)
         directory = self.out / "cells" / cell.key
         with disk_full_interrupts(f"writing {directory}"):
-            finish_cell(directory, cell, outcome)
+            finish_cell(directory, cell, Result("failed", reason))
         result = read_result(directory)
         assert result is not None
+        self._ended_one(cell, result)
+
+    def _ended_one(self, cell: Cell, result: dict[str, Any]) -> None:
         self.progress.ended(cell, result)
+        self.on_result(self.out / "cells" / cell.key / RESULT)
 
     def _log(self, text: str) -> None:
         RunDirectory(self.out).log(text)
@@ -300,3 +344,76 @@ def _ending(code: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by signal {-code} ({signal.Signals(-code).name})"
     return f"ended with code {code}"
+
+
+# --------------------------------------------------------------------------------------------- in a worker process
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a unit."""
+
+    kind: Literal["done", "stopped", "disk full"]
+    """stopped: a signal came. disk full: nothing more can be written; the study must end."""
+    text: str = ""
+    fit: bool = True
+    """Whether this process can take another unit."""
+
+
+READY = Answer("done")
+
+
+def start_worker(parent: int, threads: int) -> None:
+    """Give a worker its share of the cores, and end it when its parent was killed.
+
+    The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait
+    for each other (evaluation was eight times slower). An orphan must not write into a study that somebody restarted.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(threads)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connection) -> None:
+    """The life of a worker: says that it is ready, then answers each unit, until told None or left alone."""
+    start_worker(parent, threads)
+    source_digest()  # now: what is edited while the worker lives is not what it runs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    with at_work(out):
+        if os.getppid() != parent:
+            return
+        connection.send(READY)
+        try:
+            while (unit := connection.recv()) is not None:
+                answer = _answer(out, unit, threads, run)
+                _settle()
+                connection.send(answer)
+                if not answer.fit:
+                    return
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+@functools.cache
+def _settle() -> None:
+    """Once, after the first unit: what it imported stays, and is spared every later search for garbage (0.3 s each)."""
+    gc.collect()
+    gc.freeze()
+
+
+def _answer(out: Path, unit: Unit, threads: int, run: RunUnit) -> Answer:
+    try:
+        return Answer("done", fit=run(out, unit, threads))
+    except Interrupted as error:
+        return Answer("stopped" if was_signal(error) else "disk full", str(error), fit=False)
+
+
+def was_signal(error: Interrupted) -> bool:
+    """Whether it was a signal that ended a cell, not a full disk (which is the error's cause)."""
+    return error.__cause__ is None or isinstance(error.__cause__, KeyboardInterrupt)

@@ -1,10 +1,10 @@
-"""One cell of a sweep: what names it, how it runs, and the result that it leaves behind.
+"""One cell of a study: what names it, how it runs, and the result that it leaves behind.
 
     cell = cell_of(load_recipe("warmup"), point={"adapter.rank": 4}, seed=0)
     run_cell(out / "cells" / cell.key, cell, threads=1)
 
-A cell is keyed by the hash of its resolved recipe and of its input files. Its `result.json` is written last and whole:
-a directory without one is unfinished and is made anew.
+A cell is a recipe and a key: the hash of all that its result depends on. It trains as `flatshift train` does. Its
+`result.json` is written last and whole: a directory without one is unfinished and is made anew.
 """
 
 from __future__ import annotations
@@ -19,43 +19,38 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from experiments.recipe import Resolved, recipe_key
+from experiments.results.cells import RESULT, Status, result_files
+from experiments.results.code_version import flatshift_version, source_digest
 from experiments.run.console import Console
-from experiments.sweep.source import flatshift_version, source_digest
-from finetune.digests import digest, unsealed, write_sealed
+from finetune.digests import digest, write_sealed
 from finetune.errors import Interrupted, UserError, is_out_of_memory, user_path
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
+    from experiments.data.splits import Prepared
     from experiments.recipe.config import Recipe
+    from experiments.workflows.context import Probe
 
-RESULT = "result.json"
-_FIX = f"delete the cell's {RESULT}, and the sweep runs the cell anew"
 _DONE = Path("stages", "fine-tune", "done.json")
-
-
-def without_cache(recipe: Recipe) -> Recipe:
-    """A cell's recipe: `data.cache: auto` keeps no rows that its seed chose, which hardly another cell reads again."""
-    data = recipe.data
-    if data.cache != "auto" or not (data.label_noise or data.train.limit):
-        return recipe
-    return dataclasses.replace(recipe, data=dataclasses.replace(data, cache=None))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the grid under one seed."""
+    """One run of a study."""
 
     key: str
     """Hash that names its directory."""
     point: dict[str, Any]
-    """Dotted key → value, as tables name it."""
+    """What the study varies: dotted key → value, as tables name it."""
     seed: int
     resolved: Resolved
     laid: Mapping[str, Any] = field(default_factory=dict)
     """Dotted key → value as written, which makes the same cell again; empty where no grid made it."""
+    probe: Callable[[], Probe] | None = None
+    """Makes what measures more than a run's own figures; can be sent to another process."""
 
     @property
     def label(self) -> str:
@@ -69,44 +64,50 @@ def label_of(point: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a cell ended."""
+class Result:
+    """How a cell ended (`experiments.results.cells` says what each status means)."""
 
-    status: Literal["done", "failed"]
+    status: Status
     reason: str | None = None
-    """Why it failed; None when done."""
+    """Why it has no figures; None when done."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Its eval.json: {split: {metric: {"value", …}}}; empty when failed."""
+    """Its eval.json: {split: {metric: {"value", …}}}; empty unless done."""
     seconds: float = 0.0
     """Wall time; of a stack, this cell's share."""
-    diverged: bool = False
-    """Whether it failed because its loss or a gradient was no finite number."""
     stacked: int | None = None
     """Cells that trained in one stack with it, itself counted; None: alone."""
     alone: str | None = None
     """Why it trained alone, where that showed only when its stack began."""
+    figures: dict[str, Any] | None = None
+    """What its probe found; None without one."""
 
 
 def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:
     """The cell of a resolved recipe, keyed by all that its result depends on.
 
     That is every value but the sweep block itself, device and threads (of `train.precision: auto` what it comes to
-    here), and the bytes of the input files, of a backbone
-    that is a local directory (its tokenizer too), and of an adapter that it begins with.
+    here), and the bytes of the input files, of a backbone that is a local directory (its tokenizer too), and of an
+    adapter that it begins with.
     """
     from experiments.recipe.precision import settled
     from experiments.workflows.run_parts import recipe_inputs
 
     resolved = settled(resolved)
-    digests = [_digest(path) for path in recipe_inputs(resolved.recipe)]
+    digests = [file_digest(path) for path in recipe_inputs(resolved.recipe)]
     digests += _backbone_digests(resolved.recipe.backbone)
-    if (template := resolved.recipe.task.template_record()) is not None:
-        digests.append(["template", template["sha256"]])
-    adapter = resolved.recipe.adapter
-    for setting, name in (("start", adapter.start), ("under", adapter.under)):
-        if name is not None:
-            digests.append([setting, _adapter_digest(name, f"adapter.{setting}")])
+    digests += settings_digests(resolved.recipe)
     return Cell(recipe_key(resolved.recipe, digests), point, seed, resolved, laid or {})
+
+
+def settings_digests(recipe: Recipe) -> list[list[str]]:
+    """[setting, digest] of what settings name outside of the recipe: a chat template, adapters to begin with."""
+    found = []
+    if (template := recipe.task.template_record()) is not None:
+        found.append(["template", template["sha256"]])
+    for setting in ("start", "under"):
+        if (name := getattr(recipe.adapter, setting)) is not None:
+            found.append([setting, _adapter_digest(name, f"adapter.{setting}")])
+    return found
 
 
 @functools.cache
@@ -129,48 +130,85 @@ def _adapter_digest(name: str, where: str) -> str:
 
 
 @functools.cache
-def _digest(path: str) -> list[str]:
+def file_digest(path: str) -> list[str]:
+    """SHA-256 of each data file that `path` stands for."""
     from finetune.data import describe
 
     return [entry["sha256"] for entry in describe([path])]
 
 
+def refuse_tracked(recipe: Recipe) -> None:
+    """Raise UserError for trackers: there would be one run for each of hundreds of cells."""
+    if recipe.tracker.kinds:
+        raise UserError("tracker.kinds: the cells of a sweep or study are not tracked; leave the block out")
+
+
+def without_cache(recipe: Recipe) -> Recipe:
+    """A cell's recipe: `data.cache: auto` keeps no rows that its seed chose, which hardly another cell reads again."""
+    data = recipe.data
+    if data.cache != "auto" or not (data.label_noise or data.train.limit):
+        return recipe
+    return dataclasses.replace(recipe, data=dataclasses.replace(data, cache=None))
+
+
 def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | None = None) -> bool:
     """Train and judge one cell in `directory` and write its result.json last; a failure is a result with its reason.
 
-    threads: of this process, where the recipe does not say. alone: see `Outcome`.
+    threads: of this process, where the recipe does not say. alone: see `Result`.
     Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
     goes on failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
     """
-    from experiments.cells.refusing import refuse_tracked
+    recipe = without_cache(cell.resolved.recipe)
+    if threads is not None and recipe.train.threads is None:
+        recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, threads=threads))
+    with disk_full_interrupts(f"running cell {cell.key}"):
+        if directory.exists():
+            shutil.rmtree(directory)
+        result, fit = result_of(lambda: train_cell(directory, cell, recipe), directory)
+        finish_cell(directory, cell, dataclasses.replace(result, alone=alone))
+    return fit
+
+
+def train_cell(
+    directory: Path,
+    cell: Cell,
+    recipe: Recipe,
+    *,
+    prepared: Callable[[Recipe], Prepared] | None = None,
+    **hooks: Any,
+) -> Result:
+    """Train and judge a cell as `flatshift train` does, but for its report; its weights go when it is judged.
+
+    recipe: the cell's own, for this process. prepared: stands in for `experiments.data.splits.prepare`; hooks: further
+    fields of `RunContext`, where cells share rows and backbone (`experiments.studies.stack`).
+    Raises Diverged, also for a trained adapter whose loss on judged rows is not a finite number.
+    """
     from experiments.data.splits import prepare
     from experiments.workflows.context import opened
     from experiments.workflows.run_parts import remove_weights
     from experiments.workflows.train import execute
 
-    recipe = without_cache(cell.resolved.recipe)
-    if threads is not None and recipe.train.threads is None:
-        recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, threads=threads))
-
-    def measure() -> dict[str, Any]:
-        refuse_tracked(recipe)
-        prepared = prepare(recipe)
-        run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
-        with opened(recipe, run, Console(quiet=True, log=run.log), cell=True) as context:
-            metrics = execute(context, prepared)
-        remove_weights(directory)
-        return metrics
-
-    with disk_full_interrupts(f"running cell {cell.key}"):
-        if directory.exists():
-            shutil.rmtree(directory)
-        outcome, fit = outcome_of(measure, directory)
-        finish_cell(directory, cell, dataclasses.replace(outcome, alone=alone))
-    return fit
+    refuse_tracked(recipe)
+    rows = (prepared or prepare)(recipe)
+    probe = cell.probe() if cell.probe is not None else None
+    run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
+    with opened(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe, **hooks) as context:
+        metrics = execute(context, rows)
+    remove_weights(directory)
+    _refuse_broken(metrics)
+    return Result("done", metrics=metrics, figures=None if probe is None else probe.figures())
 
 
-def outcome_of(measure: Callable[[], dict[str, Any]], directory: Path) -> tuple[Outcome, bool]:
-    """Call `measure` for a cell's metrics; (what came of it, whether this process is fit for another cell).
+def _refuse_broken(metrics: Mapping[str, Any]) -> None:
+    from finetune.train.spikes import Diverged
+
+    for split, figures in metrics.items():
+        if "loss" in figures and figures["loss"]["value"] is None:
+            raise Diverged(f"the trained adapter's loss on the {split} rows is not a finite number")
+
+
+def result_of(measure: Callable[[], Result], directory: Path) -> tuple[Result, bool]:
+    """Call `measure`; (what came of the cell, whether this process is fit for another).
 
     An error that nobody foresaw goes into the cell's log.txt with its trace. Interrupted and a full disk pass through.
     """
@@ -178,42 +216,48 @@ def outcome_of(measure: Callable[[], dict[str, Any]], directory: Path) -> tuple[
     fit = True
     try:
         with disk_full_interrupts(f"writing {directory}"):
-            metrics = measure()
-        outcome = Outcome("done", metrics=metrics, seconds=time.monotonic() - started)
+            result = measure()
     except Interrupted:
         raise
     except ValueError as error:
-        from finetune.train.loop import Diverged
+        from finetune.train.spikes import Diverged
 
-        seconds = time.monotonic() - started
-        outcome = Outcome("failed", str(error), seconds=seconds, diverged=isinstance(error, Diverged))
+        result = Result("diverged" if isinstance(error, Diverged) else "failed", str(error))
     except Exception as error:
         fit = False
-        reason = f"{'out of memory' if is_out_of_memory(error) else type(error).__name__}: {error}"
-        outcome = Outcome("failed", reason, seconds=time.monotonic() - started)
+        result = Result("failed", f"{'out of memory' if is_out_of_memory(error) else type(error).__name__}: {error}")
         directory.mkdir(parents=True, exist_ok=True)
         RunDirectory(directory).log(traceback.format_exc())
     gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it
-    return outcome, fit
+    return dataclasses.replace(result, seconds=time.monotonic() - started), fit
 
 
-def finish_cell(directory: Path, cell: Cell, outcome: Outcome) -> None:
+def finish_cell(directory: Path, cell: Cell, result: Result) -> None:
     """Write a cell's result.json, making `directory` if need be; from then on the cell is never run again."""
     directory.mkdir(parents=True, exist_ok=True)
+    found = dataclasses.asdict(result)
+    if result.figures is None:
+        del found["figures"]
     write_sealed(
         directory / RESULT,
         {
             "cell": cell.key,
             "point": cell.point,
             "seed": cell.seed,
-            **dataclasses.asdict(outcome),
-            "seconds": round(outcome.seconds, 2),
+            **found,
+            "seconds": round(result.seconds, 2),
             "best_step": _best_step(directory),
             "flatshift": flatshift_version(),
             "code": source_digest(),
         },
         beside=_records_of(directory),
     )
+
+
+def drop_result(directory: Path) -> None:
+    """Forget the result of a cell, wherever it is kept, before the cell runs anew."""
+    for path in result_files(directory):
+        path.unlink(missing_ok=True)
 
 
 def _records_of(directory: Path) -> list[Path]:
@@ -229,18 +273,3 @@ def _best_step(directory: Path) -> int | None:
     except FileNotFoundError:
         return None
     return done.get("best_step")
-
-
-def read_result(directory: Path) -> dict[str, Any] | None:
-    """A cell's result; None if it has none yet. Raises UserError if the file is no result, or it or a record of the
-    cell is not what the cell left."""
-    path = directory / RESULT
-    try:
-        found = json.loads(path.read_bytes())
-        if not {"status", "reason", "metrics", "seconds"} <= found.keys():
-            raise ValueError("keys are missing")
-    except FileNotFoundError:
-        return None
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a cell's result ({error}); {_FIX}") from None
-    return unsealed(path, found, fix=_FIX)

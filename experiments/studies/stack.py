@@ -3,7 +3,7 @@
     for stack in stacks(cells, width=32):
         run_stack([out / "cells" / cell.key for cell in stack.cells], stack.cells, threads=1)
 
-A stack leaves for every cell what `experiments.sweep.run_cell` leaves, with the same figures to rounding; a cell that
+A stack leaves for every cell what `experiments.studies.run_cell` leaves, with the same figures to rounding; a cell that
 fails fails alone; a stack that is stopped, or in which a device fails, leaves no result for the cells under way.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from experiments.data.splits import Prepared, prepare
 from experiments.recipe.config import Recipe
 from experiments.run.console import Console, graceful_stop
-from experiments.sweep.cell import Cell, Outcome, finish_cell, outcome_of, run_cell, without_cache
+from experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, without_cache
 from finetune.atomic import write_json
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
 from finetune.compute.numerics import cpu_threads
@@ -211,15 +211,15 @@ class _Clock:
         return [member for member in members if any(member is other for other in self._live)]
 
 
-def _outcome_of(measure: Callable[[], dict[str, Any]], directory: Path) -> Outcome:
+def _outcome_of(measure: Callable[[], Result], directory: Path) -> Result:
     """What came of a cell. Raises RuntimeError if this process is not fit for the others."""
-    outcome, fit = outcome_of(measure, directory)
+    outcome, fit = result_of(measure, directory)
     if not fit:
         raise RuntimeError(outcome.reason)
     return outcome
 
 
-def _end(member: _Member, outcome: Outcome, clock: _Clock, stacked: int) -> None:
+def _end(member: _Member, outcome: Result, clock: _Clock, stacked: int) -> None:
     clock.end(member)
     outcome = dataclasses.replace(outcome, seconds=member.seconds, stacked=stacked)
     finish_cell(member.directory, member.cell, outcome)
@@ -229,12 +229,12 @@ def _end(member: _Member, outcome: Outcome, clock: _Clock, stacked: int) -> None
 def _attempt(member: _Member, measure: Callable[[], None], clock: _Clock, stacked: int) -> bool:
     """Do one part of a cell's work; False, and the cell is ended, where that failed."""
 
-    def nothing_yet() -> dict[str, Any]:
+    def nothing_yet() -> Result:
         measure()
-        return {}
+        return Result("done")
 
     outcome = _outcome_of(nothing_yet, member.directory)
-    if outcome.status == "failed":
+    if outcome.status != "done":
         _end(member, outcome, clock, stacked)
         return False
     return True
@@ -316,12 +316,12 @@ def _arguments(member: _Member, tokenizer: Any, clock: _Clock, stacked: int) -> 
     return _attempt(member, measure, clock, stacked)
 
 
-def _judged(member: _Member, tokenizer: Any, end: Any) -> Callable[[], dict[str, Any]]:
+def _judged(member: _Member, tokenizer: Any, end: Any) -> Callable[[], Result]:
     """What evaluates a cell whose stage came to its `end`, by the ordinary code on its own PEFT model."""
     from experiments.workflows.build import judge_splits
     from experiments.workflows.run_parts import remove_weights
 
-    def measure() -> dict[str, Any]:
+    def measure() -> Result:
         if isinstance(end, ValueError):
             raise end
         assert member.run is not None and member.prepared is not None
@@ -330,6 +330,6 @@ def _judged(member: _Member, tokenizer: Any, end: Any) -> Callable[[], dict[str,
         write_json(member.run.path / "eval.json", result)
         write_json(member.run.path / "timings.json", {"seconds": round(member.seconds, 2)})
         remove_weights(member.directory)
-        return result
+        return Result("done", metrics=result)
 
     return measure

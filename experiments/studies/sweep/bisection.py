@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from experiments.recipe.config import Recipe
-from experiments.sweep.axes import Range, parse_range
-from experiments.sweep.cell import Cell, label_of, read_result
-from experiments.sweep.plan import Base
-from experiments.sweep.table import Row, final_figures
+from experiments.results.cells import EMC as EMC_FILE
+from experiments.results.cells import read_result
+from experiments.studies.cell import Cell, label_of
+from experiments.studies.sweep.axes import Range, parse_range
+from experiments.studies.sweep.plan import Base
+from experiments.studies.sweep.table import Row, final_figures
 from finetune.atomic import write_json
 from finetune.errors import UserError
 from finetune.run_directory import disk_full_interrupts
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from experiments.descent.emc import EMC
 
 KEY = "data.train.limit"
-FILE = "emc.json"
 _EPSILON = 0.1
 _FEWEST = 8
 """Rows that a search begins with where it is not told."""
@@ -167,8 +168,8 @@ def bisect(out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seed
         run(wanted, label=f"bisection, round {turn}")
         errors |= {cell.key: _train_error(out, cell) for cell in wanted}
     document = {"format": 1, **search.document(), "seeds": seeds, "points": [one.document(errors) for one in searches]}
-    with disk_full_interrupts(f"writing {out / FILE}"):
-        write_json(out / FILE, document)
+    with disk_full_interrupts(f"writing {out / EMC_FILE}"):
+        write_json(out / EMC_FILE, document)
     columns = {cell.key: {"emc": one.answer.value if one.answer else None} for one in searches for cell in one.cells}
     tried = sorted({rows for one in searches for rows in one.tried})
     return Found([cell for one in searches for cell in one.cells], columns, tried)
@@ -186,9 +187,9 @@ def _train_error(out: Path, cell: Cell) -> float:
     directory = out / "cells" / cell.key
     result = read_result(directory)
     assert result is not None
+    if result["status"] == "diverged":
+        return math.nan
     if result["status"] == "failed":
-        if result.get("diverged"):
-            return math.nan
         raise UserError(
             f"--bisect: cell {cell.key} ({cell.label}) failed: {result['reason']}; whether its rows are fitted is "
             "not known; --rerun-failed tries it again"

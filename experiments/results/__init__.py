@@ -1,0 +1,1 @@
+"""Runs, sweeps and studies read back as tables; draws nothing."""

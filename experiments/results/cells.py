@@ -1,0 +1,85 @@
+"""What a cell of a study left behind, and how it ended: the one set of statuses that sweeps and comparisons go by.
+
+done: trained and judged; it has figures.
+diverged: the loss or a gradient of an update, or the loss of the trained adapter on judged rows, was no finite number.
+    That is a finding about its settings, which end so again: it is never run anew, and it stays in every analysis as
+    the worst there is. A bisection takes it to fit no row, a trial to be lost, a curve over settings loses its seed
+    and says so, and a final run of a comparison counts with its task's majority floor (where there is none, the seed
+    is left out for both sides).
+failed: it could not run or be judged: rows that were refused, no memory, a dead worker. That says nothing about its
+    settings: it is in no analysis, makes the command's exit code 1, and can be tried again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.results.code_version import flatshift_version
+from finetune.digests import unsealed
+from finetune.errors import UserError
+
+Status = Literal["done", "diverged", "failed"]
+RESULT = "result.json"
+MARKER, FORMAT = "sweep.json", 2
+"""What a sweep was asked for, and the newest form of that."""
+CELLS, CURVES, POINTS, EMC = "cells.parquet", "curves.parquet", "points.csv", "emc.json"
+"""What a sweep's cells come to."""
+_FIX = f"delete the cell's {RESULT}, and the same command runs the cell anew"
+_KEYS = {"status", "reason", "metrics"}
+
+
+def status_of(found: dict[str, Any]) -> Status:
+    """How a cell ended, from its result or its row of a table, as any version wrote them."""
+    status = found["status"]
+    if status == "failed" and found.get("diverged"):
+        return "diverged"
+    return "failed" if status in ("refused", "crashed") else status
+
+
+def ended(status: str) -> str:
+    """How a cell of this status ended, for the steps that it did not reach."""
+    return "stopped early" if status == "done" else status
+
+
+def result_files(directory: Path) -> tuple[Path, Path]:
+    """Where the result of the cell in `directory` may lie: in it, or beside it where it is kept without its run."""
+    return directory / RESULT, directory.with_name(f"{directory.name}.json")
+
+
+def read_result(directory: Path) -> dict[str, Any] | None:
+    """The result of the cell in `directory`; None if it has none yet. Raises UserError if the file is no result, or it
+    or a record of the cell is not what the cell left."""
+    for path in result_files(directory):
+        try:
+            found = json.loads(path.read_bytes())
+            if not found.keys() >= _KEYS:
+                raise ValueError("keys are missing")
+        except FileNotFoundError:
+            continue
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path}: not a cell's result ({error}); {_FIX}") from None
+        found = unsealed(path, found, fix=_FIX)
+        return {**found, "status": status_of(found)}
+    return None
+
+
+def read_marker(out: Path) -> dict[str, Any]:
+    """sweep.json as it is. Raises UserError if it cannot be read, or has another format than this code knows."""
+    path = out / MARKER
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not valid JSON ({error}); delete it and run the sweep again, which keeps its cells"
+        ) from None
+    written = found.get("format", 1)
+    if written not in range(1, FORMAT + 1):
+        raise UserError(
+            f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows up to {FORMAT}; go on with "
+            "the version that wrote it, or name another directory"
+        )
+    return found

@@ -1,0 +1,7 @@
+"""A fair comparison of training methods: equal trials, paired seeds, one endpoint named beforehand.
+
+    flatshift compare flat-comparison --data DIR --out comparisons/flat
+
+`plan` makes runs of what the recipe's `comparison` block says, `tuning` gives every method the same trials, `run` runs
+all of them, `analysis` judges. The protocol is in `protocol`.
+"""

@@ -1,0 +1,106 @@
+"""What a comparison measures of a cell besides its metrics: time of a step, right and wrong answers, sharpness."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.seeds import derive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from experiments.data.splits import Prepared
+    from experiments.recipe.config import Recipe
+    from finetune.parallel.engine import Engine
+
+PAIRS = 3
+ROWS = 48
+_SETTLING = 3
+"""Steps whose time is not counted."""
+
+
+@dataclass
+class Measures:
+    """An `experiments.workflows.context.Probe` of one cell.
+
+    final: whether its answers are kept, row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured.
+    """
+
+    final: bool
+    sharpness: float | None
+    _began: float = field(default_factory=time.process_time)
+    _steps: list[float] = field(default_factory=list)
+    _found: dict[str, Any] = field(default_factory=dict)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Notes the CPU time."""
+        self._steps.append(time.process_time())
+
+    def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> None:
+        """Measures the trained adapter."""
+        if self.final and recipe.task.one_class:
+            self._found["items"] = _right(recipe, engine, tokenizer, prepared)
+        if self.sharpness is not None and prepared.units is None:  # a regression's head has its targets' units by now
+            self._found["sharpness"] = _rise(recipe, engine, tokenizer, prepared, sigma=self.sharpness)
+
+    def figures(self) -> dict[str, Any]:
+        """CPU-seconds of the cell and of a step (median; None for too few steps), and what was measured."""
+        taken = np.diff(self._steps)[_SETTLING:]
+        step = float(np.median(taken)) if len(taken) else None
+        return {"cpu_s": round(time.process_time() - self._began, 3), "step_cpu_s": step, **self._found}
+
+
+def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
+    """Right (1) or wrong (0) for every judged row."""
+    from finetune.compute.precision import autocast_dtype
+    from finetune.evaluate import class_scores, evaluating
+
+    with evaluating(engine.judged):
+        _, predicted = class_scores(
+            engine.judged,
+            prepared.test,
+            batch_size=recipe.eval.batch_size,
+            pad_id=int(tokenizer.pad_token_id),
+            device=engine.device,
+            autocast_dtype=autocast_dtype(recipe.train),
+        )
+    return "".join("1" if p == e.labels else "0" for p, e in zip(predicted.tolist(), prepared.test, strict=True))
+
+
+def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *, sigma: float) -> float:
+    """Mean rise of the loss (nats per supervised token or example) over `PAIRS` antithetic pairs of noise in the full
+    weight space, on `ROWS` training rows: the same rows and raw draws for every method with one seed."""
+    from finetune.compute.loss import batch_loss
+    from finetune.compute.precision import autocast
+    from finetune.data import iterate_eval
+    from finetune.evaluate import evaluating
+    from regularizers.sharpness import FullSpace, Objective, expected_rise
+
+    rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]
+    batches = list(
+        iterate_eval(rows, task=recipe.task, batch_size=recipe.eval.batch_size, pad_id=int(tokenizer.pad_token_id))
+    )
+    count = sum(micro.supervised for micro in batches)
+
+    def terms() -> Iterator[Tensor]:
+        for micro in batches:
+            with autocast(recipe.train, engine.device):
+                yield batch_loss(engine.model, micro.to(engine.device), task=recipe.task) / count
+
+    objective = Objective(engine.model, terms)
+    with evaluating(engine.model):
+        (estimate,) = expected_rise(
+            FullSpace(engine.model),
+            objective,
+            [sigma],
+            base=objective.value(),
+            draws=PAIRS,
+            seed=derive(recipe.train.seed, "sharpness") % 2**62,
+            confidence=0.95,
+        )
+    return float(estimate.value)

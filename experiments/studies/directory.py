@@ -1,0 +1,82 @@
+"""A study's directory: who works on it, and which of its cells are finished."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from experiments.results.cells import read_result
+from experiments.results.code_version import flatshift_version, source_digest
+from experiments.run.console import Console
+from experiments.studies.cell import Cell
+from finetune.errors import UserError
+from finetune.lock import taken
+
+WORKERS = ".workers.lock"
+"""Held by every worker process for as long as it may write into cells."""
+_ORPHANS_S = 30.0
+
+
+@contextmanager
+def at_work(out: Path) -> Iterator[None]:
+    """Held by a worker for as long as it may write into cells."""
+    fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while taken(fd, shared=True) is False:  # somebody looks for orphans
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def await_orphans(out: Path) -> None:
+    """Wait until the workers of a killed study are gone: they find out within a second that they are orphans.
+
+    Raises UserError if one stays.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + _ORPHANS_S
+    fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while taken(fd) is False:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{out}: a worker of an earlier command is still at work there; end it (`fuser {out / WORKERS}` "
+                    "says its process id), or name another --out"
+                )
+            time.sleep(0.05)
+    finally:
+        os.close(fd)
+
+
+def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+    """Key → result, without its metrics, of those cells that have one. Raises UserError for one that cannot be read."""
+    found = {}
+    for key in dict.fromkeys(cell.key for cell in cells):
+        result = read_result(out / "cells" / key)
+        if result is not None:
+            del result["metrics"]  # thousands of cells are held at once
+            found[key] = result
+    return found
+
+
+def stale(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Key → `version code` of the results that other code made than this."""
+    now = (flatshift_version(), source_digest())
+    made = {key: (result.get("flatshift"), result.get("code")) for key, result in results.items()}
+    return {key: f"{v or 'unknown'} {code or 'unknown'}" for key, (v, code) in made.items() if (v, code) != now}
+
+
+def stale_keys(results: dict[str, dict[str, Any]], console: Console, *, rerun: bool) -> set[str]:
+    """Keys of the finished cells that other code made and that run anew for it; says how many there are."""
+    made = stale(results)
+    if made:
+        versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(made.values()).most_common())
+        does = "they run anew" if rerun else "they are kept; --rerun-stale runs them anew"
+        console.say(f"{len(made)} finished cells were made by other code than this ({versions}): {does}")
+    return set(made) if rerun else set()

@@ -1,0 +1,210 @@
+"""What studies with a plan of their own share: their recipe and files, their directory, and batches of cells.
+
+A finished cell is never run again, and a kill at any moment loses the cells in flight; what is decided on the way is
+computed from the files, so a restart decides the same. Cells that failed are tried again by the next start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from experiments.recipe import Resolved
+from experiments.recipe.build import nearest
+from experiments.recipe.config import Recipe
+from experiments.recipe.resolve import recipe_tree, resolve_tree
+from experiments.recipe.tree import Branch, Tree, merge
+from experiments.results.cells import read_result
+from experiments.run.console import Console
+from experiments.studies.cell import Cell
+from experiments.studies.directory import WORKERS
+from experiments.studies.queue import RunUnit, run_cells, run_unit
+from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
+from finetune.errors import Interrupted, UserError
+from finetune.lock import INSIDE, owned
+from finetune.run_directory import write_provenance
+
+RECIPE = "study.recipe.yaml"
+Document = dict[str, Any]
+
+
+class Planned(Protocol):
+    """What a kind of study plans its cells by."""
+
+    @property
+    def resolved(self) -> Resolved:
+        """Its recipe."""
+
+
+P = TypeVar("P", bound=Planned)
+
+
+def study_recipe(
+    reference: str,
+    overrides: Sequence[Branch],
+    *,
+    block: str,
+    example: str,
+    out: Path | None = None,
+    of: type[Recipe] = Recipe,
+) -> tuple[Resolved, Branch]:
+    """The recipe of a study, its precision settled, and the tree that its cells are resolved from, which knows nothing
+    of the study.
+
+    Args:
+        block: the recipe's key that makes it a study.
+        example: how to get a recipe to start from, for the refusal.
+        out: the study's directory; what it has settled holds.
+        of: what the recipe fills.
+
+    Raises:
+        UserError: a recipe without the block, or one that cannot be built.
+    """
+    from experiments.recipe.precision import settled_tree
+
+    tree: Tree = recipe_tree(reference)
+    for override in overrides:
+        tree = merge(tree, override)
+    name = Path(reference).stem
+    tree = settled_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=of)
+    resolved = resolve_tree(tree, (), name=name, of=of)
+    assert isinstance(tree, Branch)
+    if getattr(resolved.recipe, block) is None:
+        raise UserError(f"recipe {resolved.name!r} has no `{block}` block; start from {example}")
+    return resolved, dataclasses.replace(tree, children={k: v for k, v in tree.children.items() if k != block})
+
+
+def locate(name: str, data: Path | None, where: str) -> str:
+    """The file that `name` says: relative to `data` (None: the working directory), a path, or `sample:NAME`.
+
+    where: the recipe key, for the refusal. Raises UserError if there is no such file.
+    """
+    from finetune.data import expand
+
+    if name.startswith(("sample:", "hub:")) or Path(name).is_absolute():
+        place = name
+    else:
+        place = str(((data or Path()) / name).absolute())
+    try:
+        (found,) = expand([place])
+    except UserError as error:
+        hint = "; name the directory of the study's files with --data" if data is None else ""
+        raise UserError(f"{where}: {error}{hint}") from None
+    return place if name.startswith("hub:") else str(found)
+
+
+def chosen(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:
+    """`known` cut down to what a flag names (all where it names none). Raises UserError with the nearest."""
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise UserError(f"{flag}: the study has no {name!r}{nearest(str(name), map(str, known))}")
+    return [name for name in known if not given or name in given]
+
+
+def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
+    """Make the directory, or check that it is a study's; the caller owns it (`finetune.lock`).
+
+    Several recipes may share a directory, one after another, as cells have names. what: kind of study, for the refusal.
+    Raises UserError if `out` holds something else.
+    """
+    marker = out / RECIPE
+    if out.exists() and not marker.is_file() and not (out.is_dir() and is_bare(out, but=("cells", INSIDE, WORKERS))):
+        raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")
+    sweep_leftovers(out)
+    write_text(marker, recipe_yaml)  # first: a kill from here on leaves what the same command knows as its own
+    make_directory(out / "cells")
+    sweep_leftovers(out / "cells")
+    write_provenance(out)
+
+
+def carry_out(
+    command: str,
+    out: Path,
+    name: str,
+    *,
+    plan: Callable[[], P],
+    measure: Callable[[P, Console], Document],
+    page: Callable[[Document], str],
+    jobs: int,
+    quiet: bool,
+) -> Document:
+    """Plan, run and judge a study; write what it found to `out`/`name` and its page to `out`/report.html.
+
+    command: what the page says made it.
+
+    Raises:
+        UserError: bad input, before any cell runs; another command is at work on `out`. Interrupted: stopped; the same
+            call goes on.
+    """
+    if jobs < 1:
+        raise UserError(f"--jobs must be at least 1, got {jobs}")
+    with owned(out):
+        planned, console = plan(), Console(quiet=quiet)
+        train = planned.resolved.recipe.train
+        console.say(f"precision: {train.precision} ({planned.resolved.origins.get('train.precision', 'default')})")
+        try:
+            found = measure(planned, console)
+        except KeyboardInterrupt as error:
+            raise Interrupted("finished cells are kept; the same command goes on from there") from error
+        document = {**found, "command": f"{command} --data DIR --out OUT"}
+        write_json(out / name, document)
+        write_text(out / "report.html", page(document))
+        return document
+
+
+class Batches:
+    """The cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one).
+
+    run: how a unit is run. on_cell: told the file of each result that was written.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        jobs: int,
+        console: Console,
+        label: str,
+        run: RunUnit = run_unit,
+        on_cell: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        self.out, self.jobs, self.console, self.label = out, jobs, console, label
+        self._run, self._on_cell = run, on_cell
+        self._tried: set[str] = set()
+
+    def result(self, cell: Cell) -> dict[str, Any]:
+        """The result of a cell that was run."""
+        found = self._found(cell)
+        assert found is not None, f"cell {cell.key} has no result"
+        return found
+
+    def done(self, cell: Cell) -> bool:
+        """Whether a cell needs no run."""
+        found = self._found(cell)
+        return found is not None and (found["status"] != "failed" or cell.key in self._tried)
+
+    def run(self, cells: Sequence[Cell], what: str, *, again: Callable[[Cell], bool] = lambda cell: False) -> None:
+        """Run those of `cells` that need it. what: they are, in a word. again: cells that must run in any case."""
+        every = {cell.key: cell for cell in cells}
+        todo = [cell for cell in every.values() if again(cell) or not self.done(cell)]
+        self._tried |= every.keys()
+        if not todo:
+            return
+        self.console.say(f"{what}: {len(todo)} cells to run, {len(every) - len(todo)} done before")
+        run_cells(
+            self.out,
+            todo,
+            self.jobs,
+            self.console,
+            label=f"{self.label}, {what}",
+            threads=1,
+            rerun={cell.key for cell in todo},
+            run=self._run,
+            on_result=self._on_cell,
+        )
+
+    def _found(self, cell: Cell) -> dict[str, Any] | None:
+        return read_result(self.out / "cells" / cell.key)
