@@ -58,18 +58,21 @@ class Measures:
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
     """Right (1) or wrong (0) for every judged row."""
     from finetune.compute.precision import autocast_dtype
-    from finetune.evaluate import class_scores, evaluating
+    from finetune.evaluate import evaluating, head_scores
 
     with evaluating(engine.judged):
-        _, predicted = class_scores(
+        _, logits = head_scores(
             engine.judged,
             prepared.test,
+            task=recipe.task,
             batch_size=recipe.eval.batch_size,
             pad_id=int(tokenizer.pad_token_id),
             device=engine.device,
             autocast_dtype=autocast_dtype(recipe.train),
         )
-    return "".join("1" if p == e.labels else "0" for p, e in zip(predicted.tolist(), prepared.test, strict=True))
+    return "".join(
+        "1" if p == e.labels else "0" for p, e in zip(logits.argmax(-1).tolist(), prepared.test, strict=True)
+    )
 
 
 def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *, sigma: float) -> float:
