@@ -1,4 +1,4 @@
-"""What tells one backbone's weights from another's, read whole and remembered, and what shows that none changed."""
+"""What tells one backbone's files from another's, weights read whole and remembered; what shows that none changed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
+from .assets import beside_weights
 from .cache_directory import cache_root, remember
-from .digests import record_digest
+from .digests import record_digest, sums
 from .parallel.index import Entry, read_index
 from .quantised import scales
 
+_READ = ("*config.json", "token*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json")
+_READ += ("chat_template*", "*.model", "*.tiktoken", "*.jinja")
 _CHUNK = 1 << 22
 _YOUNG_NS = 2_000_000_000
 """A file that changed this shortly before it was read is read again: its times may not tell of the next change."""
@@ -44,6 +48,13 @@ def fingerprint(directory: Path) -> str:
     for name, entry in sorted(index.items()):
         whole.update(f"{name}{entry.dtype}{tuple(entry.shape)}{found[name]}".encode())
     return whole.hexdigest()
+
+
+def text_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of the files beside the weights that say how a model is built and how it reads and writes, by name: its
+    configuration, generation settings, tokenizer and chat templates."""
+    read = [file for file in beside_weights(directory) if any(fnmatch(file.name, name) for name in _READ)]
+    return sums(directory, read)
 
 
 def _digests(file: Path, entries: Mapping[str, Entry]) -> dict[str, str]:

@@ -21,9 +21,10 @@ from experiments.workflows.initial_adapter import check_run
 from experiments.workflows.model_card import card, own_name, published_name
 from finetune.atomic import write_json, write_text
 from finetune.backbone import load_tokenizer, resolve_backbone
+from finetune.digests import DONE
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.run_directory import new_output, refuse_old
+from finetune.run_directory import RECIPE, new_output, refuse_old
 
 if TYPE_CHECKING:
     from finetune.adapters.saved import SavedAdapter
@@ -122,15 +123,22 @@ def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
     if not math.isfinite(weight):
         raise UserError(f"--add {text}: {number!r} is no weight; write DIR=0.5, or DIR alone for 1")
     saved = SavedAdapter.find(name, where="--add")
+    run = saved.path.parent
+    if (run / RECIPE).is_file() and not (run / DONE).exists():
+        raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore that")
     saved.require_backbone(resolve_backbone(recipe.backbone), recipe.backbone, where="--add")
     return saved, weight
 
 
 def require_finished(path: Path, recipe: Recipe) -> None:
-    """Raise UserError unless the run directory `path` has its adapter and its figures, and its backbone as it was."""
-    if not (path / "adapter").is_dir() or not (path / "eval.json").is_file():
-        lacks = "adapter/" if not (path / "adapter").is_dir() else "eval.json"
-        raise UserError(f"{path} is not finished, it has no {lacks}; finish it with `flatshift train --resume {path}`")
+    """Raise UserError unless the run directory `path` has its adapter, its figures and the record of both, all as they
+    were, and its backbone as it was: what is handed on is verified."""
+    lacks = [name for name in ("adapter", "eval.json", DONE) if not (path / name).exists()]
+    if lacks:
+        raise UserError(
+            f"{path} is not finished, it has no {lacks[0]}; finish it with `flatshift train --resume {path}`, or "
+            "restore that"
+        )
     check_run(path, recipe)
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.data.splits import Prepared, warm_up_task
 from experiments.recipe.config import Recipe
+from experiments.run.console import Console
 from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter
-from finetune.digests import check_files
+from finetune.digests import DONE, check_files
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
 from finetune.tasks import Task
@@ -33,29 +34,39 @@ def begins_elsewhere(adapter: Adapter) -> bool:
     return adapter.init != "default" or adapter.under is not None or adapter.start is not None
 
 
-def backbone_record(recipe: Recipe) -> dict[str, str]:
-    """What manifest.json says of the backbone: its name and the fingerprint of its weights."""
+def backbone_record(recipe: Recipe) -> dict[str, Any]:
+    """What manifest.json says of the backbone: its name, the fingerprint of its weights, digests of its texts."""
     from finetune.backbone import resolve_backbone
-    from finetune.fingerprint import fingerprint
+    from finetune.fingerprint import fingerprint, text_digests
 
-    return {"name": recipe.backbone, "fingerprint": fingerprint(resolve_backbone(recipe.backbone))}
+    directory = resolve_backbone(recipe.backbone)
+    return {"name": recipe.backbone, "fingerprint": fingerprint(directory), "files": text_digests(directory)}
 
 
 def check_backbone(path: Path, recipe: Recipe) -> None:
-    """Raise UserError if the weights of the recipe's backbone are not those that the run directory `path` trained on.
+    """Raise UserError if the recipe's backbone is not the one that the run directory `path` trained on.
 
-    By their fingerprint, of every byte (`finetune.fingerprint`). A run that noted none passes.
+    By the fingerprint of its weights, of every byte, and by the SHA-256 of its configuration and tokenizer
+    (`finetune.fingerprint`). What a run did not note passes.
     """
     from finetune.backbone import resolve_backbone
-    from finetune.fingerprint import fingerprint
+    from finetune.fingerprint import fingerprint, text_digests
 
     file = path / "manifest.json"
     noted = read_object(file).get("backbone") if file.is_file() else None
-    before = noted.get("fingerprint") if isinstance(noted, dict) else None
-    if before is None:
+    if not isinstance(noted, dict):
         return
-    now = fingerprint(resolve_backbone(recipe.backbone))
-    if now != before:
+    directory = resolve_backbone(recipe.backbone)
+    files, found = noted.get("files"), text_digests(directory)
+    if isinstance(files, dict) and found != files:
+        name = min(name for name in files.keys() | found.keys() if files.get(name) != found.get(name))
+        what = "is gone" if name not in found else "is new" if name not in files else "is another one"
+        raise UserError(
+            f"{path}: {name} of its backbone {recipe.backbone!r} {what} since the run was trained; restore what was "
+            "there, or train anew"
+        )
+    before = noted.get("fingerprint")
+    if before is not None and (now := fingerprint(directory)) != before:
         raise UserError(
             f"{path}: its backbone {recipe.backbone!r} has other weights than the run trained on (fingerprint "
             f"{now[:12]}…, then {before[:12]}…); restore them, or train anew"
@@ -65,8 +76,14 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
 def check_run(path: Path, recipe: Recipe) -> None:
     """Raise UserError if what reading the run's adapter depends on is not as the run left it.
 
-    That is its recipe, what it learnt of its data, and its backbone; the adapter is compared where it is read.
+    That is its recipe, what it learnt of its data, and its backbone; the adapter is compared where it is read. Of a run
+    without a record of its files only the backbone can be compared, which is said on stderr.
     """
+    if not (path / DONE).is_file():
+        Console().say(
+            f"{path} has no {DONE}: it is unfinished or that file was removed, so nothing shows whether its other "
+            f"files are as it left them; `flatshift train --resume {path}` finishes it"
+        )
     check_files(path, lambda name: "/" not in name)
     check_backbone(path, recipe)
 

@@ -35,7 +35,7 @@ class SavedAdapter:
     path: Path
     settings: Mapping[str, Any]
     """Of adapter_config.json."""
-    backbone: Mapping[str, str] | None
+    backbone: Mapping[str, Any] | None
     """`name` and `fingerprint` of its backbone, where a run directory tells."""
     quantization: str | None = None
     """How the weights are packed that it alone fits, where its run's recipe says so (`adapter.init: loftq`)."""
@@ -118,7 +118,7 @@ class SavedAdapter:
         return found
 
 
-def _told_by_run(path: Path) -> tuple[Mapping[str, str] | None, str | None]:
+def _told_by_run(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
     """(backbone, quantization) of the adapter in `path`, from the run directory that it lies in, if it does."""
     for place in path.resolve().parents[:3]:  # RUN/adapter, RUN/initial, RUN/stages/NAME/adapter
         manifest, recipe = place / "manifest.json", place / "recipe.resolved.yaml"

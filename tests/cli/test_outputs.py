@@ -121,8 +121,9 @@ def test_a_run_of_a_mesh_writes_in_one_process(written: Path, tmp_path: Path, ca
     for run_directory in (written, other):
         capsys.readouterr()
         assert run(["generate", str(run_directory), "--prompt", "Why"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] and said[0].strip()
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out and said[0].out.strip()
+    assert "has no done.json" in said[1].err and "done.json" not in said[0].err
 
 
 def test_generate_reads_lines_and_draws_by_its_seed(written: Path, capsys, monkeypatch) -> None:

@@ -28,6 +28,7 @@ def finished(tmp_path: Path) -> Path:
     (run / "adapter").mkdir(parents=True)
     for name in ("eval.json", "environment.json", "command.txt"):
         (run / name).write_text("{}", encoding="utf-8")
+    (run / "done.json").write_text('{"files": {}}', encoding="utf-8")
     (run / "recipe.resolved.yaml").write_text(
         f"backbone: {source}\ntask: language-model\ndata: {{train: {{files: [rows.jsonl]}}}}\n", encoding="utf-8"
     )
@@ -39,6 +40,29 @@ def finished(tmp_path: Path) -> Path:
 def overwrite(run: Path) -> None:
     file = run.parent / "source" / "model.safetensors"
     save_file({name: tensor + 0.01 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def flip_tokenizer(source: Path) -> None:
+    file = source / "tokenizer.json"
+    file.write_bytes(file.read_bytes() + b" ")
+
+
+def other_norm(source: Path) -> None:
+    file = source / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.5}))
+
+
+BESIDE = {
+    "tokenizer.json of its backbone .* is another one": flip_tokenizer,
+    "config.json of its backbone .* is another one": other_norm,
+    "tokenizer_config.json of its backbone .* is gone": lambda source: (source / "tokenizer_config.json").unlink(),
+    "chat_template.jinja of its backbone .* is new": lambda source: (source / "chat_template.jinja").write_text(
+        "{{1}}"
+    ),
+    "generation_config.json of its backbone .* is ": lambda source: (source / "generation_config.json").write_text(
+        "{}"
+    ),
+}
 
 
 COMMANDS = {
@@ -59,6 +83,32 @@ def test_every_command_refuses_it(name: str, finished: Path) -> None:
     ):
         COMMANDS[name](finished, finished.parent / "out")
     assert not (finished.parent / "out").exists()
+
+
+@pytest.mark.parametrize("said", BESIDE)
+def test_what_lies_beside_the_weights_counts_too(said: str, finished: Path) -> None:
+    recipe = resume_recipe(finished).recipe
+    BESIDE[said](finished.parent / "source")
+    with pytest.raises(UserError, match=rf"^{finished}: {said}"):
+        check_backbone(finished, recipe)
+    manifest = json.loads((finished / "manifest.json").read_text(encoding="utf-8"))
+    del manifest["backbone"]["files"]  # as runs noted it before
+    (finished / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    check_backbone(finished, recipe)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_another_tokenizer(name: str, finished: Path) -> None:
+    flip_tokenizer(finished.parent / "source")
+    with pytest.raises(UserError, match=r"tokenizer\.json of its backbone .* is another one since the run was trained"):
+        COMMANDS[name](finished, finished.parent / "out")
+    assert not (finished.parent / "out").exists()
+
+
+def test_a_file_that_no_model_is_read_from_may_change(finished: Path) -> None:
+    (finished.parent / "source" / "README.txt").write_text("about")
+    (finished.parent / "source" / "model.safetensors.index.json.orig").write_text("{}")
+    check_backbone(finished, resume_recipe(finished).recipe)
 
 
 def test_what_it_was_passes_and_so_does_a_run_that_noted_nothing(finished: Path) -> None:

@@ -30,6 +30,7 @@ from finetune.tasks import Classify, LanguageModel, Task
 from flatshift.cli import run
 from tests.data_models import byte_tokenizer, write_jsonl
 from tests.finetune_models import save_backbone
+from tests.run_records import record_anew
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 
 LABELS = ("a", "b", "c")
@@ -182,7 +183,7 @@ def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) ->
         copied_elsewhere(out, tmp_path)
     file = out / "adapter" / "adapter_config.json"  # as PEFT alone saves what PiSSA began
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), "init_lora_weights": "pissa"}))
-    (out / "done.json").unlink()  # so it is no longer what the run saved
+    record_anew(out)
     for give in (merge, export):
         with pytest.raises(UserError, match="begun by pissa and saved for changed frozen weights"):
             give(out, tmp_path / "earlier")
@@ -249,6 +250,7 @@ def test_a_backbone_quantised_in_its_own_files_is_refused(tmp_path: Path) -> Non
     finished = tmp_path / "run"
     (finished / "adapter").mkdir(parents=True)
     (finished / "eval.json").write_text("{}", encoding="utf-8")
+    record_anew(finished)
     (finished / "recipe.resolved.yaml").write_text(f"backbone: {source}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"quantised in its own files.*flatshift export"):
         merge(finished, tmp_path / "merged")

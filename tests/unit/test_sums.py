@@ -22,6 +22,7 @@ from finetune.errors import UserError
 from finetune.fingerprint import fingerprint
 from flatshift.cli import run
 from tests.finetune_models import save_backbone
+from tests.run_records import record_anew
 
 
 def here(argv: Sequence[str], said: Path) -> int:
@@ -44,6 +45,8 @@ CASES = [
     ("eval", "adapter/adapter_config.json", "missing"),
     ("eval", "manifest.json", "empty"),
     ("export", ADAPTER, "another run's"),
+    ("export", DONE, "missing"),
+    ("merge", DONE, "missing"),
     ("export", "adapter/adapter_config.json", "flipped"),
     ("merge", ADAPTER, "truncated"),
     ("report", "eval.json", "another run's"),
@@ -75,6 +78,24 @@ def test_every_damage_of_every_file(scenario: str, tmp_path: Path) -> None:
     assert not [one for one in found if one.wrong]
 
 
+def test_a_run_without_its_record_is_judged_with_a_word_and_completed_by_resume(matrix: Matrix, tmp_path: Path) -> None:
+    run_, said = tmp_path / "run", tmp_path / "said"
+    shutil.copytree(matrix.runs["this"], run_)
+    assert here(["eval", str(run_), "--json"], said) == 0
+    figures = said.read_text()
+    (run_ / DONE).unlink()
+    assert here(["eval", str(run_), "--json"], said) == 0
+    notice, rest = said.read_text().split("\n", 1)
+    assert notice.startswith(f"{run_} has no {DONE}: it is unfinished or that file was removed") and rest == figures
+    other = tmp_path / "other"
+    assert here(["export", str(matrix.runs["this"]), "--out", str(other), "--add", str(run_)], said) == 2
+    assert f"--add: {run_} is not finished, it has no {DONE}" in said.read_text() and not other.exists()
+    shutil.copyfile(matrix.runs["other"] / ADAPTER, run_ / ADAPTER)  # nothing tells, and nothing is taken from it
+    assert here(["train", "--resume", str(run_)], said) == 0
+    assert (run_ / ADAPTER).read_bytes() == (matrix.runs["this"] / ADAPTER).read_bytes()
+    check_files(run_)
+
+
 def test_an_adapter_that_is_not_finite_is_refused_by_name(matrix: Matrix, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     shutil.copytree(matrix.runs["this"] / "adapter", folder)
@@ -89,11 +110,12 @@ def test_an_adapter_that_is_not_finite_is_refused_by_name(matrix: Matrix, tmp_pa
 def test_no_pickle_is_read_or_shipped(matrix: Matrix, tmp_path: Path) -> None:
     run_, said = tmp_path / "run", tmp_path / "said"
     shutil.copytree(matrix.runs["this"], run_)
-    (run_ / DONE).unlink()  # as if nothing had been noted
     (run_ / "adapter" / "optimizer.pt").write_bytes(b"\x80\x04.")
+    record_anew(run_)
     assert here(["export", str(run_), "--out", str(tmp_path / "out")], said) == 0
     assert {file.suffix for file in (tmp_path / "out").iterdir()} <= {".json", ".md", ".safetensors", ".jinja", ".txt"}
     (run_ / ADAPTER).rename(run_ / "adapter" / "adapter_model.bin")
+    record_anew(run_)
     assert here(["export", str(run_), "--out", str(tmp_path / "more")], said) == 2
     assert "adapter_model.bin may be a pickle" in said.read_text()
     assert not (tmp_path / "more").exists()
