@@ -20,8 +20,8 @@ from experiments.recipe import from_override, load_recipe
 from experiments.recipe.config import Sweep
 from experiments.recipe.key import recipe_key
 from experiments.recipe.tree import Branch
-from experiments.report.sweepdata import STEP
 from experiments.results.cells import FORMAT, MARKER, RESULT
+from experiments.results.sweep import STEP
 from experiments.studies.cell import Cell
 from experiments.studies.sweep.axes import Axes, as_values
 from experiments.studies.sweep.plan import plan_cells

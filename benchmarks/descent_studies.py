@@ -25,16 +25,16 @@ import numpy as np
 from benchmarks._descent_cells import STUDIES, Study, block, keeping, overrides, planned, rebuild, unpack
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import write_between
-from experiments.descent.beside import Beside
-from experiments.descent.curve import Curve
-from experiments.descent.curves import Judged, compared, judge
 from experiments.recipe import load_recipe
 from experiments.report import build_report, formats
-from experiments.report.sections_verdicts import crossing_words
-from experiments.report.sweepdata import INTERPOLATION, STEP, SweepData, read_sweep
-from experiments.report.sweeptable import SweepTable
+from experiments.report.chapters.sweep_verdicts import crossing_words
 from experiments.results.cells import FORMAT, MARKER
-from experiments.stats import Interval
+from experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
+from experiments.results.table import SweepTable
+from experiments.results.verdicts import Judged, compared, judge
+from experiments.statistics.beside import Beside
+from experiments.statistics.curve import Curve
+from experiments.statistics.intervals import Interval
 from experiments.studies.sweep.command import sweep
 from finetune.atomic import write_json
 from finetune.errors import UserError

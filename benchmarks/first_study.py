@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from experiments.recipe import from_override
-from experiments.stats import t_interval
+from experiments.statistics.intervals import t_interval
 from experiments.study import Trials, study
 from finetune.atomic import write_json
 

@@ -83,7 +83,7 @@ def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float,
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/which-regularizer.md, from the results alone."""
     from experiments.report import formats
-    from experiments.studies.compare.analysis import compared
+    from experiments.report.chapters.comparison import compared
 
     base = document["baseline"]
     head = ["method", "gain, points", "95 % interval", "p (Holm)", "seeds", "step time ÷", "sharpness ÷", "what it is"]
@@ -120,7 +120,7 @@ def guide(document: dict[str, Any]) -> str:
 
 def advice(document: dict[str, Any]) -> list[str]:
     """What the figures say a user should do, and no more."""
-    from experiments.studies.compare.analysis import compared
+    from experiments.report.chapters.comparison import compared
 
     base = document["baseline"]
     ranked = compared(document)

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments.report.load import read_run
+from experiments.results.run import read_run
 
 
 def cells(folder: Path, rows: list[dict[str, Any]], grid: dict[str, Any] | None, **plan: Any) -> Any:

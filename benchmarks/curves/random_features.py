@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.descent.curve import Curve
+from experiments.statistics.curve import Curve
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
 

@@ -65,7 +65,7 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from experiments.recipe.config import Recipe
     from experiments.recipe.resolve import Resolved
     from experiments.recipe.tree import parse, parse_file
-    from experiments.report import load
+    from experiments.results.run import read_metrics as read_back
     from experiments.studies.sweep.axes import count_of, parse_grid, points_of
     from finetune.config import Columns
     from finetune.data import read_rows
@@ -105,7 +105,7 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
         path = kept("metrics.jsonl", data)
         with contextlib.suppress(UserError):
             read_metrics(path)
-        found = load.read_metrics(path)
+        found = read_back(path)
         for stage in found.stages:
             found.series(stage, "train", "loss")
 
@@ -144,7 +144,7 @@ _SOURCES = {
     "chat": (*_ROWS, "finetune/data/chat/conversation.py"),
     "npy": ("selection/features/matrix.py",),
     "safetensors": ("finetune/parallel/index.py",),
-    "metrics": ("finetune/run_directory.py", "experiments/report/load.py"),
+    "metrics": ("finetune/run_directory.py", "experiments/results/run.py"),
     "grid": ("experiments/studies/sweep/axes.py",),
 }
 """What each parser is made of: counts of other code do not add up."""

@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from experiments.report.page import build_report, write_plots
-    from experiments.report.projection import project
-    from experiments.report.sweepdata import read_sweep
 
-__all__ = ["build_report", "project", "read_sweep", "write_plots"]
-
-_HOMES = {"build_report": "page", "write_plots": "page", "project": "projection", "read_sweep": "sweepdata"}
+__all__ = ["build_report", "write_plots"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    from experiments.report import page
 
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(page, name)

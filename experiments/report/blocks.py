@@ -102,6 +102,17 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one kind of directory gives to the chapter of a run; `kind` is empty where it only adds to another."""
+
+    kind: str = ""
+    findings: Sequence[str] = ()
+    tiles: Sequence[Tile] = ()
+    sections: Sequence[Section] = ()
+    facts: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
 class Chapter:
     """All about one run."""
 

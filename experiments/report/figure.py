@@ -47,6 +47,8 @@ PALETTE: dict[str, tuple[str, str]] = {
 RAMP = tuple(token for token in PALETTE if token.startswith("ramp"))
 """Tokens for values in an order (ranks, learning rates), smallest first."""
 
+WIDE = 1112
+"""Width in px of a chart that has a row to itself; 540 of one that shares it."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _SVG = "{http://www.w3.org/2000/svg}"
 _XLINK = "{http://www.w3.org/1999/xlink}"

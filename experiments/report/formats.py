@@ -62,6 +62,12 @@ def estimate(
     return show(value), f"{show(low)} to {show(high)}" if high > low else ""
 
 
+def with_interval(value: float, low: float | None, high: float | None, *, plus: bool = False) -> str:
+    """`0.71 (0.68 to 0.74)`."""
+    shown, interval = estimate(value, low, high, plus=plus)
+    return f"{shown} ({interval})" if interval else shown
+
+
 def effect(found: Mapping[str, Any] | None, scale: float = 1.0, *, plus: bool = True) -> tuple[str, str]:
     """(mean, interval) of {value, low, high}, each a dash where there is none; signed, as differences are."""
     if found is None:
@@ -183,6 +189,18 @@ def bounds(metric: str) -> tuple[float, float] | None:
     if metric in SHARES or metric in _RECORDED_SHARES:
         return 0.0, 1.0
     return (0.0, math.inf) if metric in LOWER_IS_BETTER else None
+
+
+HEADLINE = (
+    "perplexity", "bits_per_byte", "pseudo_perplexity", "accuracy", "exact_match", "f1_macro", "spearman", "rmse",
+    "loss",
+)  # fmt: skip
+"""Metrics in the order in which a headline takes them."""
+
+
+def headline_metrics(names: Any) -> list[str]:
+    """Known metrics first, in the order of a headline; then the others as they come."""
+    return [m for m in HEADLINE if m in names] + [m for m in names if m not in HEADLINE]
 
 
 def metric_name(metric: str) -> str:

@@ -94,7 +94,7 @@ def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray) ->
 def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:
     import pyarrow.parquet as pq
 
-    from experiments.report.projection import project
+    from experiments.select.projection import project
 
     pq.write_table(project(x, y, selected, seed=derive(seed, "map"), max_points=4000), directory / "map.parquet")
 

@@ -14,7 +14,7 @@ import pytest
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.comparison import Comparison, StudyMethod, StudyTask
 from experiments.recipe.precision import settled
-from experiments.stats import detectable, holm, paired_p
+from experiments.statistics.intervals import detectable, holm, paired_p
 from experiments.studies.compare.analysis import endpoint
 from experiments.studies.compare.command import compare
 from experiments.studies.compare.plan import Plan
@@ -277,7 +277,7 @@ def test_a_diverged_run_counts_with_the_floor_and_a_failed_one_not(made) -> None
 def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Path) -> None:
     from scipy.stats import ttest_rel
 
-    from experiments.comparison.page import page
+    from experiments.report.chapters.comparison import page
     from experiments.studies.compare.analysis import analyse
 
     recipe = make_study(tmp_path, seeds=6)

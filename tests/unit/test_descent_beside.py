@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom, ttest_rel
 
-from experiments.descent import Curve, compare_curves
-from experiments.descent.beside import height_at
-from experiments.descent.pairs import rises_and_falls
+from experiments.statistics import Curve, compare_curves
+from experiments.statistics.beside import height_at
+from experiments.statistics.pairs import rises_and_falls
 from finetune.errors import UserError
 
 VALUES = [1, 2, 4, 8, 16, 32, 64, 128]

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
 from benchmarks.curves.known import NULLS, bump, bumps
 from benchmarks.curves.random_features import LinearModel, random_features_curve, ridge_fit
-from experiments.descent import peak_test
+from experiments.statistics import peak_test
 from finetune.errors import UserError
 
 

@@ -10,9 +10,9 @@ import pytest
 from scipy import stats
 
 from benchmarks.curves.known import NULLS, bump, bumps
-from experiments.descent import detectable_sd, holdout_test, peak_test, rejections, seeds_needed, thin
-from experiments.descent.calibration import critical, null, p_value
-from experiments.descent.pairs import pairs_of, point_variances
+from experiments.statistics import detectable_sd, holdout_test, peak_test, rejections, seeds_needed, thin
+from experiments.statistics.calibration import critical, null, p_value
+from experiments.statistics.pairs import pairs_of, point_variances
 from finetune.errors import UserError
 
 POINTS = 9

@@ -254,13 +254,13 @@ def test_a_record_of_a_run_is_an_object_with_its_keys(tmp_path: Path, data: byte
     "step", ["Infinity", "1e400", "NaN", "-1", "1.5", '"3"', "null", "9" * 30, "9" * 400, "9" * 5000, "[1]"]
 )
 def test_a_step_of_metrics_is_a_whole_number(tmp_path: Path, step: str) -> None:
-    from experiments.report import load
+    from experiments.results.run import read_metrics as read_back
 
     good = '{"stage": "s", "split": "train", "step": 1, "loss": 2.0}\n'
     (tmp_path / "m.jsonl").write_text(good + f'{{"stage": "s", "split": "train", "step": {step}}}\n' + good)
     with pytest.raises(UserError, match=r"m\.jsonl:2: not a JSON object with a stage and a whole step"):
         read_metrics(tmp_path / "m.jsonl")
-    found = load.read_metrics(tmp_path / "m.jsonl")
+    found = read_back(tmp_path / "m.jsonl")
     assert found.unreadable == 1 and found.series("s", "train", "loss") == [(1, 2.0)]
 
 

@@ -239,7 +239,7 @@ def test_a_spike_is_gone_back_from_and_its_batches_are_never_seen(source, tmp_pa
     meta = json.loads((tmp_path / "run" / "state" / f"step-{STEPS}" / "state.json").read_text())
     assert meta["progress"]["left_out"] == [[6, 10]] and meta["data"] == {"step": STEPS, "batch": STEPS + 4}
     assert meta["progress"]["rewinds"] == [{"step": 10, "loss": spike["loss"], "limit": spike["limit"], "to": 6}]
-    from experiments.report.load import read_metrics as report_metrics
+    from experiments.results.run import read_metrics as report_metrics
 
     assert [r["step"] for r in report_metrics(tmp_path / "run" / "metrics.jsonl").lines if r["split"] == "train"] == [
         r["step"] for r in train

@@ -11,7 +11,7 @@ import pytest
 from experiments.cells.refusing import refuse_in_study, refuse_tracked
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.config import Recipe
-from experiments.report.load import read_metrics
+from experiments.results.run import read_metrics
 from experiments.workflows.train import check_recipe
 from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
 from finetune.errors import UserError

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from experiments.report import formats
+from experiments.report.chapters.study import contrasts, study_finding
 from experiments.report.figure import PALETTE, RAMP, Canvas, colour, ramp, spread
-from experiments.report.findings import study_finding
-from experiments.report.load import read_run
-from experiments.report.plots_study import contrasts
-from experiments.report.projection import project
+from experiments.results.run import read_run
+from experiments.select.projection import project
 from tests import report_runs
 
 

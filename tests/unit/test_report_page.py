@@ -240,7 +240,7 @@ def test_torn_lines_and_resumed_steps(tmp_path):
     text = "".join(line % (1, s, s) for s in range(1, 6)) + '{"stage": "fine-tu' + "\n"
     text += "".join(line % (2, s, 100 + s) for s in range(4, 7)) + '{"stage": "fine-tune", "st'
     (run / "metrics.jsonl").write_text(text)
-    from experiments.report.load import read_run
+    from experiments.results.run import read_run
 
     metrics = read_run(run).metrics
     assert metrics.series("fine-tune", "train", "loss") == [(1, 1), (2, 2), (3, 3), (4, 104), (5, 105), (6, 106)]

@@ -7,13 +7,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from experiments.report import formats, plots_maps, plots_params
-from experiments.report.plots_facets import Line, Panel, facets
-from experiments.report.scales import scale
-from experiments.report.sections_sweep import sweep_sections
-from experiments.report.sweepanalysis import Analysis, axes_of, main_axis
-from experiments.report.sweeptable import SweepTable
-from experiments.stats import Interval
+from experiments.report import formats
+from experiments.report.chapters.sweep import sweep_sections
+from experiments.report.charts import heat_map
+from experiments.report.charts.capacity import capacity_charts
+from experiments.report.charts.facets import Line, Panel, facets
+from experiments.report.charts.scale import scale
+from experiments.results.analysis import Analysis, axes_of, main_axis
+from experiments.results.table import SweepTable
+from experiments.statistics.intervals import Interval
 from tests.sweep_tables import cells, rows
 
 
@@ -134,13 +136,11 @@ def grid_table(train):
 
 def test_maps_share_a_scale_and_draw_the_threshold_only_where_there_is_one():
     both = grid_table([[0.9, 0.5, 0.2], [0.8, 0.05, 0.0], [0.3, 0.0, 0.0]])
-    charts = plots_maps.heat_maps(
-        both, "step", "adapter.rank", {}, ("test.error", "train.error"), name="m", epsilon=0.1
-    )
+    charts = heat_map.heat_maps(both, "step", "adapter.rank", {}, ("test.error", "train.error"), name="m", epsilon=0.1)
     assert [c.name for c in charts] == ["m-test-error", "m-train-error"]
     assert all('id="epsilon' in c.raw and "train error = 0.1" in c.caption for c in charts)
     above = grid_table([[0.9, 0.5, 0.2], [0.8, 0.15, 0.2], [0.3, 0.2, 0.2]])
-    charts = plots_maps.heat_maps(above, "step", "adapter.rank", {}, ("test.error",), name="m", epsilon=0.1)
+    charts = heat_map.heat_maps(above, "step", "adapter.rank", {}, ("test.error",), name="m", epsilon=0.1)
     assert len(charts) == 1 and "epsilon" not in charts[0].raw and "train error =" not in charts[0].caption
 
 
@@ -149,7 +149,7 @@ def test_the_contour_runs_between_the_cells_on_either_side(monkeypatch):
 
     ax = Figure().add_subplot()
     train = np.array([[0.3, 0.3, 0.0], [0.3, 0.0, 0.0]])
-    assert plots_maps._contour(ax, train, 0.1)
+    assert heat_map._contour(ax, train, 0.1)
     points = np.concatenate([path.vertices for path in ax.collections[0].get_paths()])
     # On the lower row between the second and third centre, at two thirds of the way down from 0.3 to 0.
     lower = points[np.isclose(points[:, 1], 0.0)]
@@ -164,7 +164,7 @@ def test_errors_over_capacity_are_joined_in_the_order_of_the_rank(tmp_path):
     for row in table:
         row["effective_params"] = used[row["adapter.rank"]] * (1 + 0.01 * row["seed"])
     data = cells(tmp_path / "s", table, {"adapter.rank": [1, 2, 4, 8]})
-    (fold, bought), said = plots_params.capacity_charts(data, "adapter.rank", Analysis(data))
+    (fold, bought), said = capacity_charts(data, "adapter.rank", Analysis(data))
     assert not said, "all are drawn"
     assert "effective parameters" in fold.title and "along rank" in bought.title
     means = [data.at("effective_params", {"adapter.rank": r}).value for r in (1, 2, 4, 8)]
@@ -179,7 +179,7 @@ def test_errors_over_capacity_are_joined_in_the_order_of_the_rank(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figure.Canvas, "axes", axes)
-        plots_params.capacity_charts(data, "adapter.rank", Analysis(data))
+        capacity_charts(data, "adapter.rank", Analysis(data))
     line = max(drawn[0].lines, key=lambda ln: len(ln.get_xdata()))
     np.testing.assert_allclose(line.get_xdata(), means)
     level = [ln for ln in drawn[0].lines if len(set(ln.get_ydata())) == 1 and len(ln.get_xdata()) == 2]

@@ -6,10 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.report.findings import sweep_finding
-from experiments.report.load import read_run
-from experiments.report.sections_sweep import sweep_sections, sweep_tiles
-from experiments.report.sweepanalysis import Analysis
+from experiments.report.chapters.sweep import sweep_finding, sweep_sections, sweep_tiles
+from experiments.results.analysis import Analysis
+from experiments.results.run import read_run
 from tests.sweep_tables import cells, result, rows, words
 
 
@@ -73,7 +72,7 @@ def test_tables_of_an_earlier_plan_are_cut_to_the_plan(tmp_path):
     ],
 )
 def test_a_planned_value_is_found_however_it_is_written(value, written, planned):
-    from experiments.report.sweepplan import only_planned, rows_planned
+    from experiments.results.sweep_plan import only_planned, rows_planned
 
     plan = {"grid": {"x": written}, "seeds": 1}
     assert bool(rows_planned([{"x": value, "seed": 0}], plan)) == planned
@@ -213,7 +212,7 @@ _GONE = "adapter.rank=4 seed=5"
 
 def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_says_so(tmp_path):
     """Its last step, where no other run was measured, is no point of the curve."""
-    from experiments.descent.curves import judge
+    from experiments.results.verdicts import judge
     from experiments.studies.cell import Result
     from experiments.studies.sweep.table import write_table
     from finetune.train.trace.files import recorded_steps

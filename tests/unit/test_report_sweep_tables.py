@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.report.load import read_run
-from experiments.report.sections_sweep import sweep_sections, sweep_tiles
-from experiments.report.sweepanalysis import Analysis
-from experiments.report.sweepdata import SweepData
-from experiments.report.sweepderived import derive
-from experiments.report.sweeptable import SweepTable
-from experiments.stats import t_interval
+from experiments.report.chapters.sweep import sweep_sections, sweep_tiles
+from experiments.results.analysis import Analysis
+from experiments.results.derived import derive
+from experiments.results.run import read_run
+from experiments.results.sweep import SweepData
+from experiments.results.table import SweepTable
+from experiments.statistics.intervals import t_interval
 from tests import report_runs
 from tests.sweep_tables import cells, rows, words
 

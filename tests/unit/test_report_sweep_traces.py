@@ -6,7 +6,8 @@ import math
 import pyarrow as pa
 import pytest
 
-from experiments.report import read_sweep, sweeptraces
+from experiments.results import traces
+from experiments.results.sweep import read_sweep
 from finetune.errors import UserError
 
 STEPS = (0, 1, 2, 4, 8)
@@ -60,7 +61,7 @@ def both(folder, monkeypatch):
     """(rows as read, rows read line by line)."""
     fast = rows(read_sweep(folder))
     with monkeypatch.context() as patch:
-        patch.setattr(sweeptraces, "_whole", lambda folders: (None, {}))
+        patch.setattr(traces, "_whole", lambda folders: (None, {}))
         return fast, rows(read_sweep(folder))
 
 
@@ -87,14 +88,14 @@ def test_also_where_a_value_of_an_axis_is_a_word(tmp_path, monkeypatch):
 
 def test_whole_traces_are_read_together_and_the_others_one_by_one(tmp_path, monkeypatch):
     seen = []
-    plain = sweeptraces._one_by_one
+    plain = traces._one_by_one
 
     def noting(folders, *rest):
         seen.extend(folders)
         return plain(folders, *rest)
 
-    monkeypatch.setattr(sweeptraces, "_one_by_one", noting)
-    monkeypatch.setattr(sweeptraces, "_TOGETHER", 2)
+    monkeypatch.setattr(traces, "_one_by_one", noting)
+    monkeypatch.setattr(traces, "_TOGETHER", 2)
     read_sweep(directory(tmp_path, [WHOLE, TRACES["written again"], TRACES["numbers of two types"], WHOLE, WHOLE]))
     assert [folder.name for folder in seen] == [f"{1:016x}"]
 
@@ -107,8 +108,8 @@ def test_a_broken_line_is_named(tmp_path):
 
 def test_what_arrow_makes_of_a_line_without_value():
     """The parser takes Python's NaN; where it would not, a file is read line by line."""
-    table = sweeptraces._parsed(TRACES["no number"].encode())
+    table = traces._parsed(TRACES["no number"].encode())
     assert isinstance(table, pa.Table)
     assert math.isnan(table.column("train.loss")[1].as_py())
-    assert sweeptraces._parsed(b"") is None
-    assert sweeptraces._parsed(TRACES["a list"].encode()) is None
+    assert traces._parsed(b"") is None
+    assert traces._parsed(TRACES["a list"].encode()) is None

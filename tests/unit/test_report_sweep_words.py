@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from experiments.report import build_report, plots_sweep
-from experiments.report.findings import sweep_finding
-from experiments.report.load import read_run
-from experiments.report.sections_sweep import sweep_sections
-from experiments.report.sweepanalysis import Analysis
+from experiments.report import build_report
+from experiments.report.chapters.sweep import sweep_finding, sweep_sections
+from experiments.report.charts.curve import curve_chart, train_and_test
+from experiments.results.analysis import Analysis
+from experiments.results.run import read_run
 from tests import report_runs
 from tests.sweep_tables import cells, rows, words
 
@@ -37,13 +37,13 @@ def test_a_planted_peak_is_found_shaded_and_put_into_words(laboratory):
     judged = [j for j in analysis.judged if j.axis == "adapter.rank"]
     assert len(judged) == 2 and all(j.verdict.peak.rejected and 8 in j.location for j in judged)
     direction = next(d for d in analysis.directions if d.axis == "adapter.rank")
-    lines = plots_sweep.train_and_test(data, "error")
+    lines = train_and_test(data, "error")
     where = direction.settings[0]
     shared = dict(name="x", title="t", unit="error (share wrong)")
-    chart = plots_sweep.curve_chart(data, "adapter.rank", where, lines, judged=judged[0], **shared)
+    chart = curve_chart(data, "adapter.rank", where, lines, judged=judged[0], **shared)
     assert 'id="location"' in chart.raw and "Shaded" in chart.caption and chart.verdict == judged[0].verdict.kind
     assert any("80 %" in sentence for sentence in chart.evidence)
-    assert 'id="location"' not in plots_sweep.curve_chart(data, "adapter.rank", where, lines, **shared).raw
+    assert 'id="location"' not in curve_chart(data, "adapter.rank", where, lines, **shared).raw
     said = words(sweep_sections(data, analysis))
     asked = len(analysis.judged)
     assert asked > 2 and f"{asked} verdicts were asked" in said

@@ -17,7 +17,7 @@ import pytest
 
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.resolve import get_dotted
-from experiments.report.sweepplan import rows_planned
+from experiments.results.sweep_plan import rows_planned
 from experiments.studies import Result, cell_of, finish_cell
 from experiments.studies.cell import _backbone_digests, result_of
 from experiments.studies.sweep import parse_grid, plan_cells, write_table

@@ -15,9 +15,9 @@ from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.protocol import protocol
 from benchmarks.studies.selection_quality.runner import Outcome
 from experiments.cells.files import Result
-from experiments.cells.resampling import right_items, seeds_by_items
 from experiments.cells.rows import split_rows
-from experiments.stats import holm, paired_test, t_interval
+from experiments.statistics.intervals import holm, paired_test, t_interval
+from experiments.statistics.resampling import right_items, seeds_by_items
 from finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.report import formats, plots_forest
+from experiments.report import formats
 from experiments.report.blocks import Block, Chapter, Figures, Notes, Pairs, Section, Table, Tile
+from experiments.report.charts.intervals import corrected_effects
 from experiments.report.figure import Chart
-from experiments.report.page import render
+from experiments.report.html import render
 
 Document = Mapping[str, Any]
 Found = Mapping[str, Any] | None
@@ -139,16 +140,16 @@ def _primary(document: Document) -> list[Block]:
 
 def forest(document: Document) -> Chart:
     """Every arm's primary endpoint with its t-interval; filled selectors, hollow controls."""
-    return plots_forest.forest(
+    return corrected_effects(
         "quality-forest",
-        [plots_forest.Row(name, arm["nats"], arm["source"] != "selector") for name, arm in ranked(document)],
-        x=f"nats per token minus {document['baseline']}, mean over targets",
+        [(name, arm["nats"], arm["source"] != "selector") for name, arm in ranked(document)],
         title="Perplexity after the warm-up, every arm",
         caption="Seed-paired, with 95 % t-intervals. Filled: selectors; hollow: controls. In colour where Holm's "
         "correction leaves p below 0.05 (blue better, orange worse).",
+        x=f"nats per token minus {document['baseline']}, mean over targets",
         left=130,
-        lower_is_better=True,
         scale=1.0,
+        lower_is_better=True,
     )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cells.resampling import right_items, seeds_by_items
-from experiments.stats import holm, paired_test, t_interval
+from experiments.statistics.intervals import holm, paired_test, t_interval
+from experiments.statistics.resampling import right_items, seeds_by_items
 from experiments.studies.compare.plan import Plan
 from experiments.studies.compare.protocol import protocol
 from experiments.studies.compare.run import Outcome, Result
@@ -57,12 +57,6 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "cells": len(list(_all_results(outcome))),
         "cpu_s": round(math.fsum(r["cpu_s"] for r in _all_results(outcome)), 1),
     }
-
-
-def compared(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Methods with a primary endpoint: confirmatory first, then by effect."""
-    found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
-    return sorted(found, key=lambda item: (not item[1]["confirmatory"], -item[1]["primary"]["value"]))
 
 
 def _all_results(outcome: Outcome) -> Any:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.comparison.page import page
 from experiments.recipe.tree import Branch
+from experiments.report.chapters.comparison import page
 from experiments.run.console import Console
-from experiments.studies.compare.analysis import analyse, compared
+from experiments.studies.compare.analysis import analyse
 from experiments.studies.compare.plan import Plan
 from experiments.studies.compare.run import run_study
 from experiments.studies.study import carry_out
@@ -56,6 +56,7 @@ def compare(
 def summary(document: dict[str, Any]) -> list[str]:
     """The primary endpoint in lines for a terminal."""
     from experiments.report import formats
+    from experiments.report.chapters.comparison import compared
 
     lines = []
     for name, m in compared(document):

@@ -25,7 +25,7 @@ from finetune.errors import UserError
 from finetune.run_directory import disk_full_interrupts
 
 if TYPE_CHECKING:
-    from experiments.descent.emc import EMC
+    from experiments.statistics.emc import EMC
 
 KEY = "data.train.limit"
 _EPSILON = 0.1
@@ -114,7 +114,7 @@ class _Search:
 
     def step(self, errors: Mapping[str, float]) -> list[Cell]:
         """Cells without which it cannot go on; none when it is done."""
-        from experiments.descent.emc import effective_model_complexity
+        from experiments.statistics.emc import effective_model_complexity
 
         def train_error(rows: int, seed: int) -> float:
             group = self.tried.get(rows)

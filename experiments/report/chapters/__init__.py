@@ -1,0 +1,126 @@
+"""What a page has about a run directory: one file for each kind of directory, or of what may lie in one.
+
+A file has `part(run)`: what it gives to the run's chapter, or None where there is nothing of its kind. A new one is a
+file here and a line in `PARTS`.
+"""
+
+from __future__ import annotations
+
+from experiments.report import formats
+from experiments.report.blocks import Bars, Chapter, Figures, Pairs, Pre, Section, Table
+from experiments.report.chapters import checks, comparison, hygiene, run, selection, sharpness, study, sweep
+from experiments.report.figure import Chart
+from experiments.results.run import Run, read_object
+
+PARTS = (
+    comparison.part,
+    study.part,
+    run.part,
+    sharpness.part,
+    selection.part,
+    checks.part,
+    hygiene.part,
+    sweep.part,
+)
+"""In the order of a chapter; of several chapters on a page, the one with the earliest kind gives the headline."""
+
+
+def chapter(run: Run) -> Chapter:
+    """Everything that one run directory has to show."""
+    found = [(place, part) for place, of in enumerate(PARTS) if (part := of(run)) is not None]
+    kinds = [part.kind for _, part in found if part.kind]
+    said = [sentence for _, part in found for sentence in part.findings if sentence]
+    return Chapter(
+        name=run.name,
+        kind=" with ".join(kinds) or "run",
+        finding=said[0] if said else "",
+        details=said[1:],
+        facts=[*_facts(run), *(fact for _, part in found for fact in part.facts)],
+        tiles=[tile for _, part in found for tile in part.tiles][:8],
+        sections=[*(section for _, part in found for section in part.sections), *_circumstances(run)],
+        command=run.command,
+        weight=max((len(PARTS) - place for place, part in found if part.kind), default=0),
+    )
+
+
+def charts_of(made: Chapter) -> list[Chart]:
+    """Every chart of a chapter, in page order."""
+    return [
+        c for section in made.sections for block in section.blocks if isinstance(block, Figures) for c in block.charts
+    ]
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    versions = run.environment.get("versions")
+    version = versions.get("flatshift") if isinstance(versions, dict) else None
+    regularizer = run.recipe.get("regularizer")
+    trained = bool(run.metrics.lines or run.eval or run.sweep)
+    facts = [
+        (
+            "made",
+            str(run.environment.get("created") or run.manifest.get("created") or "")
+            .replace("T", " ")
+            .replace("+00:00", "Z")
+            .replace("Z", " UTC"),
+        ),
+        ("recipe", _recipe_name(run)),
+        ("backbone", str(run.recipe.get("backbone") or "") if trained else ""),
+        ("regularizer", str(regularizer.get("kind") or "") if trained and isinstance(regularizer, dict) else ""),
+        ("flatshift", str(version or "")),
+        ("elapsed", formats.seconds(run.elapsed) if run.elapsed else ""),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _recipe_name(run: Run) -> str:
+    """The recipe's name: as a sweep or study recorded it, else from `extends`, else from the command line."""
+    plan = run.path / "sweep.json"
+    if plan.is_file():
+        return str(read_object(plan).get("recipe", ""))
+    if run.study is not None and run.study.about.get("recipe"):
+        return str(run.study.about["recipe"])
+    if run.recipe.get("extends"):
+        return str(run.recipe["extends"])
+    words = run.command.split()
+    verbs = [i for i, w in enumerate(words[:-1]) if w in ("train", "select", "sweep")]
+    name = words[verbs[0] + 1] if verbs else ""
+    return "" if name.startswith("-") else name.rpartition("/")[2]
+
+
+def _circumstances(run: Run) -> list[Section]:
+    sections = []
+    if run.stage_seconds:
+        longest = max(run.stage_seconds.values()) or 1.0
+        bars = [(name, formats.seconds(s), s / longest) for name, s in run.stage_seconds.items()]
+        sections.append(Section("Time", [Bars(bars)], "Wall time of each part, with its evaluations and checkpoints."))
+    inputs = run.manifest.get("inputs")
+    folded: list[Section] = []
+    if isinstance(inputs, list) and inputs:
+        rows = [
+            [
+                str(i.get("path", "")),
+                formats.number(i["rows"]) if isinstance(i.get("rows"), int) else "–",
+                formats.size(i["bytes"]) if isinstance(i.get("bytes"), int) else "–",
+                str(i.get("sha256", "")),
+            ]
+            for i in inputs
+            if isinstance(i, dict)
+        ]
+        folded.append(
+            Section(
+                "Inputs", [Table(["file", "rows", "size", "SHA-256"], rows, numeric=frozenset({1, 2}))], folded=True
+            )
+        )
+    if run.environment:
+        pairs = []
+        for key, value in run.environment.items():
+            if key == "memory" and isinstance(value, int):
+                value = formats.size(value)
+            if isinstance(value, dict):
+                value = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+            if value not in (None, ""):
+                pairs.append((key, str(value)))
+        folded.append(Section("Environment", [Pairs(pairs)], folded=True))
+    if run.recipe_text:
+        folded.append(Section("Recipe, resolved", [Pre(run.recipe_text.strip())], folded=True))
+    return sections + folded

@@ -1,0 +1,296 @@
+"""The page of a comparison: the primary endpoint as a forest plot, tables per task, trials, costs, the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.report import formats
+from experiments.report.blocks import Block, Chapter, Figures, Notes, Part, Section, Table, Tile
+from experiments.report.charts.intervals import corrected_effects
+from experiments.report.figure import Chart
+from experiments.report.html import render
+from experiments.results.run import Run
+
+Document = Mapping[str, Any]
+
+
+def part(run: Run) -> Part | None:
+    """A directory of `flatshift compare`."""
+    return _part(run.comparison) if run.comparison else None
+
+
+def page(document: Document) -> str:
+    """The whole page as HTML; everything that came from files or settings is escaped by the template."""
+    made = _part(document)
+    chapter = Chapter(
+        name=str(document["recipe"]),
+        kind=made.kind,
+        finding=made.findings[0],
+        facts=made.facts,
+        tiles=made.tiles,
+        sections=made.sections,
+        slug="comparison",
+        command=str(document.get("command", "")),
+    )
+    return render([chapter])
+
+
+def _part(document: Document) -> Part:
+    """A comparison laid out."""
+    ranked = compared(document)
+    clear = [name for name, m in ranked if m["primary"]["p_holm"] is not None and m["primary"]["p_holm"] < 0.05]
+    base = document["baseline"]
+    if not ranked:
+        finding = "No informative classification task: the primary endpoint cannot be computed."
+    elif clear:
+        finding = f"After Holm's correction {_and(clear)} {'differs' if len(clear) == 1 else 'differ'} from {base}."
+    else:
+        finding = f"After Holm's correction no method differs from {base}."
+    facts = [
+        ("tasks", ", ".join(document["tasks"])),
+        ("informative", ", ".join(document["informative"]) or "none"),
+        ("cells", f"{document['cells']:,}"),
+        ("CPU time", formats.seconds(document["cpu_s"])),
+    ]
+    sections = [
+        Section("Primary endpoint", _primary(document)),
+        *(_task_section(document, task) for task in document["tasks"]),
+        Section(
+            "Costs",
+            [_costs(document)],
+            "CPU time of a step relative to the baseline's on the same task and seed. Cells run one after another and "
+            "not in turns, so a drift of the machine is in these ratios.",
+        ),
+        Section("Equal trials", [_trials(document)], "Chosen on validation rows under the tuning seeds.", folded=True),
+        Section("Runs that failed", [_failed(document)], folded=not document["diverged"]),
+        Section("Protocol", [Notes(document["protocol"])]),
+    ]
+    tiles = [_tile(name, m) for name, m in ranked if m["confirmatory"]][:4]
+    return Part("comparison", [finding], tiles, [s for s in sections if s.blocks], facts)
+
+
+def compared(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Methods with a primary endpoint: confirmatory first, then by effect."""
+    found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
+    return sorted(found, key=lambda item: (not item[1]["confirmatory"], -item[1]["primary"]["value"]))
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _points(value: float | None) -> float | None:
+    """A share in percentage points."""
+    return None if value is None else 100 * value
+
+
+def _tile(name: str, m: Mapping[str, Any]) -> Tile:
+    mean, interval = formats.effect(m["primary"], 100.0)
+    p = m["primary"]["p_holm"]
+    note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
+    return Tile(f"{name}, points", mean, interval, note)
+
+
+def _primary(document: Document) -> list[Block]:
+    ranked = compared(document)
+    if not ranked:
+        return [Notes(["No classification task is informative, or none was run."])]
+    rows = []
+    for name, m in ranked:
+        primary = m["primary"]
+        mean, interval = formats.effect(primary, 100.0)
+        boot = primary.get("bootstrap")
+        rows.append(
+            [
+                name,
+                "confirmatory" if m["confirmatory"] else "exploratory",
+                str(primary["n"]),
+                ", ".join(primary["tasks"]),
+                mean,
+                interval,
+                formats.effect({"value": primary["value"], **boot}, 100.0)[1] if boot else "–",
+                formats.number(primary["p"]),
+                formats.number(primary["p_holm"]),
+                formats.number(_points(primary["detectable"])),
+                f"{primary['wins']}/{primary['n']}",
+            ]
+        )
+    table = Table(
+        [
+            "method",
+            "kind",
+            "seeds",
+            "tasks",
+            "points",
+            "95 % t",
+            "95 % bootstrap",
+            "p",
+            "p (Holm)",
+            "detectable",
+            "seeds won",
+        ],
+        rows,
+        f"Test accuracy minus {document['baseline']}'s, mean over tasks, percentage points. Detectable: the effect "
+        "found with 80 % power at these seeds. With five seeds a sign-flip p cannot go below 0.0625.",
+        frozenset({2, 4, 5, 6, 7, 8, 9, 10}),
+    )
+    blocks: list[Block] = [Figures([forest(document)]), table]
+    if document["controls"]:
+        body = []
+        for control in document["controls"]:
+            mean, interval = formats.effect(control["difference"], 100.0)
+            found = control["difference"]
+            body.append(
+                [
+                    f"{control['method']} − {control['control']}",
+                    mean,
+                    interval,
+                    formats.number(found["p"]) if found else "–",
+                ]
+            )
+        blocks.append(
+            Table(
+                ["contrast", "points", "95 % t", "p"],
+                body,
+                "What the idea itself adds: the method beside its control, same seeds and tasks; not corrected.",
+                frozenset({1, 2, 3}),
+            )
+        )
+    return blocks
+
+
+def forest(document: Document) -> Chart:
+    """Every method's primary endpoint with its t-interval; filled confirmatory, hollow exploratory."""
+    return corrected_effects(
+        "comparison-forest",
+        [(name, m["primary"], not m["confirmatory"]) for name, m in compared(document)],
+        title="Primary endpoint of every method",
+        caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
+        "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
+        x=f"test accuracy minus {document['baseline']}, points",
+        left=170,
+        scale=100.0,
+        lower_is_better=False,
+    )
+
+
+def _task_section(document: Document, task: str) -> Section:
+    found = document["tasks"][task]
+    shares = found["metric"] == "accuracy"
+    scale = 100.0 if shares else 1.0
+    rows = []
+    for name, m in found["methods"].items():
+        difference = formats.effect(m["difference"], scale)
+        row = [name, *formats.effect(m["mean"], scale, plus=False), *difference]
+        row.append(formats.number(m["difference"]["p"]) if m["difference"] else "–")
+        row.append(formats.number(_points(m["f1_macro"])) if shares else "–")
+        row += [formats.number(m["loss"]), formats.number(m["sharpness"])]
+        rows.append(row)
+    sizes = found["rows"]
+    lead = f"{sizes['train']} labelled rows a run, {found['steps']} steps. "
+    if shares:
+        verdict = "informative" if found["informative"] else "not informative, left out of the endpoint"
+        lead += (
+            f"Majority floor {formats.number(_points(found['floor']))} %; the tuned {document['baseline']} is "
+            f"{formats.number(found['margin_se'])} standard errors above it: {verdict}."
+        )
+    else:
+        lead += "Nats per token of the answers: lower is better; not part of the primary endpoint."
+    metric = "accuracy, %" if shares else "loss, nats"
+    table = Table(
+        [
+            "method",
+            metric,
+            "95 % t",
+            f"− {document['baseline']}",
+            "95 % t",
+            "p",
+            "macro F1, %",
+            "test loss",
+            "sharpness",
+        ],
+        rows,
+        "Secondary: p-values are not corrected. Sharpness: E[L(w+ε)] − L(w) on training rows, nats.",
+        frozenset(range(1, 9)),
+    )
+    return Section(f"Task {task}", [table], lead)
+
+
+def _costs(document: Document) -> Block:
+    rows = []
+    for name, m in document["methods"].items():
+        sharp = m["sharpness"]
+        equal = m["equal_time"]
+        rows.append(
+            [
+                name,
+                formats.number(m["step_ratio"]),
+                *(formats.effect(equal, 100.0) if equal else ("as above", "–")),
+                formats.number(sharp["ratio"]) if sharp else "–",
+                f"{formats.number(sharp['low'])} to {formats.number(sharp['high'])}" if sharp and sharp["low"] else "–",
+                m["note"],
+            ]
+        )
+    return Table(
+        ["method", "step time ÷", "equal time, points", "95 % t", "sharpness ÷", "95 % t", "what it is"],
+        rows,
+        "Equal time: the endpoint again with as many steps as the baseline's time allows; `as above` where a step "
+        "costs about the same.",
+        frozenset(range(1, 6)),
+    )
+
+
+def _trials(document: Document) -> Block:
+    rows = []
+    for trial in document["trials"]:
+        own = [f"{key.rpartition('.')[2]} = {value}" for key, value in trial["chosen"].items() if key != "optimizer.lr"]
+        rows.append(
+            [
+                trial["task"],
+                trial["method"],
+                str(trial["trials"]),
+                str(trial["failed"]),
+                formats.number(trial["chosen"]["optimizer.lr"]),
+                f"{formats.number(trial['lowest_lr'])} to {formats.number(trial['highest_lr'])}",
+                ", ".join(own) or "–",
+                ", ".join(formats.number(value, 3) for value in trial["validation"]),
+                "yes" if trial["on_edge"] else "no",
+            ]
+        )
+    return Table(
+        [
+            "task",
+            "method",
+            "trials",
+            "failed",
+            "learning rate",
+            "tried",
+            "own settings",
+            "validation by seed",
+            "still on an edge",
+        ],
+        rows,
+        "",
+        frozenset({2, 3, 4}),
+    )
+
+
+def _failed(document: Document) -> Block:
+    if not document["diverged"]:
+        return Notes(["None: every trial and every final run ended."])
+    return Table(
+        ["kind", "method", "task", "seed", "settings", "how", "reason"],
+        [
+            [
+                r["kind"],
+                r["method"],
+                r["task"],
+                str(r["seed"]),
+                ", ".join(f"{key.rpartition('.')[2]} = {value}" for key, value in r["setting"].items()),
+                r["status"],
+                r["reason"],
+            ]
+            for r in document["diverged"]
+        ],
+    )

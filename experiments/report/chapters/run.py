@@ -1,0 +1,196 @@
+"""What a training run came to: its evaluation, the warm-up's shift and the curves of its stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.report import formats
+from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
+from experiments.report.charts.evaluation import evaluation
+from experiments.report.charts.training import small_multiples, training
+from experiments.results.run import Run
+from finetune.run_directory import SPIKE
+from finetune.train.throughput import rate_text
+
+_TILES = (
+    "accuracy", "f1_micro", "spearman", "exact_match", "rmse", "chrf", "perplexity", "pseudo_perplexity", "f1_macro",
+    "bits_per_byte", "loss",
+)  # fmt: skip
+
+
+def part(run: Run) -> Part | None:
+    """A directory of `flatshift train`."""
+    if not (run.metrics.lines or run.eval or run.stages):
+        return None
+    sections = [*evaluation_sections(run), *training_sections(run)]
+    return Part("training run", [train_finding(run)], training_tiles(run), sections)
+
+
+def train_finding(run: Run) -> str:
+    """The first metric of the split that counts, beside the majority floor where there is one."""
+    split = best_split(run.eval)
+    if split is None:
+        steps = max((ln["step"] for ln in run.metrics.lines), default=0)
+        return f"Not evaluated yet; {steps:,} updates logged." if steps else ""
+    metrics = {m: c for m, c in run.eval[split].items() if m not in formats.FLOOR_NAMES}
+    order = ["accuracy", "exact_match", *formats.headline_metrics(metrics)]
+    metric = next((m for m in order if m in metrics), None)
+    if metric is None:
+        return ""
+    cell = metrics[metric]
+    value = formats.with_interval(cell["value"], cell.get("low"), cell.get("high"))
+    sentence = f"{split.capitalize()} {formats.metric_name(metric)} is {value}"
+    floor = run.eval[split].get("majority_floor", {}).get("value")
+    if metric == "accuracy" and floor is not None:
+        low, high = cell.get("low"), cell.get("high")
+        if low is not None and low > floor:
+            sentence += f", above the majority floor of {formats.number(floor)}"
+        elif high is not None and high < floor:
+            sentence += f", below the majority floor of {formats.number(floor)}"
+        else:
+            sentence += f", which is not clearly different from the majority floor of {formats.number(floor)}"
+    return sentence + "."
+
+
+def best_split(tree: dict[str, Any]) -> str | None:
+    """test where it was judged, else dev, else whatever there is."""
+    return next((s for s in ("test", "dev", *tree) if s in tree), None)
+
+
+def training_tiles(run: Run) -> list[Tile]:
+    tiles = []
+    split = best_split(run.eval)
+    if split is not None:
+        cells = run.eval[split]
+        shown = [m for m in _TILES if m in cells]
+        for metric in shown[:2]:
+            value, interval = formats.estimate(
+                cells[metric]["value"], cells[metric].get("low"), cells[metric].get("high")
+            )
+            note = f"{cells[metric]['n']:,} items" if cells[metric].get("n") else ""
+            floor = cells.get(formats.FLOORS.get(metric, ""), {}).get("value")
+            if floor is not None:
+                named = formats.FLOOR_NAMES[formats.FLOORS[metric]]
+                note = ", ".join(filter(None, [f"{named} {formats.number(floor)}", note]))
+            tiles.append(Tile(f"{split} {formats.metric_name(metric)}", value, interval, note))
+    before, after = run.shift
+    split = best_split(before)
+    for metric in ("perplexity", "pseudo_perplexity"):
+        if not (split and metric in before[split] and metric in after.get(split, {})):
+            continue
+        cell = after[split][metric]
+        value, interval = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))
+        cold = before[split][metric]
+        shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
+        name = f"target {formats.metric_name(metric)} after warm-up"
+        tiles.append(Tile(name, value, interval, f"cold backbone {shown_cold}"))
+    for stage, done in run.stages.items():
+        if done.get("steps") and stage != "warm-up":
+            note = "stopped early" if done.get("stopped_early") else ""
+            if done.get("best_dev_loss") is not None:
+                figures = [("accuracy", done.get("best_accuracy")), ("loss", done["best_dev_loss"])]
+                best = ", ".join(
+                    f"{name} {formats.number(float(value))}" for name, value in figures if value is not None
+                )
+                note = f"best on dev after {done.get('best_step')} ({best})" + (f", {note}" if note else "")
+            tiles.append(Tile(f"{stage} updates", formats.number(int(done["steps"])), "", note))
+    return tiles
+
+
+def evaluation_sections(run: Run) -> list[Section]:
+    found = []
+    if run.eval:
+        found.append(
+            Section(
+                "Evaluation",
+                [
+                    Figures(evaluation(run.eval, loss_unit=run.loss_unit("fine-tune"))),
+                    _metric_table(run.eval),
+                ],
+            )
+        )
+    before, after = run.shift
+    if before and after:
+        rows = []
+        for split in before:
+            for metric in ("perplexity", "bits_per_byte", "pseudo_perplexity"):
+                if metric in before[split] and metric in after.get(split, {}):
+                    pair = [before[split][metric], after[split][metric]]
+                    cells = [formats.with_interval(c["value"], c.get("low"), c.get("high")) for c in pair]
+                    change = pair[1]["value"] / pair[0]["value"] - 1
+                    rows.append(
+                        [
+                            split,
+                            formats.metric_name(metric),
+                            *cells,
+                            ("+" if change > 0 else "") + formats.percent(change),
+                        ]
+                    )
+        lead = "How far the warm-up moved the backbone towards the target's own texts, labels unseen."
+        table = Table(
+            ["split", "metric", "cold backbone", "after warm-up", "change"],
+            rows,
+            "Both are judged on the same rows; intervals are bootstrap intervals of each, not of the difference.",
+            frozenset({2, 3, 4}),
+        )
+        if rows:
+            found.append(Section("The warm-up's shift", [table], lead))
+    return found
+
+
+def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
+    """Metrics down, splits across; a floor below the metric it belongs to."""
+    rows = []
+    for metric in dict.fromkeys(m for cells in tree.values() for m in cells if m not in formats.FLOOR_NAMES):
+        cells = [tree[split].get(metric) for split in tree]
+        shown = [formats.with_interval(c["value"], c.get("low"), c.get("high")) if c else "–" for c in cells]
+        rows.append([formats.metric_name(metric), *shown])
+        floors = [tree[split].get(formats.FLOORS.get(metric, "")) for split in tree]
+        if any(floors):
+            named = formats.FLOOR_NAMES[formats.FLOORS[metric]]
+            rows.append([named, *(formats.number(float(f["value"])) if f else "–" for f in floors)])
+    counts = [max((int(c.get("n") or 0) for c in cells.values()), default=0) for cells in tree.values()]
+    rows.append(["items", *(formats.number(n) if n else "–" for n in counts)])
+    note = "Bootstrap intervals over items; they say nothing about other seeds."
+    return Table(["metric", *tree], rows, note, frozenset(range(1, len(tree) + 1)))
+
+
+def training_sections(run: Run) -> list[Section]:
+    curves, small = training(run.metrics, loss_unit=run.loss_unit), small_multiples(run.metrics)
+    if not curves:
+        return []
+    notes = []
+    if run.metrics.unreadable:
+        notes.append(f"{run.metrics.unreadable} torn lines of metrics.jsonl were left out (a writer was killed there).")
+    notes += _mishaps(run)
+    attempts = {ln.get("attempt") for ln in run.metrics.lines if ln.get("attempt") is not None}
+    if len(attempts) > 1:
+        notes.append(
+            f"The run was resumed or went back: {len(attempts)} attempts; where steps overlap, the last one is shown."
+        )
+    blocks: list[Block] = [Figures(curves)]
+    if small:
+        blocks.append(Figures(small, small=True))
+    if notes:
+        blocks.append(Notes(notes))
+    return [Section("Training", blocks)]
+
+
+def _mishaps(run: Run) -> list[str]:
+    """Updates that were left out, spikes that were gone back from, and how fast the stages went, in sentences."""
+    found = []
+    for stage, done in run.stages.items():
+        if done.get("skipped"):
+            found.append(f"{stage}: {done['skipped']} updates were left out, their loss or gradient was no number.")
+        for line in run.metrics.lines:
+            if line["split"] == SPIKE and line["stage"] == stage and isinstance(line.get("rewound_to"), int):
+                gone = ", ".join(f"{first} to {stop - 1}" for first, stop in line.get("left_out") or [])
+                found.append(
+                    f"{stage}: a loss spike in update {line['step']} was gone back from, to step {line['rewound_to']}; "
+                    f"batches {gone} are left out."
+                )
+        rates = done.get("rates")
+        if isinstance(rates, dict) and (text := rate_text(rates)):
+            hfu = f", HFU {100 * rates['hfu']:.0f} %" if "hfu" in rates else ""
+            found.append(f"{stage}: {text}{hfu} (of the last attempt, without its first update).")
+    return found

@@ -1,0 +1,168 @@
+"""What a selection chose: its scores, the mix of domains, the map, and the first records."""
+
+from __future__ import annotations
+
+from experiments.report import formats
+from experiments.report.blocks import Block, Card, Cards, Figures, Notes, Pairs, Part, Section, Tile
+from experiments.report.charts.selection import domain_mix, histogram, projection_map
+from experiments.results.run import Run, Selection
+
+_DIAGNOSTICS = {
+    "method": "method",
+    "embedder": "embedder",
+    "budget": "budget",
+    "pool": "pool records",
+    "target": "target records",
+    "helpful": "records with a negative score",
+    "ties": "records that tie at the cut",
+    "epsilon": "ε, in units of the cost",
+    "mean_cost": "mean cost",
+    "marginal_error": "marginal L1 error reached",
+    "tolerance": "marginal L1 error asked for",
+    "converged": "converged",
+    "iterations": "iterations",
+    "dual_value": "dual value",
+}
+
+
+def part(run: Run) -> Part | None:
+    """The selection of a run or of a directory of its own."""
+    if run.selection is None:
+        return None
+    tiles, sections = selection_tiles(run.selection), selection_sections(run, run.selection)
+    return Part("selection", [selection_finding(run.selection)], tiles, sections)
+
+
+def selection_finding(selection: Selection) -> str:
+    """How many were chosen, and which domain gained most."""
+    if selection.table is None:
+        return ""
+    total, taken = selection.table.num_rows, selection.taken
+    if not total or not taken:
+        return f"Nothing was chosen from {total:,} records."
+    method = method_name(selection)
+    sentence = f"{method} chose {taken:,} of {total:,} records ({formats.percent(taken / total)})"
+    counts = selection.domains
+    if len(counts) > 1:
+        # Of the domains that make up at least a twentieth of the selection, the one that gained most.
+        shares = {name: (pool / total, chosen / taken) for name, (pool, chosen) in counts.items()}
+        large = [name for name, (_, after) in shares.items() if after >= 0.05]
+        name = max(large, key=lambda n: (shares[n][1] / shares[n][0], n)) if large else None
+        if name is not None and shares[name][1] > shares[name][0]:
+            before, after = map(formats.percent, shares[name])
+            sentence += f"; “{name}” grows from {before} of the pool to {after} of the selection"
+    return sentence + "."
+
+
+def method_name(selection: Selection) -> str:
+    """`gotd` → `GOT-D`."""
+    method = selection.about.get("method")
+    kind = method.get("kind") if isinstance(method, dict) else method
+    names = {"gotd": "GOT-D", "gotd-contrast": "GOT-D with negatives", "random": "A random draw", "knn": "kNN"}
+    names |= {"dsir": "DSIR", "tsds": "TSDS", "less": "Gradient similarity", "perplexity": "Perplexity"}
+    return {**names, "length": "Length", "domains": "Shares of domains"}.get(str(kind), "The selector")
+
+
+def selection_tiles(selection: Selection) -> list[Tile]:
+    about = selection.about
+    tiles = []
+    if selection.table is not None and selection.table.num_rows:
+        total, taken = selection.table.num_rows, selection.taken
+        tiles.append(
+            Tile("chosen", formats.number(taken), "", f"of {total:,} records, {formats.percent(taken / total)}")
+        )
+    checks = about.get("checks")
+    if isinstance(checks, dict) and 0.1 in checks["shares"]:
+        place = checks["shares"].index(0.1)
+        share = checks["fitted"]["selection"][place]["realised"] / checks["distance"]
+        change = f"{100 * share:+.1f} %".replace("-", "−")
+        tiles.append(Tile("distance to the target", change, "", "with the selection as a tenth"))
+    error = about.get("marginal_error")
+    if isinstance(error, int | float):
+        tiles.append(
+            Tile("marginal L1 error", formats.number(float(error)), "", "how far the transport plan is from converged")
+        )
+    return tiles
+
+
+def selection_sections(run: Run, selection: Selection) -> list[Section]:
+    blocks: list[Block] = []
+    charts = []
+    if selection.table is not None and selection.table.num_rows:
+        charts = [c for c in (histogram(selection), domain_mix(selection)) if c]
+    mapped = projection_map(selection)
+    if mapped:
+        charts.append(mapped)
+    if charts:
+        blocks.append(Figures(charts))
+    notes = _selection_notes(selection)
+    if notes:
+        blocks.append(Notes(notes))
+    about = {k: v for k, v in selection.about.items() if k not in ("seconds", "skipped", "checks", "peak_bytes")}
+    order = [k for k in _DIAGNOSTICS if k in about] + [k for k in about if k not in _DIAGNOSTICS]
+    facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(about[k])) for k in order]
+    peaks = selection.about.get("peak_bytes")
+    if isinstance(peaks, dict):
+        told = ", ".join(f"{formats.size(value)} after {stage}" for stage, value in peaks.items())
+        facts.append(("peak memory, mapped files included", told))
+    if facts:
+        blocks.append(Pairs(facts))
+    sections = [Section("Selection", blocks)] if blocks else []
+    cards = _cards(run, selection)
+    if cards:
+        lead = f"The {len(cards)} records with the smallest scores, as the selector saw them."
+        sections.append(Section("First choices", [Cards(cards)], lead))
+    return sections
+
+
+def _selection_notes(selection: Selection) -> list[str]:
+    about, notes = selection.about, []
+    helpful, budget = about.get("helpful"), about.get("budget")
+    gotd = about.get("method") == "gotd"
+    if gotd and isinstance(helpful, int) and isinstance(budget, int) and helpful < budget:
+        notes.append(
+            f"Only {helpful:,} records have a negative score; a budget of {budget:,} adds some that do not help."
+        )
+    ties = about.get("ties")
+    if isinstance(ties, int) and ties:
+        notes.append(f"{ties:,} records tie at the cut; file order decided which of them were chosen.")
+    skipped = about.get("skipped")
+    if isinstance(skipped, dict):
+        notes += [
+            f"{len(v):,} bad record{'s' * (len(v) > 1)} of the {k} left out, the first at {str(v[0])[:160]}"
+            for k, v in skipped.items()
+            if isinstance(v, list) and v
+        ]
+    return notes
+
+
+def _cards(run: Run, selection: Selection) -> list[Card]:
+    column = "text"
+    select = run.recipe.get("select")
+    if isinstance(select, dict) and isinstance(select.get("columns"), dict):
+        column = str(select["columns"].get("text") or "text")
+    nearest: dict[int, str] = {}
+    if selection.table is not None and "nearest_target" in selection.table.column_names:
+        import pyarrow.compute as pc
+
+        top = selection.table.filter(pc.less_equal(selection.table.column("rank"), 12))
+        nearest = dict(zip(top.column("rank").to_pylist(), top.column("nearest_target").to_pylist(), strict=True))
+    cards = []
+    for position, record in enumerate(selection.top[:9], 1):
+        source = record.get("source")
+        text = record.get(column) or (source.get(column) if isinstance(source, dict) else None)
+        if not isinstance(text, str):
+            text = next((v for k, v in record.items() if isinstance(v, str) and k != "id"), "")
+        text = " ".join(text.split())
+        id_ = str(record.get("id", ""))
+        rank = record.get("rank", position)
+        score = record.get("score")
+        facts = [
+            ("score", formats.number(float(score)) if isinstance(score, int | float) else ""),
+            ("domain", str(record.get("domain") or selection.judged.get(id_, ""))),
+            ("id", id_),
+            ("nearest target", str(nearest.get(rank) or "")),
+        ]
+        clipped = text if len(text) <= 360 else text[:360].rsplit(" ", 1)[0] + " …"
+        cards.append(Card(str(rank), clipped, [(k, v) for k, v in facts if v]))
+    return cards

@@ -1,0 +1,205 @@
+"""The verdicts of a sweep as a table, what to keep in mind about them, and the effective model complexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.report import formats
+from experiments.report.blocks import Table
+from experiments.results.analysis import Analysis, Direction
+from experiments.results.sweep import SweepData
+from experiments.results.verdicts import Judged, compared
+from experiments.statistics.beside import Beside
+from experiments.statistics.curve import Curve
+from experiments.statistics.emc import Crossing, emc_from_curve
+from experiments.statistics.intervals import Interval
+from experiments.statistics.peak import PeakTest
+from finetune.errors import UserError
+
+
+def verdict_table(judged: Sequence[Judged], epsilon: float) -> Table | None:
+    """One row per judged curve; None without any."""
+    if not judged:
+        return None
+    rows = [_row(j) for j in judged]
+    return Table(
+        [
+            "along", "setting", "verdict", "peak test p", "peak at", "height", "found with 80 % power", "threshold",
+            "training loss p",
+        ],
+        rows,
+        "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
+        "evenly spread on a log axis. Height: above the higher flank, with its 95 % interval, in the units of the "
+        "curve; no peak was found where none is given. Found with 80 % power: at the inner point where runs scatter "
+        f"most. Threshold: where the mean train error crosses {epsilon:g}, between points. Training loss "
+        "p: of a peak of the training loss, which is no double descent.",
+        frozenset({3, 5, 6, 7, 8}),
+    )  # fmt: skip
+
+
+def _row(judged: Judged) -> list[str]:
+    peak, train = judged.verdict.peak, judged.verdict.train_peak
+    row = [judged.axis.rpartition(".")[2], formats.setting(judged.where) or "–", judged.verdict.kind]
+    row += _peak(peak, judged) if peak is not None else ["–"] * 4
+    return [*row, crossing_words(judged.verdict.crossing), "–" if train is None else _p(train)]
+
+
+def crossing_words(found: Crossing | None) -> str:
+    """Where the mean train error crosses the threshold, or on which side of it every point lies."""
+    if found is None:
+        return "–"
+    if found.value is None:
+        return {"all": "all points fitted", "none": "no point fitted"}.get(found.fitted, "–")
+    return formats.number(float(found.value))
+
+
+def _p(test: PeakTest) -> str:
+    return f"{test.p_value:.2g}" if test.p_value >= 1e-4 else "< 0.0001"
+
+
+def _peak(peak: PeakTest, judged: Judged) -> list[str]:
+    p = _p(peak)
+    if not peak.rejected:
+        return [p, "–", "–", formats.number(peak.detectable.height, 2)]
+    low, high = peak.height.low, peak.height.high
+    shown, interval = formats.estimate(peak.height.estimate, low, high if math.isfinite(high) else None)
+    at = ", ".join(_number(v) for v in judged.location)
+    return [p, at, f"{shown} ({interval})" if interval else shown, formats.number(peak.detectable.height, 2)]
+
+
+def _number(value: float) -> str:
+    return formats.axis_value(int(value) if float(value).is_integer() else float(value))
+
+
+def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
+    """Every setting of the regularizer beside the first one of its axis, on the same seeds, and a sentence for some.
+
+    For those that are drawn, and where there is a peak or a threshold that moves. The first one of an axis is the
+    unregularised one where there is one: `plain`, or a strength of 0. No table where no pair has enough seeds; nothing
+    at all without such an axis.
+    """
+    rows, said, drawn = [], [], direction.drawn
+    for axis in (a for a in direction.table.axes if a == "regularizer" or a.startswith("regularizer.")):
+        levels = direction.table.values(axis)
+        base = "plain" if "plain" in levels else levels[0]
+        for where in direction.settings:
+            if where.get(axis, base) == base:
+                continue
+            try:
+                curve, found = compared(
+                    direction.table, direction.axis, where, {**where, axis: base}, test=direction.test,
+                    epsilon=direction.data.epsilon,
+                )  # fmt: skip
+            except UserError as error:  # one of the two lacks seeds or values
+                if where in drawn:
+                    said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: cannot be said, {error}.")
+                continue
+            rows.append([formats.setting(where), formats.axis_value(base), *_beside(curve, found)])
+            if where in drawn or found.peak is not None or found.moved:
+                said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: {found.sentence(curve)}")
+    if not rows:
+        return None, said
+    table = Table(
+        ["setting", "beside", "mean difference", "p", "peak at", "peak's height, difference", "p", "threshold ÷"],
+        rows,
+        f"{direction.test.replace('.', ' ').replace('_', ' ')} minus the other's, on the same seeds, with 95 % "
+        "intervals. Peak: the one that the peak test finds in the mean of both curves, if it finds one; its height is "
+        "taken above the mean of its flanks, so that neither curve chose the place. Threshold: where the "
+        f"train error crosses {direction.data.epsilon:g}, as a ratio of positions. No p is corrected for the "
+        "number of rows.",
+        frozenset({2, 3, 5, 6, 7}),
+    )
+    return table, said
+
+
+def _beside(curve: Curve, found: Beside) -> list[str]:
+    def shown(interval: Interval | None, *, plus: bool = True) -> str:
+        if interval is None:
+            return "–"
+        value, ends = formats.estimate(interval.value, interval.low, interval.high, plus=plus)
+        return f"{value} ({ends})" if ends else value
+
+    at = "–" if found.triple is None else _number(curve.values[found.triple[1]])
+    p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (found.p, found.peak_p))
+    threshold = shown(found.threshold, plus=False)
+    return [shown(found.mean), p, at, shown(found.peak), peak_p, threshold]
+
+
+def verdict_notes(analysis: Analysis) -> list[str]:
+    """How many questions were asked, and what a negative answer is worth."""
+    judged = analysis.judged
+    if not judged:
+        reasons = list(dict.fromkeys(r for d in analysis.directions for r in d.refused))
+        return [f"No verdict: {reasons[0]}."] if reasons else []
+    tested = [j.verdict.peak for j in judged if j.verdict.peak is not None]
+    notes = []
+    if len(tested) > 1:
+        level = tested[0].level
+        notes.append(
+            f"{len(judged)} verdicts were asked, {len(tested)} with a peak test at {level:.0%}: if no curve had a "
+            f"peak, about {level * len(tested):.1g} would show one by chance. Nothing is corrected for their number."
+        )
+    cut = sum(d.total - len(d.settings) for d in analysis.directions if d.judged)
+    if cut:
+        notes.append(f"{cut:,} more curves were not judged; only those drawn are.")
+    return notes
+
+
+def emc_table(direction: Direction) -> Table | None:
+    """Effective model complexity of every setting, from its curve over the rows of training data; None without one."""
+    if not direction.table.has("train.error"):
+        return None
+    rows = []
+    for where in direction.settings:
+        found = direction.table.matrix("train.error", direction.axis, where)
+        try:  # a run that diverged fits nothing, as in a bisection
+            emc = emc_from_curve(found.values, np.where(found.diverged, 1.0, found.y), direction.data.epsilon)
+        except UserError:  # too few sizes, or no seed that finished at all of them
+            continue
+        said = _complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
+        rows.append([formats.setting(where) or "all cells", said, str(len(found.seeds))])
+    if not rows:
+        return None
+    return Table(
+        ["setting", "effective model complexity (training examples)", "seeds"],
+        rows,
+        "Effective model complexity: the most training examples that are still fitted to a mean train error of "
+        f"{direction.data.epsilon:g}, with its 95 % interval over seeds, from the sample-wise curve.",
+        frozenset({2}),
+    )
+
+
+def searched_table(data: SweepData) -> Table | None:
+    """Effective model complexity that a bisection found, per point; None where none was made."""
+    if not data.searched:
+        return None
+    rows = []
+    for p in data.searched:
+        tried = [t["rows"] for t in p["tried"]]
+        said = _complexity(p["emc"], p["low"], p["high"], p["side"], (tried[0], tried[-1]))
+        rows.append([formats.setting(p["point"]) or "the recipe", said, ", ".join(f"{n:,}" for n in tried)])
+    return Table(
+        ["setting", "effective model complexity (training examples)", "sizes tried"],
+        rows,
+        "Effective model complexity by bisection: the most training examples that are still fitted to a mean train "
+        f"error of {data.epsilon:g}, with its 95 % interval over seeds; from emc.json.",
+    )
+
+
+def _complexity(
+    value: float | None, low: float | None, high: float | None, side: str, tried: tuple[float, float]
+) -> str:
+    """`464 (411 to 518)`; sides that are open end at the fewest and the most rows that were tried."""
+    first, last = (f"{round(n):,}" for n in tried)
+    if side == "before":
+        return f"below {first}"
+    if value is None:
+        return f"at least {last}"
+    ends = [
+        f"below {first}" if low is None else f"{round(low):,}",
+        f"above {last}" if high is None else f"{round(high):,}",
+    ]
+    return f"{round(value):,} ({ends[0]} to {ends[1]})"

@@ -1,0 +1,1 @@
+"""Charts, one kind a file: figures in, a drawn `Chart` out."""

@@ -1,0 +1,165 @@
+"""Error against effective parameters beside error against rank: whether a curve folds once capacity is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.report import formats
+from experiments.report.charts.curve import Series, curve_chart, span, train_and_test, unit_of
+from experiments.report.figure import Canvas, Chart, colour, label_ends
+from experiments.results.analysis import PANELS, Analysis, chosen, curves_along, left_out
+from experiments.results.sweep import SweepData
+from experiments.statistics.intervals import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A measure of what an adapter uses: column, name with unit, and how it is counted."""
+
+    column: str
+    name: str
+    counted: str
+
+
+CAPACITIES = (
+    Capacity(
+        "effective_params",
+        "effective parameters",
+        "Effective parameters: Σ p·(d_in + d_out − p) over the adapted layers, p the participation ratio of sBA.",
+    ),
+    Capacity(
+        "participation",
+        "participation ratio of sBA (directions)",
+        "Participation ratio: (Σs²)²/Σs⁴ of the singular values of sBA, mean over the adapted layers.",
+    ),
+    Capacity(
+        "stable_rank",
+        "stable rank of sBA (directions)",
+        "Stable rank: ‖sBA‖_F²/‖sBA‖₂², mean over the adapted layers.",
+    ),
+)
+
+
+def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> tuple[list[Chart], str]:
+    """(the figures over each recorded measure of capacity, and the measures over `axis`; which settings are drawn)."""
+    measured = [c for c in CAPACITIES if data.has(c.column)]
+    kind = data.error_columns()[0].partition(".")[2]
+    lines = train_and_test(data, kind)
+    if not measured or not lines:
+        return [], ""
+    charts = []
+    every = curves_along(data, axis, measured[0].column)
+    drawn = chosen(data, every, PANELS)
+    for number, where in enumerate(drawn):
+        # The other measures mostly tell the same; one setting is enough to see it.
+        for capacity in measured if number == 0 else measured[:1]:
+            made = [_folded(data, axis, where, capacity, lines, kind, number)]
+            made += [_bought(analysis, axis, where, capacity, number)] if capacity is measured[0] else []
+            charts += [chart for chart in made if chart is not None]
+    return charts, left_out(drawn, every)
+
+
+def _folded(
+    data: SweepData,
+    axis: str,
+    where: dict[str, Any],
+    capacity: Capacity,
+    lines: Sequence[Series],
+    kind: str,
+    number: int,
+) -> Chart | None:
+    """Figures over mean capacity, the points joined in the order of `axis`, bars both ways."""
+    across = dict(data.curve(capacity.column, axis, where))
+    curves = {line: [(v, p) for v, p in data.curve(line.column, axis, where) if v in across] for line in lines}
+    curves = {line: curve for line, curve in curves.items() if len(curve) > 1}
+    if not curves:
+        return None
+    log = _is_log([p.value for p in across.values()])
+    with Canvas(540, 320) as canvas:
+        ax = canvas.axes(y=unit_of(kind), x=capacity.name + (" (log scale)" if log else ""), right=104)
+        if log:
+            _plain_log(ax, list(across.values()))
+        ends = []
+        for line, curve in curves.items():
+            xs, ys = [across[v].value for v, _ in curve], [p.value for _, p in curve]
+            ax.plot(xs, ys, color=colour(line.token), linewidth=1.3, alpha=0.6)
+            for v, p in curve:
+                _cross(ax, across[v], p, line.token)
+            ax.plot(xs, ys, "o", color=colour(line.token), markersize=6, markeredgecolor=colour("surface"))
+            if line is list(curves)[-1]:
+                _name(ax, [(formats.axis_value(v), across[v].value, p.value) for v, p in curve])
+            far = max(range(len(xs)), key=lambda i: xs[i])
+            ends.append((xs[far], ys[far], line.name, line.token))
+        ax.set_ylim(*span(curves.values(), zero=kind == "error"))
+        label_ends(ax, ends, height=canvas.height - 74)
+        caption = (
+            f"Points joined in the order of {axis}, whose value stands beside the held-out ones; bars: 95 % "
+            f"t-intervals over seeds, both ways. {capacity.counted}"
+        )
+        title = f"{kind.capitalize()} over {capacity.name.partition(' (')[0]}"
+        return canvas.chart(
+            f"sweep-capacity-{capacity.column.replace('_', '-')}-{number + 1}",
+            title=title + (f", {formats.setting(where)}" if where else ""),
+            caption=caption,
+        )
+
+
+def _bought(analysis: Analysis, axis: str, where: dict[str, Any], capacity: Capacity, number: int) -> Chart | None:
+    """Capacity over `axis`: what a larger rank buys."""
+    return curve_chart(
+        analysis.data,
+        axis,
+        where,
+        [Series(capacity.column, "purple", "mean")],
+        name=f"sweep-capacity-along-{number + 1}",
+        title=f"{capacity.name.capitalize()} along {formats.axis_name(axis)}"
+        + (f", {formats.setting(where)}" if where else ""),
+        unit=capacity.name,
+        crossing=analysis.crossing(axis, where),
+        epsilon=analysis.data.epsilon,
+    )
+
+
+def _is_log(values: Sequence[float]) -> bool:
+    return min(values) > 0 and max(values) / min(values) >= 8
+
+
+def _plain_log(ax: Axes, points: Sequence[Interval]) -> None:
+    """A logarithmic x axis whose ticks are plain numbers."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+    low, high = min(p.value for p in points) / 1.25, max(p.value for p in points) * 1.25
+    ax.set_xscale("log")
+    ax.set_xlim(low, high)
+    few = math.log10(high / low) < 2
+    ticks = LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8).tick_values(low, high)
+    ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.axis_value(float(f"{value:.3g}"))))
+
+
+def _cross(ax: Axes, x: Interval, y: Interval, token: str) -> None:
+    """The intervals of one point, level and upright."""
+    if x.low is not None and x.high is not None:
+        ax.plot([x.low, x.high], [y.value] * 2, color=colour(token), linewidth=2.2, alpha=0.4)
+    if y.low is not None and y.high is not None:
+        ax.plot([x.value] * 2, [y.low, y.high], color=colour(token), linewidth=2.2, alpha=0.4)
+
+
+def _name(ax: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    for text, x, y in points:
+        ax.annotate(
+            text,
+            (x, y),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=10,
+            color=colour("muted"),
+        )

@@ -1,0 +1,134 @@
+"""Training dynamics of a sweep: what was recorded along the steps, one panel per setting, one line per rank."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.report import formats
+from experiments.report.charts.facets import Line, Panel, facets
+from experiments.report.figure import RAMP, Chart, evenly, ramp
+from experiments.results.analysis import main_axis
+from experiments.results.derived import GRADIENT, SHARPNESS
+from experiments.results.sweep import SweepData
+from experiments.results.table import SweepTable
+from experiments.results.traces import STEP
+
+_PANELS = 12
+_FIGURES = 2
+_KINDS = ("orange", "blue", "green", "purple", "amber")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something recorded along the steps: column, y title with unit, chart title, the level to mark."""
+
+    column: str
+    unit: str
+    title: str
+    rule: float | None = None
+    said: str = ""
+
+
+def quantities(trace: SweepTable, stability: float) -> list[Quantity]:
+    """What there is to draw, those that were recorded only. stability: threshold of the sharpness, for the caption."""
+    error, loss = (next((s for s in ("test", "dev") if trace.has(f"{s}.{k}")), "test") for k in ("error", "loss"))
+    known = [
+        Quantity("train.loss", "training loss (nats)", "Training loss along the steps"),
+        Quantity("train.error", "train error (share wrong)", "Train error along the steps"),
+        Quantity(f"{error}.error", f"{error} error (share wrong)", f"{error.capitalize()} error along the steps"),
+        Quantity(f"{loss}.loss", f"{loss} loss (nats)", f"{loss.capitalize()} loss along the steps"),
+        Quantity(
+            GRADIENT,
+            "gradient norm",
+            "Norm of the adapter's gradient",
+            said="√(‖gA‖² + ‖gB‖²) of the last update before the step.",
+        ),
+        Quantity(
+            SHARPNESS,
+            "sharpness over its threshold",
+            "Preconditioned sharpness over its stability threshold",
+            rule=1.0,
+            said=f"lr·λ_max of the preconditioned Hessian over {stability:.3g}; above the dashed line Adam is "
+            "unstable on a quadratic.",
+        ),
+        Quantity("update.ratio", "‖sBA‖ / ‖W₀‖", "Size of the adapter's change of the weights"),
+        Quantity("update.relative", "‖Δθ‖ / ‖θ‖", "Size of an update, relative to the adapter's weights"),
+        Quantity("balance", "Σ‖A‖² − ‖B‖²", "Balance of the factors"),
+        Quantity("effective_params", "effective parameters", "Effective parameters along the steps"),
+    ]
+    return [q for q in known if trace.has(q.column)]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which axis the lines, the rows and the columns of panels show; figures are made for settings of the rest."""
+
+    lines: str | None
+    rows: str | None
+    columns: str | None
+    rest: list[str]
+
+
+def dynamics(data: SweepData) -> list[Chart]:
+    """One figure per quantity and setting of the axes that neither lines nor panels show; nothing without a trace."""
+    if data.trace is None:
+        return []
+    layout = _layout(data)
+    charts = []
+    for number, where in enumerate(data.trace.settings(layout.rest)[:_FIGURES] if layout.rest else [{}]):
+        for quantity in quantities(data.trace, data.stability):
+            chart = _figure(data.trace, quantity, layout, where, number)
+            charts += [chart] if chart is not None else []
+    return charts
+
+
+def _layout(data: SweepData) -> _Layout:
+    """Lines by rank, learning rates down, words across; a random design has one panel with the mean of all cells."""
+    if data.design == "random":
+        return _Layout(None, None, None, [])
+    lines = main_axis(data)
+    rest = [a for a in data.axes if a != lines]
+    columns = next((a for a in rest if not data.numeric(a)), None)
+    rates = [a for a in rest if a.endswith("lr")]
+    rows = next((a for a in [*rates, *rest] if a != columns), None)
+    return _Layout(lines, rows, columns, [a for a in rest if a not in (rows, columns)])
+
+
+def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[str, Any], number: int) -> Chart | None:
+    across = evenly(trace.levels(layout.columns), 4) if layout.columns else [None]
+    down = evenly(trace.levels(layout.rows), max(_PANELS // len(across), 1)) if layout.rows else [None]
+    levels = evenly(trace.values(layout.lines), len(RAMP)) if layout.lines else [None]
+    ordered = layout.lines is None or trace.numeric(layout.lines)
+    tokens = ramp(len(levels)) if ordered else [_KINDS[i % len(_KINDS)] for i in range(len(levels))]
+    panels = []
+    for row, column in itertools.product(down, across):
+        at = {a: v for a, v in ((layout.rows, row), (layout.columns, column)) if a is not None}
+        lines = []
+        for level, token in zip(levels, tokens, strict=True):
+            held = {**where, **at, **({layout.lines: level} if layout.lines else {})}
+            name = formats.axis_value(level) if layout.lines else "mean"
+            curve = trace.curve(quantity.column, STEP, held)
+            if curve:  # none where every run failed before it looked
+                lines.append(Line(name, token, curve))
+        panels.append(Panel(formats.setting(at) or "all cells", lines))
+    caption = "Means over seeds; bands: 95 % t-intervals." if trace.seeds > 1 else "One seed: no interval can be given."
+    if quantity.said:
+        caption += f" {quantity.said}"
+    shown = [a for a in (layout.rows, layout.columns, layout.lines) if a]
+    if len(across) * len(down) * len(levels) < len(trace.settings(shown)):
+        caption += " Some settings are left out; curves.parquet has all."
+    return facets(
+        panels,
+        STEP,
+        columns=len(across) if len(across) > 1 else min(len(panels), 3),
+        y=quantity.unit,
+        name=f"sweep-steps-{re.sub('[._]', '-', quantity.column)}" + (f"-{number + 1}" if number else ""),
+        title=quantity.title + (f", {formats.setting(where)}" if where else ""),
+        caption=caption,
+        legend=formats.axis_name(layout.lines) if layout.lines else "",
+        rule=quantity.rule,
+        linear=quantity.column.endswith(("loss", "error")),  # a bump must look as high as it is
+    )

@@ -1,0 +1,221 @@
+"""Small multiples: one figure of many panels with the same axes and the same lines.
+
+Everything is drawn in px on one sheet, lines of one colour as one path: an axes object per panel costs matplotlib more
+time than all else on a page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from experiments.report import formats
+from experiments.report.charts.scale import scale
+from experiments.report.figure import WIDE, Canvas, Chart, colour
+from experiments.statistics.intervals import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LEFT, _RIGHT, _GAP, _HEAD, _FOOT, _ROW = 58, 20, 38, 48, 24, 150
+"""px: beside the panels, between columns, above, below, and a panel's own height with its title and ticks."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Means with intervals at axis values."""
+
+    name: str
+    token: str
+    points: Sequence[tuple[Any, Interval]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small chart."""
+
+    title: str
+    lines: Sequence[Line]
+
+
+def facets(
+    panels: Sequence[Panel],
+    axis: str,
+    *,
+    columns: int,
+    y: str,
+    name: str,
+    title: str,
+    caption: str,
+    legend: str = "",
+    rule: float | None = None,
+    linear: bool = False,
+) -> Chart | None:
+    """All `panels` on one figure, row by row, with shared axes; None without two axis values anywhere.
+
+    legend: what the lines are, before their names. rule: a level that a dashed line marks in every panel.
+    The y axis is logarithmic where positive means span a factor of 50, unless it is to be `linear`.
+    """
+    panels = [panel for panel in panels if any(line.points for line in panel.lines)]
+    values = list(dict.fromkeys(v for panel in panels for line in panel.lines for v, _ in line.points))
+    values = [v for v in values if not (axis == "step" and v == 0)]
+    if len(values) < 2:
+        return None
+    numbers = all(isinstance(v, int | float) for v in values)
+    place = scale(axis, sorted(values) if numbers else values)
+    shown = [(v, p) for panel in panels for line in panel.lines for v, p in line.points if v in place.at]
+    level = _level([p for _, p in shown], rule, linear=linear)
+    columns = max(min(columns, len(panels)), 1)
+    rows = math.ceil(len(panels) / columns)
+    width = WIDE if columns > 1 else 540
+    wide = (width - _LEFT - _RIGHT - _GAP * (columns - 1)) / columns
+    tall = {1: 230, 2: 190}.get(rows, _ROW)
+    height = _HEAD + _FOOT + rows * tall
+    low, high = min(place.at.values()), max(place.at.values())
+    ticks = place.ticks(wide)
+    with Canvas(width, height) as canvas:
+        sheet = _Sheet()
+        for number, panel in enumerate(panels):
+            row, column = divmod(number, columns)
+            left, bottom = _LEFT + column * (wide + _GAP), height - _HEAD - (row + 1) * tall + 20
+            box = _Box(left, bottom, wide, tall - 38)
+            canvas.text(left, bottom + tall - 28, panel.title, size=10.5, weight="bold")
+            across = {v: left + wide * (0.03 + 0.94 * (at - low) / (high - low)) for v, at in place.at.items()}
+            for line in panel.lines:
+                sheet.line(line, across, level, box)
+            for value in level.ticks:
+                sheet.grid.append([(left, box.y(level.share(value))), (left + wide, box.y(level.share(value)))])
+                if column == 0:
+                    said = formats.axis_value(float(f"{value:.3g}"))
+                    canvas.text(left - 5, box.y(level.share(value)), said, colour="muted", ha="right", size=10.5)
+            if rule is not None:
+                sheet.rule.append([(left, box.y(level.share(rule))), (left + wide, box.y(level.share(rule)))])
+            sheet.frame.append([(left, bottom), (left + wide, bottom)])
+            for value in ticks:
+                sheet.frame.append([(across[value], bottom), (across[value], bottom - 4)])
+                if number + columns >= len(panels):
+                    canvas.text(
+                        across[value], bottom - 11, formats.axis_value(value), colour="muted", ha="center", size=10.5
+                    )
+        sheet.draw(canvas)
+        canvas.text(4, height - 13, y + (" (log scale)" if level.log else ""), colour="muted")
+        canvas.text(width - _RIGHT, 9, place.title, colour="muted", ha="right")
+        _legend(canvas, panels, legend)
+        return canvas.chart(name, title=title, caption=caption)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The y axis: its limits, whether it is logarithmic, and its ticks."""
+
+    low: float
+    high: float
+    log: bool
+    ticks: Sequence[float]
+
+    def share(self, value: float) -> float:
+        """Where a value stands, 0 at the lower limit and 1 at the upper one; cut there."""
+        if self.log:
+            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return min(max(share, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A panel's place in px from the lower left of the figure."""
+
+    left: float
+    bottom: float
+    width: float
+    height: float
+
+    def y(self, share: float) -> float:
+        return self.bottom + share * self.height
+
+
+@dataclass
+class _Sheet:
+    """What is drawn, by kind and colour, in px."""
+
+    grid: list[list[Point]] = field(default_factory=list)
+    frame: list[list[Point]] = field(default_factory=list)
+    rule: list[list[Point]] = field(default_factory=list)
+    bands: dict[str, list[list[Point]]] = field(default_factory=dict)
+    lines: dict[str, list[list[Point]]] = field(default_factory=dict)
+
+    def line(self, line: Line, across: dict[Any, float], level: _Level, box: _Box) -> None:
+        points = [(across[v], p) for v, p in line.points if v in across]
+        if not points:
+            return
+        if len(points) == 1:  # a short stroke, for a path of one point is not seen
+            points = [(points[0][0] - 3, points[0][1]), (points[0][0] + 3, points[0][1])]
+        self.lines.setdefault(line.token, []).append([(x, box.y(level.share(p.value))) for x, p in points])
+        bounded = [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]
+        if len(bounded) > 1:
+            upper = [(x, box.y(level.share(high))) for x, _, high in bounded]
+            lower = [(x, box.y(level.share(low))) for x, low, _ in reversed(bounded)]
+            self.bands.setdefault(line.token, []).append([*upper, *lower])
+
+    def draw(self, canvas: Canvas) -> None:
+        """Put everything on one invisible axes as large as the figure."""
+        ax = canvas.figure.add_axes((0, 0, 1, 1))
+        ax.set_axis_off()
+        ax.set_xlim(0, canvas.width)
+        ax.set_ylim(0, canvas.height)
+        _path(ax, self.grid, edgecolor=colour("grid"), linewidth=1.0, gid="grid")
+        for token, polygons in self.bands.items():
+            _path(ax, polygons, facecolor=colour(token), alpha=0.13, linewidth=0, gid="bands")
+        _path(ax, self.frame, edgecolor=colour("faint"), linewidth=1.0, gid="frame")
+        _path(ax, self.rule, edgecolor=colour("muted"), linewidth=1.2, linestyle=(0, (3, 2)), gid="rule")
+        for token, lines in self.lines.items():
+            _path(ax, lines, edgecolor=colour(token), linewidth=1.7, joinstyle="round", capstyle="round", gid="lines")
+
+
+def _path(ax: Axes, parts: Sequence[Sequence[Point]], **style: Any) -> None:
+    """Many open lines, or filled polygons, as one path."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    if not parts:
+        return
+    vertices = [point for part in parts for point in part]
+    codes = [Path.MOVETO if i == 0 else Path.LINETO for part in parts for i in range(len(part))]
+    path = Path(vertices, codes)
+    path.should_simplify = False
+    ax.add_artist(PathPatch(path, **{"facecolor": "none", **style}))  # `add_patch` would look for new limits
+
+
+def _level(points: Sequence[Interval], rule: float | None, *, linear: bool) -> _Level:
+    """Limits that hold all means, and intervals as far as they stay within one range of the means."""
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    means = [p.value for p in points] + ([rule] if rule is not None else [])
+    low, high = min(means), max(means)
+    if not linear and low > 0 and high / low >= 50:
+        low, high = low / 1.4, high * 1.4
+        ticks = [t for t in LogLocator(numticks=6).tick_values(low, high) if low <= t <= high]
+        return _Level(low, high, True, ticks)
+    room = (high - low) or abs(high) or 1.0
+    low = min([low, *(max(p.low, low - room) for p in points if p.low is not None)]) - 0.05 * room
+    high = max([high, *(min(p.high, high + room) for p in points if p.high is not None)]) + 0.05 * room
+    return _Level(low, high, False, [t for t in MaxNLocator(nbins=4).tick_values(low, high) if low <= t <= high])
+
+
+def _legend(canvas: Canvas, panels: Sequence[Panel], legend: str) -> None:
+    """Names of the lines in their colours, in one row above the panels."""
+    names = list({line.name: line.token for panel in panels for line in panel.lines}.items())
+    if len(names) < 2 and not legend:
+        return
+    x, y = float(_LEFT), canvas.height - 31.0
+    if legend:
+        canvas.text(x, y, legend, colour="muted")
+        x += 10 + 6.6 * len(legend)
+    for name, token in names:
+        canvas.text(x, y, f"● {name}", colour=token, weight="bold")
+        x += 26 + 7.4 * len(name)

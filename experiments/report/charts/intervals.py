@@ -1,0 +1,129 @@
+"""Rows with intervals: a dot with its bar on each row, and what it says at the right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.report.figure import WIDE, Canvas, Chart, colour
+from experiments.report.formats import effect
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
+
+    name: str
+    value: float
+    low: float | None
+    high: float | None
+    said: str
+    """What stands at its right."""
+    token: str
+    """Its colour."""
+    hollow: bool = False
+    singles: Sequence[float] = ()
+    """Single values, drawn as small dots below it."""
+
+
+def interval_chart(
+    key: str,
+    rows: Sequence[Row | str],
+    *,
+    title: str,
+    caption: str,
+    x: str,
+    width: int,
+    height: int,
+    left: float,
+    right: float,
+    zero: bool = False,
+    rule: float | None = None,
+    note: tuple[str, str] | None = None,
+) -> Chart:
+    """The rows from the top; a text among them is a heading.
+
+    zero: a line at 0, which differences are read against. rule: a level that a dashed line marks. note: (text, colour)
+    below the axis.
+    """
+    with Canvas(width, height) as canvas:
+        ax = canvas.axes(left=left, right=right, top=20, bottom=42, x=x)
+        horizontal(ax)
+        if zero:
+            ax.axvline(0, color=colour("muted"), linewidth=1.3)
+        for y, row in enumerate(rows):
+            if isinstance(row, Row):
+                draw_row(ax, row, y)
+        label_rows(ax, [row if isinstance(row, str) else row.name for row in rows])
+        for label, row in zip(ax.get_yticklabels(), rows, strict=True):
+            if isinstance(row, str):
+                label.set(color=colour("muted"), style="italic")
+        ax.margins(x=0.06)
+        if width < WIDE:
+            ax.locator_params(axis="x", nbins=6)
+        if rule is not None:
+            ax.axvline(rule, color=colour("ink"), linewidth=1.4, linestyle=(0, (3, 2)))
+        if note is not None:
+            heavy = {} if note[1] == "muted" else {"weight": "bold"}
+            canvas.text(left, height - 9, note[0], colour=note[1], **heavy)
+        return canvas.chart(key, title=title, caption=caption)
+
+
+def corrected_effects(
+    key: str,
+    effects: Sequence[tuple[str, Mapping[str, Any], bool]],
+    *,
+    title: str,
+    caption: str,
+    x: str,
+    left: float,
+    scale: float,
+    lower_is_better: bool,
+) -> Chart:
+    """(name, {value, low, high, p_holm}, hollow) as rows, times `scale`; in colour where Holm's correction leaves p
+    below 0.05 (blue better, orange worse)."""
+    rows = []
+    for name, found, hollow in effects:
+        p, better = found["p_holm"], (found["value"] < 0) == lower_is_better
+        token = "muted" if p is None or p >= 0.05 else "blue" if better else "orange"
+        low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
+        rows.append(Row(name, scale * found["value"], low, high, effect(found, scale)[0], token, hollow))
+    note = ("← better" if lower_is_better else "better →", "blue")
+    return interval_chart(
+        key, rows, title=title, caption=caption, x=x, width=WIDE, height=70 + 27 * len(rows), left=left, right=90,
+        zero=True, note=note,
+    )  # fmt: skip
+
+
+def horizontal(ax: Any) -> None:
+    """Upright grid lines only, as rows are read across."""
+    ax.grid(axis="x")
+    ax.grid(visible=False, axis="y")
+
+
+def draw_row(ax: Any, row: Row, y: float) -> None:
+    """A dot on row `y` with its interval as a bar, its single values, and what it says."""
+    token = colour(row.token)
+    if row.low is not None and row.high is not None and math.isfinite(row.low) and math.isfinite(row.high):
+        ax.plot([row.low, row.high], [y, y], color=token, linewidth=3, alpha=0.45, solid_capstyle="round")
+    face = colour("surface") if row.hollow else token
+    ax.plot([row.value], [y], "o", markersize=8, markerfacecolor=face, markeredgecolor=token, markeredgewidth=2)
+    if row.singles:
+        ax.plot(list(row.singles), [y + 0.3] * len(row.singles), "o", markersize=3, color=token, alpha=0.7)
+    say(ax, y, row.said, row.token, fontweight="bold")
+
+
+def say(ax: Any, y: float, text: str, token: str, **style: Any) -> None:
+    """A text at the right end of row `y`."""
+    ax.annotate(
+        text, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points", va="center",
+        color=colour(token), **style,
+    )  # fmt: skip
+
+
+def label_rows(ax: Any, labels: Sequence[str]) -> None:
+    """Rows 0, 1, … from the top with these names at their left."""
+    ax.set_ylim(len(labels) - 0.4, -0.6)
+    ax.set_yticks(range(len(labels)), labels, color=colour("ink"))

@@ -1,0 +1,135 @@
+"""Training curves of one run: the loss of each stage, and whatever else was logged with every update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+from experiments.report import formats
+from experiments.report.figure import WIDE, Canvas, Chart, colour, label_ends
+from experiments.results.run import Metrics
+
+SPLIT_COLOUR = {"train": "blue", "dev": "green", "test": "orange"}
+_KNOWN = {"stage", "attempt", "step", "split", "loss", "tokens", "lr", "time_s", "time", "epoch"}
+
+
+def _running_mean(values: list[float], width: int) -> list[float]:
+    """Centred mean over at most `width` values, shorter at the ends."""
+    half = width // 2
+    return [
+        math.fsum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - half) : i + half + 1])
+    ]
+
+
+def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart]:
+    """One loss chart per stage: train as drawn, its running mean, dev and test points."""
+    charts = []
+    shown = [s for s in metrics.stages if any(metrics.series(s, split, "loss") for split in SPLIT_COLOUR)]
+    width = WIDE if len(shown) == 1 else 540
+    for stage in shown:
+        curves = {split: metrics.series(stage, split, "loss") for split in ("train", "dev", "test")}
+        broken = sum(not math.isfinite(v) for c in curves.values() for _, v in c)
+        curves = {s: [(t, v) for t, v in c if math.isfinite(v)] for s, c in curves.items()}
+        if not any(curves.values()):
+            continue
+        said = []
+        with Canvas(width, 320 if width == WIDE else 300) as canvas:
+            ax = canvas.axes(y=f"loss ({loss_unit(stage)})", x="optimizer updates of the stage", right=96)
+            ends: list[tuple[float, float, str, str]] = []
+            for split, curve in curves.items():
+                if not curve:
+                    continue
+                steps, values = [t for t, _ in curve], [v for _, v in curve]
+                token = SPLIT_COLOUR[split]
+                last = values[-1]
+                if split == "train" and len(curve) >= 30:
+                    span = 2 * (len(curve) // 40) + 5
+                    smooth = _running_mean(values, span)
+                    last = smooth[-1]
+                    ax.plot(steps, values, color=colour(token), linewidth=1, alpha=0.35)
+                    ax.plot(steps, smooth, color=colour(token), linewidth=2.2)
+                    said.append(f"Thin line: loss of each update; bold line: its centred mean over {span} updates.")
+                elif split == "train":
+                    ax.plot(steps, values, color=colour(token))
+                    said.append("Train loss of each update.")
+                else:
+                    ax.plot(
+                        steps,
+                        values,
+                        color=colour(token),
+                        linewidth=2,
+                        marker="o",
+                        markersize=5.5,
+                        markeredgecolor=colour("surface"),
+                        clip_on=False,
+                    )
+                ends.append((max(steps), last, f"{split} {formats.number(last)}", token))
+            ax.margins(x=0.01, y=0.08)
+            label_ends(ax, ends, height=226)
+            best = min(curves["dev"], key=lambda p: p[1], default=None)
+            if best:
+                said.append(f"Lowest dev loss {formats.number(best[1])} after {best[0]:,} updates.")
+            if broken:
+                said.append(f"{broken} values that were not finite are left out: the run diverged there.")
+            title = f"Loss during {stage}"
+            charts.append(canvas.chart(f"loss-{slug(stage)}", title=title, caption=" ".join(said)))
+    return charts
+
+
+def small_multiples(metrics: Metrics) -> list[Chart]:
+    """Learning rate and whatever else the loop and the regularizer logged per update, one small chart each."""
+    charts = []
+    for stage in metrics.stages:
+        names = dict.fromkeys(k for ln in metrics.lines if ln["stage"] == stage and ln["split"] == "train" for k in ln)
+        for key in ["lr", *sorted(k for k in names if k not in _KNOWN)]:
+            curve = [(t, v) for t, v in metrics.series(stage, "train", key) if math.isfinite(v)]
+            if len(curve) < 2 or (key != "lr" and _is_dull([v for _, v in curve])):
+                continue
+            name = "learning rate" if key == "lr" else key.replace("_", " ").replace("/", ": ")
+            with Canvas(260, 150) as canvas:
+                ax = canvas.axes(left=40, right=10, top=22, bottom=26)
+                ax.plot(
+                    [t for t, _ in curve],
+                    [v for _, v in curve],
+                    color=colour("purple" if key == "lr" else "amber"),
+                    linewidth=1.7,
+                )
+                ax.margins(x=0.01, y=0.1)
+                if min(v for _, v in curve) >= 0:
+                    ax.set_ylim(bottom=0)
+                ax.locator_params(nbins=4)
+                ax.ticklabel_format(axis="y", scilimits=(-2, 4), useMathText=False)
+                ax.yaxis.get_offset_text().set_visible(False)
+                power = _power(max(abs(v) for _, v in curve))
+                if power:
+                    ax.yaxis.set_major_formatter(_in_units(10.0**power))
+                    canvas.text(4, 141, f"×10{str(power).translate(formats.SUPERSCRIPT)}", colour="muted")
+                title = f"{capitalised(name)} · {stage}"
+                last = formats.number(curve[-1][1])
+                charts.append(canvas.chart(f"{slug(key)}-{slug(stage)}", title=title, caption=f"Ends at {last}."))
+    return charts[:12]
+
+
+def _is_dull(values: list[float]) -> bool:
+    """A constant or a counter, which say nothing when drawn."""
+    steps = {b - a for a, b in pairwise(values)}
+    return steps == {0} or (len(steps) == 1 and all(v == int(v) for v in values))
+
+
+def _in_units(unit: float) -> Callable[[float, float], str]:
+    """A tick formatter that shows multiples of `unit`."""
+    return lambda value, _position: f"{value / unit:g}"
+
+
+def _power(top: float) -> int:
+    """Power of ten to take out of tick labels: 0 between 0.01 and 10⁴."""
+    return 0 if top == 0 or 0.01 <= top < 1e4 else math.floor(math.log10(top))
+
+
+def slug(text: str) -> str:
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in text.lower()).strip("-") or "x"
+
+
+def capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]

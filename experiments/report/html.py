@@ -1,0 +1,89 @@
+"""Chapters laid out as one HTML file that needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.report.blocks import Chapter
+from experiments.report.figure import FONT, PALETTE, Chart
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What the template gets besides the chapters."""
+
+    title: str
+    headline: str
+    kicker: str
+
+
+def render(chapters: Sequence[Chapter]) -> str:
+    """The page as text."""
+    from markupsafe import Markup
+
+    script = (_TEMPLATES / "theme.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    first = max(chapters, key=lambda c: c.weight)
+    one = len(chapters) == 1
+    title = first.name if one else ", ".join(c.name for c in chapters[:4]) + (", …" if len(chapters) > 4 else "")
+    page = _Page(title, first.finding or first.name, _kicker(first) if one else f"{len(chapters)} runs")
+
+    numbers = count(1)
+
+    def svg(chart: Chart) -> Markup:
+        # Safe: serialised from an XML tree, which escapes every text.
+        return Markup(chart.inline(f"c{next(numbers)}"))
+
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            page=page,
+            chapters=chapters,
+            first=first,
+            one=one,
+            svg=svg,
+            digest=digest,
+            style=Markup(_style()),
+            script=Markup(script),
+        )
+    )
+
+
+def _kicker(made: Chapter) -> str:
+    return made.name if made.name == made.kind else f"{made.kind} {made.name}"
+
+
+def _style() -> str:
+    css = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
+    for name, at in (("light", 0), ("dark", 1)):
+        values = " ".join(f"--{token}: {pair[at]};" for token, pair in PALETTE.items())
+        css = css.replace(f"/* {name} palette */", values)
+    return css.replace("/* font */", f"font-family: {FONT};")
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["width"] = lambda share: f"{100 * max(min(float(share), 1.0), 0.0):.1f}%"
+    return environment

@@ -1,0 +1,415 @@
+"""Reads run directories (design §4) for the report; tolerant of missing pieces, strict about broken ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from experiments.results.sweep import SweepData, read_sweep
+from finetune import atomic
+from finetune.digests import check_files
+from finetune.errors import UserError
+from finetune.run_directory import forget_undone, parse_line
+
+EXPECTED = "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json or comparison.json"
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The lines of metrics.jsonl, one per (stage, split, step): the last written wins."""
+
+    lines: list[dict[str, Any]]
+    unreadable: int = 0
+
+    @property
+    def stages(self) -> list[str]:
+        return list(dict.fromkeys(line["stage"] for line in self.lines))
+
+    def series(self, stage: str, split: str, key: str) -> list[tuple[int, float]]:
+        """(step, value) in step order, numbers only (they may be NaN or infinite)."""
+        found = [
+            (ln["step"], ln[key])
+            for ln in self.lines
+            if ln["stage"] == stage
+            and ln["split"] == split
+            and isinstance(ln.get(key), int | float)
+            and not isinstance(ln.get(key), bool)
+        ]
+        return sorted(found, key=lambda point: point[0])
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a selection left behind."""
+
+    path: Path
+    about: dict[str, Any]  # manifest.json["selection"]
+    table: Any  # scores.parquet as a pyarrow Table, or None
+    top: list[dict[str, Any]]  # first records of selected.jsonl
+    judged: dict[str, str]  # id → domain that the selector never saw
+    points: dict[str, Any] | None  # map.parquet: x, y, kind, and the explained shares
+
+    @cached_property
+    def scores(self) -> tuple[Any, Any]:
+        """(scores, chosen): float64 and bool arrays of N records, those with a finite score."""
+        import numpy as np
+
+        score = self.table.column("score").to_numpy().astype(float)
+        chosen = self.table.column("selected").to_numpy().astype(bool)
+        finite = np.isfinite(score)
+        return score[finite], chosen[finite]
+
+    @cached_property
+    def taken(self) -> int:
+        """How many records were chosen."""
+        import pyarrow.compute as pc
+
+        return int(pc.sum(self.table.column("selected")).as_py() or 0)
+
+    @cached_property
+    def domains(self) -> dict[str, tuple[int, int]]:
+        """Domain: (records in the pool, records chosen), from the `domain` column, else from the judging tags."""
+        import pyarrow as pa
+
+        selected = self.table.column("selected")
+        if "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows:
+            names = self.table.column("domain")
+        elif self.judged:
+            names = pa.array([self.judged.get(id_) for id_ in self.table.column("id").to_pylist()], pa.string())
+        else:
+            return {}
+        pairs = pa.table({"name": names, "taken": selected.cast(pa.int64())})
+        # A domain once, in the order of its first record; no string of a row becomes an object here.
+        found = pairs.group_by("name", use_threads=False).aggregate([("taken", "count"), ("taken", "sum")]).to_pydict()
+        return {
+            "(none)" if name is None else str(name): (pool, taken)
+            for name, pool, taken in zip(found["name"], found["taken_count"], found["taken_sum"], strict=True)
+        }
+
+    @property
+    def judged_only(self) -> bool:
+        """True if the domains come from tags that were hidden from the selector."""
+        column = "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows
+        return bool(self.judged) and not column
+
+
+@dataclass(frozen=True)
+class Study:
+    """study.json: cells of warm-up × regularizer × seed with their metrics."""
+
+    cells: list[dict[str, Any]]
+    floor: dict[str, float]
+    about: dict[str, Any]
+
+    @property
+    def metrics(self) -> list[str]:
+        names = dict.fromkeys(name for cell in self.cells for name in cell["metrics"])
+        return [m for m in names if any(_finite(c["metrics"].get(m)) for c in self.cells)]
+
+    def values(self, warmup: str, regularizer: str, metric: str) -> dict[int, float]:
+        """Seed: value of one cell, finite values only."""
+        return {
+            c["seed"]: float(c["metrics"][metric])
+            for c in self.cells
+            if c["warmup"] == warmup and c["regularizer"] == regularizer and _finite(c["metrics"].get(metric))
+        }
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory; every piece may be absent."""
+
+    path: Path
+    name: str
+    manifest: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    recipe_text: str = ""
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        import yaml
+
+        try:
+            tree = yaml.safe_load(self.recipe_text)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return {}
+        return tree if isinstance(tree, dict) else {}
+
+    def loss_unit(self, stage: str) -> str:
+        """What a loss of `stage` is counted in, as far as the recipe says."""
+        task = self.recipe.get("task")
+        kind = task.get("kind") if isinstance(task, dict) else None
+        if kind == "classify" and stage != "warm-up":  # a warm-up is language modelling, whatever follows
+            return "nats per example"
+        if kind == "regress" and stage != "warm-up":
+            return "squared error per example, of targets as training sees them"
+        return "nats per supervised token" if kind else "nats"
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        return read_metrics(self.path / "metrics.jsonl")
+
+    @cached_property
+    def eval(self) -> dict[str, dict[str, dict[str, float]]]:
+        return _check_eval(self.path / "eval.json", read_object(self.path / "eval.json"))
+
+    @cached_property
+    def sharpness(self) -> dict[str, Any]:
+        """What `flatshift eval --sharpness` wrote; empty if it was not asked."""
+        file = self.path / "sharpness.json"
+        found = read_object(file)
+        lost = {"loss", "measures", "about", "slices"} - set(found) if found else set()
+        if lost:
+            raise UserError(f"{file} has no {min(lost)!r}; run `flatshift eval {self.path} --sharpness` again")
+        return found
+
+    @cached_property
+    def selection(self) -> Selection | None:
+        for folder in (self.path, self.path / "selection"):
+            if (folder / "scores.parquet").is_file() or (folder / "selected.jsonl").is_file():
+                return _read_selection(folder)
+        return None
+
+    @cached_property
+    def study(self) -> Study | None:
+        path = self.path / "study.json"
+        return _read_study(path) if path.is_file() else None
+
+    @cached_property
+    def comparison(self) -> dict[str, Any]:
+        """What `flatshift compare` found; empty where the directory is none of its."""
+        return read_object(self.path / "comparison.json")
+
+    @cached_property
+    def sweep(self) -> SweepData | None:
+        # The cells of a study or a comparison are no grid: its document says what they are.
+        return None if self.comparison or (self.path / "study.json").is_file() else read_sweep(self.path)
+
+    @cached_property
+    def shift(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Perplexity of the target's own texts before and after the warm-up: two trees like eval.json, maybe empty."""
+        folder = self.path / "stages" / "warm-up"
+        pair = [_check_eval(folder / n, read_object(folder / n)) for n in ("before.json", "eval.json")]
+        return pair[0], pair[1]
+
+    @cached_property
+    def stages(self) -> dict[str, dict[str, Any]]:
+        """done.json of each finished stage."""
+        files = sorted((self.path / "stages").glob("*/done.json"))
+        return {file.parent.name: read_object(file) for file in files}
+
+    @cached_property
+    def stage_seconds(self) -> dict[str, float]:
+        """Wall seconds by part, as far as the parts recorded them."""
+        timings: dict[str, float] = {}
+        spent = self.selection.about.get("seconds") if self.selection else None
+        parts = spent if isinstance(spent, dict) else {"all": spent}
+        for part, value in parts.items():
+            if _finite(value):
+                timings[f"selection: {part}"] = float(value)
+        for stage in self.metrics.stages:  # time_s counts on over resumed attempts
+            times = [ln["time_s"] for ln in self.metrics.lines if ln["stage"] == stage and _finite(ln.get("time_s"))]
+            if times:
+                timings[stage] = float(max(times))
+        return timings
+
+    @cached_property
+    def elapsed(self) -> float | None:
+        """Wall seconds of the whole run, if it recorded them; else the sum of its parts."""
+        total = read_object(self.path / "timings.json").get("seconds")
+        if _finite(total):
+            return max(float(total), sum(self.stage_seconds.values()))
+        return sum(self.stage_seconds.values()) or None
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} if the file is not there."""
+    if not path.is_file():
+        return {}
+    return atomic.read_object(path)
+
+
+def read_metrics(path: Path) -> Metrics:
+    """metrics.jsonl; a torn line (a killed writer) is skipped and counted, not an error."""
+    if not path.is_file():
+        return Metrics([])
+    kept: dict[tuple[str, str, int], dict[str, Any]] = {}
+    unreadable = 0
+    for raw in path.read_bytes().split(b"\n"):
+        if not raw.strip():
+            continue
+        line = parse_line(raw)
+        if line is None or "split" not in line:
+            unreadable += 1
+            continue
+        forget_undone(kept, line)
+        kept[line["stage"], line["split"], line["step"]] = line
+    return Metrics(list(kept.values()), unreadable)
+
+
+def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    for split, metrics in tree.items():
+        if not isinstance(metrics, dict):
+            raise UserError(f"{path}: {split!r} should hold metrics; run `flatshift eval` again")
+        for metric, cell in list(metrics.items()):
+            if isinstance(cell, dict) and cell.get("value", 0) is None:
+                del metrics[metric]  # not defined on these rows
+                continue
+            if not isinstance(cell, dict) or not (isinstance(cell.get("value"), float) or _finite(cell.get("value"))):
+                raise UserError(f"{path}: {split}.{metric} has no number `value`; run `flatshift eval` again")
+    return tree
+
+
+def _read_selection(folder: Path) -> Selection:
+    table = points = None
+    top: list[dict[str, Any]] = []
+    if (folder / "scores.parquet").is_file():
+        table = _parquet(folder / "scores.parquet", ("id", "score", "rank", "selected"))
+    if (folder / "selected.jsonl").is_file():
+        top = _first_records(folder / "selected.jsonl", 12)
+    judged = {}
+    tags = folder / "judged_domains.tsv"
+    if tags.is_file():
+        for line in tags.read_text(encoding="utf-8").splitlines():
+            id_, tab, domain = line.partition("\t")
+            if tab and (id_, domain) != ("id", "domain"):
+                judged[id_] = domain
+    if (folder / "map.parquet").is_file():
+        shown = _parquet(folder / "map.parquet", ("x", "y", "kind"))
+        points = {name: shown.column(name).to_pylist() for name in ("x", "y", "kind")}
+        points["explained"] = json.loads((shown.schema.metadata or {}).get(b"flatshift.explained", b"null"))
+    about = read_object(folder / "manifest.json").get("selection")
+    return Selection(folder, about if isinstance(about, dict) else {}, table, top, judged, points)
+
+
+def _parquet(path: Path, columns: tuple[str, ...]) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file; make the run again") from error
+    missing = [c for c in columns if c not in table.column_names]
+    if missing:
+        raise UserError(f"{path}: no column {missing[0]!r} (has {', '.join(table.column_names)}); make the run again")
+    return table
+
+
+def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8") as handle:
+        for number, line in enumerate(handle, 1):
+            if len(records) == count:
+                break
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}:{number}: not valid JSON; make the selection again") from error
+            if isinstance(record, dict):
+                records.append(record)
+    return records
+
+
+def _read_study(path: Path) -> Study:
+    tree = read_object(path)
+    cells = tree.get("cells")
+    if not isinstance(cells, list):
+        raise UserError(f"{path}: no list `cells`; run the study again")
+    for i, cell in enumerate(cells):
+        good = isinstance(cell, dict) and isinstance(cell.get("metrics"), dict) and isinstance(cell.get("seed"), int)
+        if not good or not all(isinstance(cell.get(k), str) for k in ("warmup", "regularizer")):
+            raise UserError(f"{path}: cells[{i}] needs warmup, regularizer, seed and metrics; run the study again")
+    floor = tree.get("floor")
+    if _finite(floor):
+        floor = {"accuracy": floor}
+    floors = {k: float(v) for k, v in floor.items() if _finite(v)} if isinstance(floor, dict) else {}
+    return Study(cells, floors, {k: v for k, v in tree.items() if k not in ("cells", "floor")})
+
+
+def is_run(path: Path) -> bool:
+    """True if `path` holds any piece that the report can show."""
+    files = ("recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json")
+    files += ("comparison.json",)
+    return any((path / f).is_file() for f in files) or (path / "cells").is_dir()
+
+
+def discover(paths: Sequence[Path]) -> list[Run]:
+    """The runs in `paths`, in order: each path itself, and the runs directly inside a plain folder or a study.
+
+    Folders called `cells`, `runs`, `stages`, `selection` or with a leading dot are never opened as runs of their own:
+    they belong to the run, sweep or study above them. Raises UserError naming the nearest run directory.
+    """
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"{path}: no such run directory{_nearest(path)}")
+        if not path.is_dir():
+            raise UserError(f"{path}: a file, not a run directory; give its folder {path.parent}")
+        own = is_run(path)
+        inside: list[Path] = []
+        if not own or (path / "study.json").is_file():
+            names = ("cells", "runs", "stages", "selection")
+            inside = sorted(p for p in path.iterdir() if p.is_dir() and p.name[0] != "." and p.name not in names)
+            inside = [p for p in inside if is_run(p)]
+        if not own and not inside:
+            raise UserError(f"{path}: not a run directory (none of {EXPECTED}){_nearest(path)}")
+        for run in ([path] if own else []) + inside:
+            found.setdefault(run.resolve(), run)
+    for path in found.values():
+        for folder in (path, path / "selection"):
+            check_files(folder, lambda name: not name.startswith(_WEIGHTS))
+    return [read_run(path) for path in found.values()]
+
+
+_WEIGHTS = ("adapter/", "initial/")
+"""What of a run no page shows."""
+
+
+def _nearest(path: Path) -> str:
+    """Where a run directory is, if one is close by: above, beside, or two levels below."""
+    import difflib
+
+    path = path.absolute()
+    for parent in list(path.parents)[:3]:
+        if is_run(parent):
+            return f"; did you mean {parent}?"
+    deeper = sorted(p for p in path.glob("*/*") if p.is_dir() and is_run(p)) if path.is_dir() else []
+    if deeper:
+        return f"; did you mean {deeper[0].parent}?"
+    if path.parent.is_dir():
+        beside = {p.name: p for p in path.parent.iterdir() if p.is_dir() and p != path and is_run(p)}
+        close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.5) or sorted(beside)[:1]
+        if close:
+            return f"; did you mean {beside[close[0]]}?"
+    return "; give the --out folder of `flatshift train`, `select`, `sweep` or `demo`"
+
+
+def read_run(path: Path) -> Run:
+    """One run directory."""
+    texts = {
+        name: (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
+        for name in ("command.txt", "recipe.resolved.yaml")
+    }
+    return Run(
+        path=path,
+        # While a run is written whole, it lies in a hidden temporary (`.NAME.*.tmp`).
+        name=re.sub(r"^\.(.+)\.[0-9a-f]{8}\.tmp$", r"\1", path.resolve().name),
+        manifest=read_object(path / "manifest.json"),
+        environment=read_object(path / "environment.json"),
+        command=texts["command.txt"].strip(),
+        recipe_text=texts["recipe.resolved.yaml"],
+    )

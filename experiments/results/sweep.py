@@ -1,0 +1,324 @@
+"""A sweep directory as tables: its cells, what they recorded along the steps, and how far it has come."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.report.formats import FLOORS
+from experiments.results.axes import SPLITS, Together, axes_of_table, leading
+from experiments.results.cells import status_of
+from experiments.results.sweep_plan import (
+    AGAIN,
+    beta1,
+    declared_axes,
+    declared_epsilon,
+    only_planned,
+    planned_cells,
+    read_plan,
+    read_searched,
+    rows_planned,
+)
+from experiments.results.table import SweepTable, Where
+from experiments.results.traces import STEP, late_traces
+from finetune.digests import unsealed
+from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+INTERPOLATION = 0.1
+"""ε of the effective model complexity where no bisection names its own: training data counts as fitted at a mean train
+error of at most this."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell that has no figures, and why."""
+
+    cell: str
+    setting: dict[str, Any]
+    seed: Any
+    reason: str
+    diverged: bool
+    """Whether its loss or a gradient was no finite number; False too where tables of an earlier version do not say."""
+
+
+class SweepData(SweepTable):
+    """The cells of a sweep, one row each; `axes` are the grid keys that vary.
+
+    fixed: grid keys with one value. trace: what cells recorded along the steps, with the further axis `step`; None if
+    they recorded nothing. design: `grid`, `paired` (all axes move together) or `random`. planned: cells of the plan,
+    None if sweep.json does not say. files: names of the tables in the directory. stability: lr·λ_max of the
+    preconditioned Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, what a bisection
+    over the rows of training data found. epsilon: mean train error up to which training data count as fitted.
+    together: axes of a paired design that move with another one, and are no axes of their own. planned_seeds: of every
+    point of the plan.
+    """
+
+    def __init__(
+        self,
+        table: pa.Table,
+        axes: Sequence[str],
+        *,
+        fixed: dict[str, Any] | None = None,
+        trace: SweepTable | None = None,
+        design: str = "grid",
+        planned: int | None = None,
+        files: Sequence[str] = (),
+        stability: float = 38.0,
+        searched: Sequence[Mapping[str, Any]] = (),
+        epsilon: float = INTERPOLATION,
+        together: Sequence[Together] = (),
+        planned_seeds: int | None = None,
+    ) -> None:
+        super().__init__(table, axes)
+        self.fixed = fixed or {}
+        self.trace = trace
+        self.design = design
+        self.planned = planned
+        self.files = tuple(files)
+        self.stability = stability
+        self.searched = tuple(searched)
+        self.epsilon = epsilon
+        self.together = tuple(together)
+        self.planned_seeds = planned_seeds
+
+    @property
+    def done(self) -> int:
+        """Cells that finished."""
+        return int(self.finished.sum())
+
+    @cached_property
+    def failed(self) -> list[Failure]:
+        """Cells that failed, in file order; a cell that merely waits is not among them."""
+        names = [n for n in ("cell", "status", "reason", "diverged") if n in self.table.column_names]
+        texts = self.table.select(names).to_pydict()
+        statuses = texts.get("status", [])
+        return [
+            Failure(
+                str(texts["cell"][i]) if "cell" in texts else "?",
+                {a: self._levels[a][self._codes[a][i]] for a in self.axes},
+                self._levels["seed"][self._codes["seed"][i]],
+                str((texts.get("reason") or [None] * len(self))[i] or "no reason was recorded"),
+                status == "diverged" or (texts.get("diverged") or [None] * len(self))[i] is True,
+            )
+            for i, status in enumerate(statuses)
+            if status in ("failed", "diverged")
+        ]
+
+    @property
+    def unfinished(self) -> int:
+        """Cells of the plan that have no result yet."""
+        return max((self.planned if self.planned is not None else len(self)) - self.done - len(self.failed), 0)
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Wall seconds of every finished cell that recorded them."""
+        values = self.column("seconds")
+        return [v for v in values.tolist() if math.isfinite(v)]
+
+    @cached_property
+    def versions(self) -> list[tuple[str, int]]:
+        """(version and digest of the code, cells that it made), most cells first."""
+        names = [n for n in ("flatshift", "code") if n in self.table.column_names]
+        found = zip(*(self.table.column(n).to_pylist() for n in names), strict=True)
+        counted = Counter(" ".join(str(part) for part in made if part is not None) for made in found)
+        return sorted(((made, n) for made, n in counted.items() if made), key=lambda item: (-item[1], item[0]))
+
+    def whole(self, where: Where) -> dict[str, Any]:
+        """A setting with the values of the axes that move with its own."""
+        return {**where, **{one.axis: one.at[where[one.first]] for one in self.together}}
+
+    def error_columns(self) -> tuple[str, str]:
+        """(test column, train column): error where the task has one, else loss."""
+        name = "error" if self.has("test.error") or self.has("train.error") else "loss"
+        return f"{self.judged(name)}.{name}", f"train.{name}"
+
+    def judged(self, name: str) -> str:
+        """The held-out split that has the metric `name`: test, else dev."""
+        return "test" if self.has(f"test.{name}") or not self.has(f"dev.{name}") else "dev"
+
+    def majority_error(self, test: str) -> float | None:
+        """Mean error of always saying the commonest class; None unless the column `test` is an error of classes."""
+        split, _, metric = test.partition(".")
+        floor = f"{split}.{FLOORS['accuracy']}"
+        if metric != "error" or not self.has(floor):
+            return None
+        shares = self.column(floor)
+        return 1 - statistics.fmean(shares[np.isfinite(shares)].tolist())
+
+
+def read_sweep(folder: Path) -> SweepData | None:
+    """The tables of a sweep directory; None where there is none.
+
+    cells.parquet and curves.parquet, and for cells that finished after these were written (or without them)
+    cells/<hash>/result.json and trace.jsonl. Axes are the keys of `grid` in sweep.json or, without it, every dotted
+    column that is not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
+    """
+    from experiments.results.derived import derive
+    from finetune.train.trace.files import stability_threshold
+
+    if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
+        return None
+    plan = read_plan(folder / "sweep.json")
+    searched, epsilon = read_searched(folder / "emc.json")
+    planned = planned_cells(plan)
+    names = [n for n in ("cells.parquet", "curves.parquet", "points.csv") if (folder / n).is_file()]
+    cells = _parquet(folder / "cells.parquet")
+    known = set(cells.column("cell").to_pylist()) if cells is not None and "cell" in cells.column_names else set()
+    curves = _parquet(folder / "curves.parquet")
+    if cells is not None:  # the tables may still be those of an earlier plan
+        whole, cells = cells.num_rows, only_planned(cells, plan)
+        if cells.num_rows < whole and curves is not None:
+            curves = _of_cells(curves, cells)
+    late: list[Path] = []
+    if cells is None or (planned is not None and cells.num_rows < planned):
+        late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
+    rows = rows_planned(map(_flat_result, late), plan)
+    cells = _with_errors(_joined([cells], rows))
+    axes, fixed = axes_of_table(cells, declared_axes(plan))
+    together: list[Together] = []
+    if plan.get("design") == "paired":
+        axes, together = leading(cells, axes)
+    late = [folder / "cells" / str(row["cell"]) for row in rows]
+    late += [folder / "cells" / key for key in _untraced(cells, curves)]
+    traces, rows = late_traces(late, cells, axes, _steps_of(curves))
+    curves = _joined([curves, *traces], rows)
+    trace = SweepTable(_one_stage(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
+    design = str(plan.get("design") or "grid")
+    data = SweepData(
+        cells,
+        axes,
+        fixed=fixed,
+        trace=trace,
+        design=design,
+        planned=planned,
+        files=names,
+        stability=stability_threshold(beta1(folder / "recipe.resolved.yaml")),
+        searched=searched,
+        together=together,
+        planned_seeds=plan["seeds"] if isinstance(plan.get("seeds"), int) else None,
+        epsilon=declared_epsilon(plan) or epsilon or INTERPOLATION,
+    )
+    derive(data)
+    return data
+
+
+def _parquet(path: Path) -> pa.Table | None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        return None
+    try:
+        return pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file; {AGAIN}") from error
+
+
+def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
+    """The curves of those cells; all where the tables do not name cells."""
+    import pyarrow.compute as pc
+
+    if "cell" not in curves.column_names or "cell" not in cells.column_names:
+        return curves
+    return curves.filter(pc.is_in(curves.column("cell"), value_set=cells.column("cell").combine_chunks()))
+
+
+def _joined(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
+    """All `tables` there are, followed by `rows`; absent values null."""
+    import pyarrow as pa
+
+    there = [table for table in tables if table is not None]
+    if rows or not there:
+        names = list(dict.fromkeys(key for row in rows for key in row))
+        there.append(pa.table({name: _array([row.get(name) for row in rows]) for name in names}))
+    try:
+        return pa.concat_tables(there, promote_options="permissive") if len(there) > 1 else there[0]
+    except pa.ArrowException:  # a column is text in one and a number in the other
+        both = [row for table in there for row in table.to_pylist()]
+        names = list(dict.fromkeys(name for table in there for name in table.column_names))
+        return pa.table({name: _array([row.get(name) for row in both]) for name in names})
+
+
+def _array(values: list[Any]) -> pa.Array:
+    """Values as a column; as text where they are lists, or their types do not go together."""
+    import pyarrow as pa
+
+    try:
+        found = pa.array(values)
+        if not pa.types.is_nested(found.type):
+            return found
+    except (pa.ArrowException, TypeError):
+        pass
+    values = [", ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in values]
+    return pa.array([None if v is None else str(v) for v in values])
+
+
+def _with_errors(table: pa.Table) -> pa.Table:
+    """error is 1 − accuracy where only accuracy was measured."""
+    import numpy as np
+    import pyarrow as pa
+
+    from experiments.results.table import _floats
+
+    for split in SPLITS:
+        name = f"{split}.error"
+        if f"{split}.accuracy" not in table.column_names:
+            continue
+        error = _floats(table, name)
+        error = np.where(np.isfinite(error), error, 1 - _floats(table, f"{split}.accuracy"))
+        at = table.schema.get_field_index(name)
+        table = table.append_column(name, pa.array(error)) if at < 0 else table.set_column(at, name, pa.array(error))
+    return table
+
+
+def _one_stage(table: pa.Table) -> pa.Table:
+    """The rows of the last stage: steps count from 0 in each, and only the last one trains on the task's labels."""
+    import pyarrow.compute as pc
+
+    if "stage" not in table.column_names:
+        return table
+    stages = list(dict.fromkeys(table.column("stage").to_pylist()))
+    return table.filter(pc.equal(table.column("stage"), stages[-1])) if len(stages) > 1 else table
+
+
+def _flat_result(file: Path) -> dict[str, Any]:
+    """The row of cells.parquet that a result.json stands for."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": status_of(tree)}
+        row |= {key: tree.get(key) for key in ("reason", "seconds", "flatshift")}
+        for split, metrics in tree["metrics"].items():
+            row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
+    unsealed(file, tree, fix="delete it and run the sweep again")
+    return row
+
+
+def _untraced(cells: pa.Table, curves: pa.Table | None) -> list[str]:
+    """Failed cells of which the curves know nothing: earlier versions left them out."""
+    import pyarrow.compute as pc
+
+    if curves is None or not {"cell", "status"} <= set(cells.column_names) or "cell" not in curves.column_names:
+        return []
+    failed = cells.filter(pc.not_equal(cells.column("status"), "done")).column("cell")
+    return [str(key) for key in sorted(set(failed.to_pylist()) - set(curves.column("cell").to_pylist()))]
+
+
+def _steps_of(curves: pa.Table | None) -> set[int]:
+    """Steps at which anything was recorded."""
+    if curves is None or STEP not in curves.column_names:
+        return set()
+    return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}

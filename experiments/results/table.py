@@ -1,0 +1,318 @@
+"""Rows of a sweep as columns: which of them match a setting, and means with intervals over seeds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.report.formats import bounds
+from experiments.statistics.curve import Lost
+from experiments.statistics.intervals import Interval, t_interval
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+Where = Mapping[str, Any]
+"""A setting: axis → value."""
+
+
+_DENSE = 4_000_000
+"""Combinations of levels up to which they are counted in an array; the codes of more are sorted, which is slower."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One figure over an axis, seed by seed: `y[s, j]` is that of `seeds[s]` at `values[j]`, NaN where there is none.
+
+    present: bool [S, J], whether there is a row at all, finished or failed. lost: whether that one is no finished one,
+    diverged: and its run diverged.
+    """
+
+    values: tuple[Any, ...]
+    seeds: tuple[Any, ...]
+    y: np.ndarray
+    present: np.ndarray
+    lost: np.ndarray
+    diverged: np.ndarray
+
+
+class SweepTable:
+    """One row per cell, or per cell and recorded step; `axes` are the columns that a setting is made of.
+
+    A figure is finite or counts as not measured, and is read from finished rows only (`status` done, or no status).
+    """
+
+    def __init__(self, table: pa.Table, axes: Sequence[str]) -> None:
+        import numpy as np
+
+        self.table = table
+        self.axes = tuple(axes)
+        self._levels: dict[str, list[Any]] = {}
+        self._codes: dict[str, np.ndarray] = {}
+        for axis in (*self.axes, "seed"):
+            self._levels[axis], self._codes[axis] = _encode(table, axis)
+        self._columns: dict[str, np.ndarray] = {}
+        self._found: dict[tuple, np.ndarray] = {}
+        statuses = table.column("status").to_pylist() if "status" in table.column_names else [None] * table.num_rows
+        self.finished = np.array([s is None or s == "done" for s in statuses], dtype=bool)
+        marks = table.column("diverged").to_pylist() if "diverged" in table.column_names else [None] * table.num_rows
+        # of cells by a column of its own, of steps by their status
+        diverged = [s == "diverged" or mark is True for s, mark in zip(statuses, marks, strict=True)]
+        self._stopped = np.array([s == "stopped early" for s in statuses], dtype=bool)
+        self._diverged = np.array(diverged, dtype=bool) & ~self.finished
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @property
+    def seeds(self) -> int:
+        return len(self._levels["seed"])
+
+    def levels(self, axis: str) -> list[Any]:
+        """Distinct values of an axis: None first, numbers in order, else in order of appearance."""
+        return self._levels[axis]
+
+    def values(self, axis: str) -> list[Any]:
+        """`levels` without None."""
+        return [v for v in self._levels[axis] if v is not None]
+
+    def numeric(self, axis: str) -> bool:
+        """True if the axis has values and all are numbers."""
+        values = self.values(axis)
+        return bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+    def column(self, name: str) -> np.ndarray:
+        """float64 [N]: a figure of every row, NaN where it was not measured or is not finite."""
+        if name not in self._columns:
+            import numpy as np
+
+            values = _floats(self.table, name)
+            self._columns[name] = np.where(np.isfinite(values) & self.finished, values, np.nan)
+        return self._columns[name]
+
+    def add(self, name: str, values: np.ndarray) -> None:
+        """Add a figure [N] that is computed from others."""
+        self._columns[name] = values
+
+    def has(self, name: str) -> bool:
+        """True if any row has the figure."""
+        import numpy as np
+
+        known = name in self._columns or name in self.table.column_names
+        return known and bool(np.isfinite(self.column(name)).any())
+
+    def rows(self, where: Where) -> np.ndarray:
+        """int64 [n]: numbers of the rows that match `where`, in file order."""
+        import numpy as np
+
+        key = tuple(sorted((axis, repr(value)) for axis, value in where.items()))
+        if key not in self._found:
+            mask = np.ones(len(self), dtype=bool)
+            for axis, value in where.items():
+                levels = self._levels[axis]
+                mask &= self._codes[axis] == (levels.index(value) if value in levels else -1)
+            self._found[key] = np.flatnonzero(mask)
+        return self._found[key]
+
+    def at(self, column: str, where: Where) -> Interval | None:
+        """t-interval over the finished rows that match `where`; None if there are none."""
+        import numpy as np
+
+        values = self.column(column)[self.rows(where)]
+        return interval(column, values[np.isfinite(values)])
+
+    def curve(self, column: str, axis: str, where: Where) -> list[tuple[Any, Interval]]:
+        """(axis value, interval) along `axis` with other axes held at `where`; values without a figure are left out."""
+        import numpy as np
+
+        rows = self.rows(where)
+        figures, codes = self.column(column)[rows], self._codes[axis][rows]
+        good = np.isfinite(figures)
+        order = np.argsort(codes[good], kind="stable")
+        figures, codes = figures[good][order], codes[good][order]
+        ends = np.searchsorted(codes, np.arange(1, len(self._levels[axis])))
+        groups = np.split(figures, ends)
+        points = [(v, interval(column, groups[c])) for c, v in enumerate(self._levels[axis]) if v is not None]
+        return [(v, p) for v, p in points if p is not None]
+
+    def points(self, column: str, axis: str, where: Where) -> tuple[list[Any], list[float]]:
+        """(axis values, figures) of the single rows that match `where`."""
+        import numpy as np
+
+        rows = self.rows(where)
+        figures = self.column(column)[rows]
+        keep = np.isfinite(figures) & np.array([self._levels[axis][c] is not None for c in self._codes[axis][rows]])
+        return [self._levels[axis][c] for c in self._codes[axis][rows][keep]], figures[keep].tolist()
+
+    def matrix(self, column: str, axis: str, where: Where) -> Matrix:
+        """Figures by seed and axis value, those values only at which `where` has rows (finished or not).
+
+        Where several rows share a seed and a value (an axis that `where` does not hold), the last one counts.
+        """
+        import numpy as np
+
+        rows = self.rows(where)
+        seeds, codes = self._codes["seed"][rows], self._codes[axis][rows]
+        levels, names = self._levels[axis], self._levels["seed"]
+        kept = [c for c in np.unique(codes).tolist() if levels[c] is not None]
+        y = np.full((len(names), len(levels)), np.nan)
+        present, lost, diverged = (np.zeros(y.shape, dtype=bool) for _ in range(3))
+        y[seeds, codes] = self.column(column)[rows]
+        present[seeds, codes] = True
+        lost[seeds, codes] = ~self.finished[rows]
+        diverged[seeds, codes] = self._diverged[rows]
+        used = np.unique(seeds).tolist()
+        held = np.ix_(used, kept)
+        values, seeds = tuple(levels[c] for c in kept), tuple(names[s] for s in used)
+        return Matrix(values, seeds, y[held], present[held], lost[held], diverged[held])
+
+    def lost(self, where: Where) -> Lost:
+        """What became of the runs of `where` without figures, in a word for all of them."""
+        rows = self.rows(where)
+        rows = rows[~self.finished[rows]]
+        if self._diverged[rows].all():
+            return "diverged"
+        if self._stopped[rows].all():
+            return "stopped early"
+        return "ended early" if (self._diverged | self._stopped)[rows].all() else "failed"
+
+    def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:
+        """float64 [Y, X]: mean of a figure over the rows of each pair of axis values, NaN where there is none."""
+        import numpy as np
+
+        rows = self.rows(where)
+        figures = self.column(column)[rows]
+        good = np.isfinite(figures)
+        wide, high = len(self._levels[x]), len(self._levels[y])
+        flat = self._codes[y][rows][good] * wide + self._codes[x][rows][good]
+        count = np.bincount(flat, minlength=wide * high)
+        total = np.bincount(flat, weights=figures[good], minlength=wide * high)
+        with np.errstate(invalid="ignore"):
+            mean = np.where(count > 0, total / np.maximum(count, 1), np.nan).reshape(high, wide)
+        keep_y = [i for i, v in enumerate(self._levels[y]) if v is not None]
+        keep_x = [i for i, v in enumerate(self._levels[x]) if v is not None]
+        return mean[np.ix_(keep_y, keep_x)]
+
+    def settings(self, axes: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Every combination of values of `axes` (default: all) that was run, in the order of their levels."""
+        import numpy as np
+
+        names = list(self.axes if axes is None else axes)
+        if not len(self):
+            return []
+        if not names:
+            return [{}]
+        codes = self._distinct(names, np.ones(len(self), dtype=bool))
+        return [{a: self._levels[a][c] for a, c in zip(names, row, strict=True)} for row in codes.tolist()]
+
+    def _distinct(self, axes: Sequence[str], keep: np.ndarray) -> np.ndarray:
+        """int64 [n, axes]: codes of every combination of values of `axes` among the rows `keep`, in order."""
+        import numpy as np
+
+        sizes = [len(self._levels[a]) for a in axes]
+        columns = [self._codes[a][keep] for a in axes]
+        if math.prod(sizes) > _DENSE:
+            return np.unique(np.column_stack(columns), axis=0)
+        flat = np.flatnonzero(np.bincount(np.ravel_multi_index(columns, sizes), minlength=1))
+        return np.column_stack(np.unravel_index(flat, sizes))
+
+    def reach(self, column: str, axis: str) -> list[tuple[dict[str, Any], int]]:
+        """(setting of the other axes, values of `axis` with the figure there), of settings that have it, in order."""
+        import numpy as np
+
+        others = [a for a in self.axes if a != axis]
+        levels = np.array([value is not None for value in self._levels[axis]], dtype=bool)
+        good = np.isfinite(self.column(column)) & levels[self._codes[axis]]
+        if not good.any():
+            return []
+        codes = self._distinct([*others, axis], good)[:, :-1].tolist()
+        return [
+            ({a: self._levels[a][c] for a, c in zip(others, key, strict=True)}, len(list(same)))
+            for key, same in itertools.groupby(codes)
+        ]
+
+    def seeds_each(self) -> tuple[int, int]:
+        """(fewest, most) seeds that a setting has a row of, finished or failed; (0, 0) without rows."""
+        import numpy as np
+
+        if not len(self):
+            return 0, 0
+        codes = np.unique(np.column_stack([self._codes[a] for a in (*self.axes, "seed")]), axis=0)
+        counts = np.unique(codes[:, :-1], axis=0, return_counts=True)[1]
+        return int(counts.min()), int(counts.max())
+
+    def means(self, column: str) -> list[tuple[dict[str, Any], Interval]]:
+        """(setting, interval) of every setting that has the figure, in one pass over the rows."""
+        import numpy as np
+
+        figures = self.column(column)
+        good = np.flatnonzero(np.isfinite(figures))
+        if not len(good):
+            return []
+        codes = np.column_stack([self._codes[a][good] for a in self.axes] or [np.zeros(len(good), dtype=np.int64)])
+        keys, place = np.unique(codes, axis=0, return_inverse=True)
+        order = np.argsort(place.ravel(), kind="stable")
+        starts = np.searchsorted(place.ravel()[order], np.arange(1, len(keys)))
+        found = []
+        for key, part in zip(keys.tolist(), np.split(figures[good][order], starts), strict=True):
+            made = interval(column, part)
+            if made is not None:
+                found.append(({a: self._levels[a][c] for a, c in zip(self.axes, key, strict=False)}, made))
+        return found
+
+    def best(self, column: str) -> tuple[dict[str, Any], Interval] | None:
+        """The setting with the lowest mean of `column`, and that mean; None if nothing was measured."""
+        means = self.means(column)
+        return min(means, key=lambda item: item[1].value) if means else None
+
+
+def interval(column: str, values: Any) -> Interval | None:
+    """t-interval of a figure's values, cut at what the figure can be; None for no values."""
+    if values is None or not len(values):
+        return None
+    return t_interval(values.tolist(), bounds=bounds(column.partition(".")[2]))
+
+
+def _encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
+    """(levels, int64 codes [N]) of a column; lists become text, for they must compare and group."""
+    import numpy as np
+    import pyarrow as pa
+
+    if name not in table.column_names:
+        return [None], np.zeros(table.num_rows, dtype=np.int64)
+    column = table.column(name).combine_chunks()
+    if pa.types.is_nested(column.type):
+        column = pa.array([", ".join(map(str, v)) if v is not None else None for v in column.to_pylist()], pa.string())
+    if pa.types.is_null(column.type):
+        return [None], np.zeros(table.num_rows, dtype=np.int64)
+    encoded = column.dictionary_encode(null_encoding="encode")
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    found = encoded.dictionary.to_pylist()
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in found if v is not None)
+
+    def place(i: int) -> tuple:
+        value = found[i]
+        return (value is not None, value if numbers and value is not None and not math.isnan(value) else i)
+
+    order = sorted(range(len(found)), key=place)
+    new = np.empty(max(len(found), 1), dtype=np.int64)
+    new[order] = np.arange(len(found))
+    return [found[i] for i in order], new[encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
+
+
+def _floats(table: pa.Table, name: str) -> np.ndarray:
+    """A column as float64 [N]; NaN for nulls, and all NaN for a column that is absent or holds no numbers."""
+    import numpy as np
+    import pyarrow as pa
+
+    if name not in table.column_names:
+        return np.full(table.num_rows, np.nan)
+    column = table.column(name)
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        return np.full(table.num_rows, np.nan)
+    return column.cast(pa.float64()).to_numpy().astype(np.float64)

@@ -1,0 +1,41 @@
+"""Does a curve show double descent? A peak test that holds with few seeds, a verdict with its evidence, thresholds.
+
+    from experiments.statistics import Curve, judge_curve
+    verdict = judge_curve(Curve(axis="rank", values=ranks, test=errors, train_error=fitted, train_loss=losses))
+
+`peak` tests and locates, `verdict` names, `beside` compares two curves, `emc` finds where training data stop being
+fitted; `known`, `random_features` and `dynamics` are curves whose answer is known. Nothing here trains a network or
+imports torch.
+"""
+
+from experiments.statistics.beside import Beside, compare_curves
+from experiments.statistics.curve import Curve
+from experiments.statistics.emc import EMC, Crossing, crossing, effective_model_complexity, emc_from_curve
+from experiments.statistics.holdout import Holdout, holdout_test
+from experiments.statistics.peak import Detectable, Height, PeakTest, detectable_sd, peak_test, seeds_needed, thin
+from experiments.statistics.rates import rejections
+from experiments.statistics.verdict import Kind, Verdict, judge_curve
+
+__all__ = [
+    "EMC",
+    "Beside",
+    "Crossing",
+    "Curve",
+    "Detectable",
+    "Height",
+    "Holdout",
+    "Kind",
+    "PeakTest",
+    "Verdict",
+    "compare_curves",
+    "crossing",
+    "detectable_sd",
+    "effective_model_complexity",
+    "emc_from_curve",
+    "holdout_test",
+    "judge_curve",
+    "peak_test",
+    "rejections",
+    "seeds_needed",
+    "thin",
+]

@@ -1,0 +1,227 @@
+"""Two curves on the same seeds: does one lie below the other, and is a peak lower, higher or elsewhere?
+
+    found = compare_curves(flat, plain)        # two Curves over the same positions, row s the same seed in both
+    found.mean, found.peak, found.threshold    # intervals of flat − plain
+    found.sentence(flat)                       # moves it, removes it, neither, or cannot be said
+
+Looking for the peak in one curve and reading the other at the same place is no test: the peak was found where its own
+errors are large and positive, so any second curve seems lower there. Here the triple of points is taken from the mean
+of both curves. If both scatter alike, difference and mean are independent, and the paired t-test at the triple holds as
+if the triple had been named beforehand. For the same reason there is a triple only where the mean of both has a peak by
+the peak test: on flat curves there is nothing to be lower or higher.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.statistics.curve import Curve
+from experiments.statistics.emc import crossing
+from experiments.statistics.intervals import Interval, paired_p, t_interval
+from experiments.statistics.peak import PeakTest, highest_between, peak_test
+from finetune.errors import UserError
+
+FEWEST_SEEDS = 3
+REMAINS = 0.2
+"""A peak counts as removed if at most this share of its height can be left."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What `compare_curves` found; intervals are two-sided, 95 %, over seeds."""
+
+    mean: Interval
+    """Mean over the axis of the difference, ours − base."""
+    p: float | None
+    """Two-sided p of `mean`; None where every seed has the same difference, which is not zero."""
+    points: tuple[Interval, ...]
+    """The difference at each position; all intervals hold at once (Bonferroni over the positions)."""
+    tests: tuple[PeakTest | None, PeakTest | None, PeakTest | None]
+    """Peak tests of the mean of both curves, of ours and of base; None with too few seeds."""
+    triple: tuple[int, int, int] | None
+    """Left flank, peak and right flank of the mean of both curves; None where the peak test finds none in it."""
+    peak: Interval | None
+    """How much higher ours stands at the peak, above the mean of its two flanks, than base does."""
+    peak_p: float | None
+    """Two-sided p of `peak`; None as for `p`, and without a peak."""
+    left: Interval | None
+    """How high ours still stands at the peak, above the higher of its two flanks."""
+    was: Interval | None
+    """The same of base."""
+    places: tuple[tuple[int, ...], tuple[int, ...]] | None
+    """Points that may hold the peak of base, and of ours: between the outermost flanks of both, so that of two humps
+    neither is out of sight, at half the level each. None unless both have a peak that is highest there."""
+    threshold: Interval | None
+    """Position where the training error crosses ε, ours ÷ base, seed by seed; None unless every seed crosses it on the
+    axis in both curves."""
+    seeds: int
+    """Seeds that both curves have whole."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether the interpolation threshold lies elsewhere, by its interval."""
+        found = self.threshold
+        return (
+            found is not None and found.low is not None and found.high is not None and not found.low <= 1 <= found.high
+        )
+
+    @property
+    def removed(self) -> bool:
+        """Whether the peak is lower by its interval, and at most a fifth of it is left by that of what is left."""
+        lower = self.peak is not None and self.peak.high is not None and self.peak.high < 0
+        if not lower or self.left is None or self.was is None or self.left.high is None:
+            return False
+        return self.left.high <= REMAINS * self.was.value
+
+    def sentence(self, curve: Curve) -> str:
+        """What ours does to the peak of base, by the intervals; `curve` is either of the two."""
+        return " ".join([self._height(curve), *self._place(curve), self._where(curve)])
+
+    def _height(self, curve: Curve) -> str:
+        both, ours, base = self.tests
+        if both is None or ours is None or base is None:
+            return "Whether it changes a peak cannot be said: too few seeds for the peak test."
+        if self.triple is None:
+            tests = f"p = {both.p_value:.2g} for the mean of both"
+            alone = [name for name, test in (("the base", base), ("this one", ours)) if test.rejected]
+            if alone:
+                return f"Cannot be said: {' and '.join(alone)} alone has a peak, the mean of both has none ({tests})."
+            height = f"{both.detectable.height:.2g} at {curve.at(both.detectable.point)}"
+            return f"No peak is shown in either ({tests}; one of {height} in both would be found in 80 % of cases)."
+        assert self.peak is not None and self.left is not None
+        at, change = curve.at(self.triple[1]), _interval(self.peak)
+        if self.removed:
+            return f"It removes the peak at {at}: height {change}, left above its higher flank {_interval(self.left)}."
+        if not self.peak.excludes_zero:
+            return f"Whether it lowers the peak at {at} cannot be said: height {change}."
+        verb = "lowers" if self.peak.value < 0 else "raises"
+        rest = ", and is not shown to remove it" if verb == "lowers" else ""
+        return f"It {verb} the peak at {at}{rest}: height {change}, left above its higher flank {_interval(self.left)}."
+
+    def _place(self, curve: Curve) -> list[str]:
+        said = []
+        _, ours, base = self.tests
+        if self.places is None and ours is not None and base is not None and ours.rejected and base.rejected:
+            said.append("Whether it moves the peak cannot be said: between their flanks another point is higher.")
+        if self.places is not None:
+            before, now = (", ".join(f"{curve.values[j]:g}" for j in place) for place in self.places)
+            said.append(
+                f"That it moves the peak is not shown ({curve.axis} {before}, then {now})."
+                if set(self.places[0]) & set(self.places[1])
+                else f"It moves the peak from {curve.axis} {before} to {now}."
+            )
+        if self.threshold is not None:
+            does = "moves the interpolation threshold" if self.moved else "is not shown to move the threshold"
+            said.append(f"It {does}: position × {_interval(self.threshold)}.")
+        elif not curve.training:
+            said.append("The threshold cannot be compared: not every seed crosses it on the axis.")
+        return said
+
+    def _where(self, curve: Curve) -> str:
+        """At which positions one of the two is lower, all intervals at once."""
+        sides = {
+            "lower": [at for at, d in zip(curve.values, self.points, strict=True) if d.high is not None and d.high < 0],
+            "higher": [at for at, d in zip(curve.values, self.points, strict=True) if d.low is not None and d.low > 0],
+        }
+        found = [f"{side} at {curve.axis} {', '.join(f'{at:g}' for at in ats)}" for side, ats in sides.items() if ats]
+        if not found:
+            return f"At no {curve.axis} alone is it shown to be lower or higher (all intervals at once)."
+        return f"It is {' and '.join(found)} (all intervals at once)."
+
+
+def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Beside:
+    """Compare `ours` with `base`: held-out figures at the same positions, row s the same seed in both.
+
+    Seeds with a value that is not finite anywhere in either curve are left out as a whole.
+
+    Raises:
+        UserError: other positions, another number of seeds, or fewer than three whole seeds.
+    """
+    if list(ours.values) != list(base.values) or ours.test.shape != base.test.shape:
+        raise UserError(
+            f"curves over {ours.axis} can be compared at the same positions and seeds only; got "
+            f"{list(ours.test.shape)} and {list(base.test.shape)}"
+        )
+    whole = np.flatnonzero(np.isfinite(ours.test).all(1) & np.isfinite(base.test).all(1))
+    if len(whole) < FEWEST_SEEDS:
+        raise UserError(f"{len(whole)} seeds are whole in both curves; a comparison needs {FEWEST_SEEDS}")
+    mine, theirs = ours.test[whole], base.test[whole]
+    difference = mine - theirs
+    each = 1 - (1 - confidence) / difference.shape[1]
+    means = difference.mean(1).tolist()
+    tests = (_peak((mine + theirs) / 2), _peak(mine), _peak(theirs))
+    both = tests[0]
+    triple = both.triple if both is not None else None
+    heights = [] if triple is None else [height_at(curve, triple) for curve in (mine, theirs)]
+    gap = (heights[0] - heights[1]).tolist() if heights else None
+    return Beside(
+        mean=t_interval(means, confidence=confidence),
+        p=paired_p(means),
+        points=tuple(t_interval(column.tolist(), confidence=each) for column in difference.T),
+        tests=tests,
+        triple=triple,
+        peak=None if gap is None else t_interval(gap, confidence=confidence),
+        peak_p=None if gap is None else paired_p(gap),
+        left=None if triple is None else _above_flanks(mine, triple, confidence),
+        was=None if triple is None else _above_flanks(theirs, triple, confidence),
+        places=_places(mine, theirs, tests[1], tests[2], 1 - confidence),
+        threshold=_threshold(ours, base, whole, confidence),
+        seeds=len(whole),
+    )
+
+
+def height_at(curves: np.ndarray, triple: tuple[int, int, int]) -> np.ndarray:
+    """[S]: y_j − (y_i + y_l)/2 of each row of `curves` [S, J]."""
+    left, middle, right = triple
+    return curves[:, middle] - (curves[:, left] + curves[:, right]) / 2
+
+
+def _above_flanks(curves: np.ndarray, triple: tuple[int, int, int], confidence: float) -> Interval:
+    """Of y_j − y_i and y_j − y_l that with the lower mean: a peak stands above both flanks."""
+    left, middle, right = triple
+    sides = [t_interval((curves[:, middle] - curves[:, k]).tolist(), confidence=confidence) for k in (left, right)]
+    return min(sides, key=lambda side: side.value)
+
+
+def _places(
+    mine: np.ndarray, theirs: np.ndarray, ours: PeakTest | None, base: PeakTest | None, level: float
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    if ours is None or base is None or ours.triple is None or base.triple is None:
+        return None
+    left, right = min(ours.triple[0], base.triple[0]), max(ours.triple[2], base.triple[2])
+    before, now = (highest_between(curves, left, right, level=level / 2) for curves in (theirs, mine))
+    return (before, now) if set(before) & set(base.location) and set(now) & set(ours.location) else None
+
+
+def _peak(curves: np.ndarray) -> PeakTest | None:
+    """None with too few seeds or points, or too many of these."""
+    try:
+        return peak_test(curves)
+    except UserError:
+        return None
+
+
+def _interval(found: Interval) -> str:
+    return f"{found.value:.3g}" + ("" if found.low is None else f" ({found.low:.3g} to {found.high:.3g})")
+
+
+def _threshold(ours: Curve, base: Curve, whole: np.ndarray, confidence: float) -> Interval | None:
+    """Ratio of the crossings of ε, from the t-interval of its logarithm over seeds."""
+    if ours.train_error is None or base.train_error is None or not ours.values[0] > 0:
+        return None
+    logs = []
+    for seed in whole:
+        found = []
+        for curve in (ours, base):
+            assert curve.train_error is not None
+            row = curve.train_error[seed : seed + 1]
+            found.append(crossing(curve.values, row, curve.epsilon).value if np.isfinite(row).all() else None)
+        if found[0] is None or found[1] is None:
+            return None
+        logs.append(math.log(found[0] / found[1]))
+    ratio = t_interval(logs, confidence=confidence)
+    low, high = (None if end is None else math.exp(end) for end in (ratio.low, ratio.high))
+    return Interval(math.exp(ratio.value), low, high, ratio.n)

@@ -1,0 +1,224 @@
+"""Effective model complexity and the interpolation threshold: where the training error crosses ε.
+
+EMC = the largest number of training rows n that a training procedure still fits to a mean error of at most ε
+(Nakkiran et al., arXiv:1912.02292); the same crossing along rank or steps is the interpolation threshold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from experiments.statistics.intervals import t_quantile
+from finetune.errors import UserError
+
+Side = Literal["inside", "before", "beyond"]
+EPSILON = 0.1
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where the mean training error crosses ε along an axis."""
+
+    value: float | None
+    """Position on the axis, interpolated between points (on a log axis where all positions are positive); None: not on
+    it."""
+    low: float | None
+    """Lower end of the interval over seeds; None: open, it reaches beyond the first point, or one seed only."""
+    high: float | None
+    """Upper end; None as for `low`."""
+    rising: bool
+    """The error rises along the axis (as with more rows), rather than falls (as with more rank or steps)."""
+    fitted: Literal["some", "all", "none"]
+    """Which points have a mean training error of at most ε. `some` without a `value`: the error falls and rises again,
+    and its monotone fit stays on one side."""
+
+
+@dataclass(frozen=True)
+class EMC:
+    """The largest n that is fitted to a mean training error of at most ε."""
+
+    value: float | None
+    """Rows; None if the answer lies outside the range that was tried."""
+    low: float | None
+    """Lower end of the interval over seeds; None: open."""
+    high: float | None
+    """Upper end; None: open."""
+    side: Side
+    """`before`: even the smallest n is not fitted; `beyond`: the largest n still is."""
+    epsilon: float
+    points: tuple[tuple[float, float], ...]
+    """(n, mean training error) of every n that was evaluated, ascending."""
+
+    def __str__(self) -> str:
+        first, last = self.points[0][0], self.points[-1][0]
+        if self.side == "before":
+            return f"below {first:g} rows"
+        if self.side == "beyond" or self.value is None:
+            return f"at least {last:g} rows"
+        low = "below " + f"{first:g}" if self.low is None else f"{self.low:.3g}"
+        high = "above " + f"{last:g}" if self.high is None else f"{self.high:.3g}"
+        return f"{self.value:.3g} rows ({low} to {high})"
+
+
+def crossing(
+    values: Sequence[float], train_error: np.ndarray, epsilon: float = EPSILON, *, level: float = 0.05
+) -> Crossing:
+    """Where the mean of `train_error` [S, J] (finite rows only are used) crosses ε along `values` [J].
+
+    Whether the error rises or falls along the axis is read off the monotone fit that comes closer to the means.
+    Interval: one-sided t limits of the mean at each point, walked from the fitted end while the upper limit stays at
+    most ε, and from the other end while the lower limit stays above it; a walk that stops at its first failure needs
+    no correction for the number of points.
+
+    Raises:
+        UserError: values that do not ascend, a table of another width, no finite row, or ε not in (0, 1).
+    """
+    x, table = _checked(values, train_error, epsilon)
+    mean = table.mean(0)
+    up, down = _isotonic(mean), _isotonic(mean[::-1])[::-1]
+    rising = bool(np.square(up - mean).sum() < np.square(down - mean).sum())
+    position = np.log(x) if x[0] > 0 else x
+    back = (lambda p: float(np.exp(p))) if x[0] > 0 else float
+    if rising:
+        found, low, high = _cross(position, table, epsilon, level)
+    else:
+        found, high, low = _cross(-position[::-1], table[:, ::-1], epsilon, level)
+        found, low, high = (None if p is None else -p for p in (found, low, high))
+    fitted: Literal["some", "all", "none"] = (
+        "all" if (mean <= epsilon).all() else "none" if (mean > epsilon).all() else "some"
+    )
+    ends = [None if p is None else back(p) for p in (found, low, high)]
+    return Crossing(ends[0], ends[1], ends[2], rising, fitted)
+
+
+def emc_from_curve(
+    n_values: Sequence[float], train_error: np.ndarray, epsilon: float = EPSILON, *, level: float = 0.05
+) -> EMC:
+    """EMC from a curve over the number of rows: [S, J] training errors at `n_values` [J], made monotone in n.
+
+    Interval and errors as for `crossing`.
+    """
+    x, table = _checked(n_values, train_error, epsilon)
+    if x[0] <= 0:
+        raise UserError(f"numbers of rows must be positive, got {x[0]:g}")
+    found, low, high = _cross(np.log(x), table, epsilon, level)
+    mean = table.mean(0)
+    side: Side = "inside"
+    if found is None:
+        side = "before" if _isotonic(mean)[0] > epsilon else "beyond"
+    value, low, high = (None if p is None else math.exp(p) for p in (found, low, high))
+    return EMC(value, low, high, side, epsilon, tuple(zip(x.tolist(), mean.tolist(), strict=True)))
+
+
+def effective_model_complexity(
+    train_error: Callable[[int, int], float],
+    *,
+    epsilon: float = EPSILON,
+    low: int,
+    high: int,
+    seeds: Sequence[int],
+    resolution: float = 0.1,
+) -> EMC:
+    """EMC by bisection over n between `low` and `high`; every n that is tried is tried with all seeds.
+
+    Args:
+        train_error: the training error at n rows under a seed, `train_error(n, seed)`; a run that diverged may return
+            NaN or infinity and counts as an error of 1 (it has fitted nothing).
+        resolution: stop when the smallest n that is not fitted is at most (1 + resolution) × the largest that is.
+
+    It assumes that the mean error rises with n; the points come back so that this can be looked at.
+
+    Raises:
+        UserError: an empty range, no seeds, or ε or resolution out of bounds.
+    """
+    if not 1 <= low < high:
+        raise UserError(f"effective model complexity: needs 1 <= low < high, got {low} and {high}")
+    if not seeds:
+        raise UserError("effective model complexity: needs at least one seed")
+    if not resolution > 0:
+        raise UserError(f"effective model complexity: resolution must be positive, got {resolution}")
+    _check_epsilon(epsilon)
+    tried: dict[int, list[float]] = {}
+
+    def fits(n: int) -> bool:
+        errors = [train_error(n, seed) for seed in seeds]
+        tried[n] = [error if math.isfinite(error) else 1.0 for error in errors]
+        return math.fsum(tried[n]) / len(seeds) <= epsilon
+
+    fitted, unfitted = low, high
+    if fits(low) and not fits(high):
+        while unfitted > fitted + 1 and unfitted > fitted * (1 + resolution):
+            middle = min(max(round(math.sqrt(fitted * unfitted)), fitted + 1), unfitted - 1)
+            fitted, unfitted = (middle, unfitted) if fits(middle) else (fitted, middle)
+    order = sorted(tried)
+    if len(order) == 1:  # `low` is not fitted: nothing to interpolate
+        return EMC(None, None, None, "before", epsilon, ((float(low), math.fsum(tried[low]) / len(seeds)),))
+    return emc_from_curve(order, np.array([tried[n] for n in order]).T, epsilon)
+
+
+# --------------------------------------------------------------------------------------------- parts
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not 0 < epsilon < 1:
+        raise UserError(f"epsilon must lie between 0 and 1, got {epsilon}")
+
+
+def _checked(values: Sequence[float], errors: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray]:
+    _check_epsilon(epsilon)
+    x = np.asarray(values, dtype=np.float64)
+    table = np.asarray(errors, dtype=np.float64)
+    if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all() or (np.diff(x) <= 0).any():
+        raise UserError("the positions of training errors must be at least two and ascend")
+    if table.ndim != 2 or table.shape[1] != len(x):
+        raise UserError(f"training errors must be a table [seeds, {len(x)}], got shape {list(table.shape)}")
+    table = table[np.isfinite(table).all(1)]
+    if not len(table):
+        raise UserError("no seed has finite training errors at all points")
+    return x, table
+
+
+def _cross(
+    position: np.ndarray, table: np.ndarray, epsilon: float, level: float
+) -> tuple[float | None, float | None, float | None]:
+    """(crossing, low, high) of errors [S, J] that rise along `position`; None where it is not on the axis."""
+    mean = table.mean(0)
+    found = _place(position, _isotonic(mean), epsilon)
+    n = len(table)
+    if n < 2:
+        return found, None, None
+    half = t_quantile(1 - level / 2, n - 1) * table.std(0, ddof=1) / math.sqrt(n)
+    upper = np.maximum.accumulate(mean + half)  # from the left, up to the first failure
+    lower = np.minimum.accumulate((mean - half)[::-1])[::-1]  # from the right
+    low, high = _place(position, upper, epsilon), _place(position, lower, epsilon)
+    if low is not None and found is not None:
+        low = min(low, found)  # the monotone fit may leave the limits where the means do not ascend
+    if high is not None and found is not None:
+        high = max(high, found)
+    return found, low, high
+
+
+def _place(position: np.ndarray, rising: np.ndarray, epsilon: float) -> float | None:
+    """Where the non-decreasing piecewise-linear curve exceeds ε; None if it does so everywhere or nowhere."""
+    if rising[0] > epsilon or rising[-1] <= epsilon:
+        return None
+    after = int(np.argmax(rising > epsilon))
+    below, above = rising[after - 1], rising[after]
+    return float(position[after - 1] + (position[after] - position[after - 1]) * (epsilon - below) / (above - below))
+
+
+def _isotonic(y: np.ndarray) -> np.ndarray:
+    """The non-decreasing sequence closest to `y` in squares: pool adjacent violators."""
+    blocks: list[tuple[float, int]] = []
+    for value in y:
+        mean, size = float(value), 1
+        while blocks and blocks[-1][0] > mean:
+            other, count = blocks.pop()
+            mean, size = (mean * size + other * count) / (size + count), size + count
+        blocks.append((mean, size))
+    return np.concatenate([np.full(size, mean) for mean, size in blocks])

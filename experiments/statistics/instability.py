@@ -1,0 +1,151 @@
+"""Does the training loss peak, or rise for good, and do gradient or sharpness say that training was unstable there?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from experiments.statistics.curve import Curve
+from experiments.statistics.intervals import t_interval
+from experiments.statistics.peak import PeakTest, differing_test
+from experiments.statistics.shape import shape_of
+from finetune.errors import UserError
+
+SPIKE = 2.0
+"""A gradient norm counts as a spike from this multiple of its value at the left flank of the training peak."""
+LASTING = 0.2
+"""A training loss that rises for good was unstable from this share of what it had fallen before."""
+ALONG_STEPS = ("step", "steps")
+"""Axes along which training goes on; along any other a training loss may rise in good order, as with more rows."""
+
+
+@dataclass(frozen=True)
+class Instability:
+    """What the training side of a curve shows."""
+
+    peak: PeakTest | None
+    """Of the training loss; None if it was not measured, with too few seeds or points, or seeds that do not differ."""
+    spike: bool = False
+    """A training peak with a gradient spike, or sharpness above its threshold."""
+    lasting: bool = False
+    """Along the steps, a significant rise that does not come back, of at least a fifth of the fall before it."""
+    evidence: list[str] = field(default_factory=list)
+
+    @property
+    def found(self) -> bool:
+        """The training loss has a peak."""
+        return self.peak is not None and self.peak.rejected
+
+    @property
+    def unstable(self) -> bool:
+        """Training was unstable: a peak with its spike, or a rise for good."""
+        return self.spike or self.lasting
+
+
+def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> Instability:
+    """Test the training loss for a peak and, where it has one, look at gradient and sharpness between its flanks.
+
+    Each looks at every point between the flanks (sharpness at the flanks too), so its limit is at level ÷ points. A
+    gradient spike: at least twice the norm at the left flank, and the limit of the seed-paired ratio above 1.
+    """
+    if curve.train_loss is None:
+        return Instability(None, evidence=["Training loss was not measured, so instability cannot be ruled out."])
+    try:
+        peak = differing_test(curve.train_loss, level=level, draws=draws, seed=seed)
+    except UserError as error:
+        return Instability(None, evidence=[f"Training loss cannot be judged: {error}."])
+    lasting, rise = _rise(curve, peak, level)
+    if peak.triple is None:
+        at = curve.at(peak.detectable.point)
+        return Instability(
+            peak,
+            lasting=lasting,
+            evidence=[
+                f"Training loss has no peak by the same test (p = {peak.p_value:.2g}); one of "
+                f"{peak.detectable.height:.3g} at {at}, where runs scatter most, would be found in 80 % of cases.",
+                *rise,
+            ],
+        )
+    i, j, l = peak.triple
+    mean = np.delete(curve.train_loss, list(peak.diverged), axis=0).mean(0)  # of the seeds that were judged
+    evidence = [
+        f"Training loss has a peak too: {mean[i]:.3g} at {curve.at(i)}, {mean[j]:.3g} at {curve.at(j)}, {mean[l]:.3g} "
+        f"at {curve.at(l)} (p = {peak.p_value:.2g})."
+    ]
+    gradient, sharp = _gradient(curve, peak.triple, level), _sharpness(curve, peak.triple, level)
+    if gradient is None and sharp is None:
+        evidence.append(
+            "Neither gradient norms nor sharpness were recorded there: record one to tell instability apart."
+        )
+    for finding in (gradient, sharp):
+        if finding is not None:
+            evidence.append(finding[1])
+    spike = any(finding is not None and finding[0] for finding in (gradient, sharp))
+    return Instability(peak, spike, lasting, [*evidence, *rise])
+
+
+def _rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
+    """(unstable, sentences) of a training loss that rises along the steps and does not come back."""
+    if curve.axis not in ALONG_STEPS or curve.train_loss is None:
+        return False, []
+    shape = shape_of(replace(curve, test=curve.train_loss, metric="training loss"), peak)
+    sentence = shape.overfitting(level)
+    if sentence is None:
+        return False, []
+    means = [shape.mean[column] for column in shape.points]
+    low = int(np.argmin(means))
+    fall, rise = max(means[: low + 1]) - means[low], means[-1] - means[low]
+    if rise >= LASTING * fall:
+        return True, [f"{sentence} It does not come back: training was unstable."]
+    return False, [f"{sentence} That is less than a fifth of its fall before."]
+
+
+def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
+    """(spike, sentence); None if not recorded at the left flank and between."""
+    if curve.gradient_norm is None:
+        return None
+    flank, between = triple[0], range(triple[0] + 1, triple[2])
+    best: tuple[float, float, float, int] | None = None
+    for j in between:
+        pair = curve.gradient_norm[:, [flank, j]]
+        pair = pair[np.isfinite(pair).all(1) & (pair > 0).all(1)]
+        if len(pair) < 2:
+            continue
+        ratios = np.log(pair[:, 1] / pair[:, 0])
+        found = t_interval(ratios.tolist(), confidence=1 - 2 * level / len(between))
+        assert found.low is not None and found.high is not None
+        if best is None or found.value > best[0]:
+            best = (found.value, found.low, found.high, j)
+    if best is None:
+        return None
+    ratio, low, high = (math.exp(min(value, 700.0)) for value in best[:3])
+    spike = ratio >= SPIKE and low > 1
+    return spike, (
+        f"The gradient norm at {curve.at(best[3])} is {ratio:.3g} × that at {curve.at(flank)} ({low:.3g} to "
+        f"{high:.3g}): {'a spike' if spike else 'no spike'}."
+    )
+
+
+def _sharpness(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
+    """(above its threshold, sentence); None if not recorded between the flanks."""
+    if curve.sharpness is None:
+        return None
+    around = range(triple[0], triple[2] + 1)
+    best: tuple[float, float, int] | None = None
+    for j in around:
+        values = curve.sharpness[np.isfinite(curve.sharpness[:, j]), j]
+        if len(values) < 2:
+            continue
+        found = t_interval(values.tolist(), confidence=1 - 2 * level / len(around))
+        assert found.low is not None
+        if best is None or found.low > best[1]:
+            best = (found.value, found.low, j)
+    if best is None:
+        return None
+    value, low, j = best
+    return low > 1, (
+        f"Sharpness × learning rate at {curve.at(j)} is {value:.3g} of its stability threshold (at least {low:.3g}): "
+        f"{'above it' if low > 1 else 'not shown to exceed it'}."
+    )

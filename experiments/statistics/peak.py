@@ -1,0 +1,348 @@
+"""Is there a peak in a curve? A test whose error rate holds with few seeds, where the peak is, and how high.
+
+    test = peak_test(errors)          # [seeds, points], one run per seed at every point of the axis
+    test.rejected, test.location, test.height, test.detectable
+
+H0: the mean curve is quasi-convex (flat, monotone or U-shaped). T = max over i < j < l of min(t_ij, t_jl), with t_ij
+the seed-paired t of the rise from i to j and t_jl that of the fall from j to l, both with shrunken variances. T is
+compared with the quantile of max over i < j of t_ij on flat Gaussian curves with the points' own shrunken variances: a
+steep rise followed by a plateau makes one side of every triple certain, and no quasi-convex curve is worse than that.
+
+Resampling seeds and asking whether the maximum exceeds both sides is not a test: a maximum always exceeds them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.statistics.calibration import Null, critical, null, p_value
+from experiments.statistics.intervals import t_quantile
+from experiments.statistics.pairs import Pairs, pairs_of, point_variances, rises_and_falls
+from finetune.errors import UserError
+
+MOST_POINTS = 10
+FEWEST_SEEDS = 5
+"""With three seeds and a nine-fold variance at one point, false alarms reach .087 at a level of .05; five keep .054."""
+FEWEST_POINTS = 3
+POWER = 0.8
+_POWER_DRAWS = 2000
+"""Flat curves behind a detectable height: its error is then below 1 %."""
+
+
+class TooFewSeeds(UserError):
+    """Too few seeds with finite values at all points."""
+
+    def __init__(self, got: int, of: int) -> None:
+        self.got, self.of = got, of
+        super().__init__(
+            f"the peak test needs at least {FEWEST_SEEDS} seeds with finite values at all points, got {got} of {of}: "
+            f"sweep with --seeds {of + FEWEST_SEEDS - got}"
+        )
+
+    def told(self, planned: int | None) -> str:
+        """The sentence where the plan has `planned` seeds and cells of it still wait: these may be enough."""
+        if planned is None or self.got + planned - self.of < FEWEST_SEEDS:
+            return str(self)
+        return (
+            f"{self.got} of {planned} seeds are finished so far at all points, and the peak test needs {FEWEST_SEEDS}; "
+            "go on with the same command"
+        )
+
+
+@dataclass(frozen=True)
+class Height:
+    """How far a peak stands above the higher of its two flanks, in the units of the curve."""
+
+    estimate: float
+    low: float
+    """0 where the test does not reject."""
+    high: float
+    """inf where the seeds do not differ at all."""
+
+
+@dataclass(frozen=True)
+class Detectable:
+    """The height of a peak of one point that is found with a power of 80 % by this number of seeds and points.
+
+    With the variances of the curve's own points, at the inner point that scatters most: runs scatter most where a peak
+    of interpolation is expected.
+    """
+
+    height: float
+    """In the units of the curve; inf where the seeds do not differ at all."""
+    sd: float
+    """In standard deviations of one run about its seed's curve, pooled over points."""
+    point: int
+    """Column of the noisiest inner point."""
+    even: float
+    """In the units of the curve, if all points scattered alike."""
+
+
+@dataclass(frozen=True)
+class PeakTest:
+    """What `peak_test` found; indices are columns of the array it was given."""
+
+    statistic: float
+    critical: float
+    p_value: float
+    rejected: bool
+    """A peak at `level`."""
+    triple: tuple[int, int, int] | None
+    """Left flank, peak and right flank that attain the statistic; None if not rejected."""
+    location: tuple[int, ...]
+    """Points that may be the highest mean between the two flanks; () if not rejected."""
+    height: Height
+    """Of the highest peak, with a two-sided interval at 1 − `level`."""
+    ceiling: float
+    """One-sided upper limit of the height of the highest peak at 1 − `level`: any peak that there is, is lower."""
+    detectable: Detectable
+    sd: float
+    """Standard deviation of one run about its seed's curve, pooled over points."""
+    seeds: int
+    """Seeds that were judged."""
+    points: tuple[int, ...]
+    """Points that were judged."""
+    diverged: tuple[int, ...]
+    """Rows (seeds) left out for values that are not finite."""
+    level: float
+
+    def no_peak_above(self, delta: float) -> bool:
+        """Whether the data exclude every peak higher than `delta`, in curve units, at the test's level."""
+        return self.ceiling <= delta
+
+
+def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, seed: int = 0) -> PeakTest:
+    """Test the mean of seed-paired curves for a peak.
+
+    Args:
+        curves: [S, J]; row s is one seed at all points, so that subset, label noise and order are shared along a row
+            and differ between rows. At most 10 points, named beforehand (`thin` picks them without looking at y).
+        level: false alarms among curves without a peak, and 1 − coverage of `location` and `height`.
+        draws: flat curves behind the critical value; seed: of those draws.
+
+    Diverged runs: a point without a finite value in more than half of the seeds is left out, then every seed that lacks
+    one at a remaining point. What is left are whole curves, so pairing and the error rate stay; the statement is about
+    runs that do not diverge. A diverged run with finite values stays in: its own spread keeps it from making a peak.
+
+    Location: with c' the critical value of max |t_ij| over all pairs of flat curves, a point between the flanks is
+    left out if another one between them is higher by more than c' standard errors. All pairs hold at once, so the set
+    misses the highest mean between the flanks with probability at most `level`, however the flanks were chosen.
+
+    Height: the lower limit is min(μ_j − μ_i, μ_j − μ_l) of the found triple by the same all-pairs bounds (0 where they
+    reach below it). The upper limit is max over triples of min(u_ij, u_jl) with u the exact limits of the paired t: if
+    a peak of height H exists, both its differences are at least H, and only if one of these two limits fails can the
+    maximum lie below H, so two limits share the error and the number of triples does not matter.
+
+    Raises:
+        UserError: not a table [seeds, points], more than 10 points, or fewer than 5 seeds or 3 points with values.
+    """
+    table = np.asarray(curves, dtype=np.float64)
+    if not 0 < level < 0.5:
+        raise UserError(f"peak_test: level must lie between 0 and 0.5, got {level}")
+    rows, points = finite_part(table)
+    diverged = tuple(sorted(set(range(len(table))) - set(rows)))
+    kept = table[np.ix_(rows, points)]
+    seeds, count = kept.shape
+    moved, scale = scaled(kept)
+    pairs = pairs_of(moved)
+    flat = null(seeds, count, draws, seed)
+    spread = math.sqrt(float(pairs.variance.sum()) / (2 * count * (count - 1)))
+    if spread * scale <= 8 * np.finfo(float).eps * float(np.abs(kept).max()):
+        spread = 0.0  # seeds differ by rounding only
+    t = pairs.t if spread else np.zeros((count, count))
+    variances = point_variances(pairs.variance, seeds) if spread else None
+    rising, both = flat.extremes(variances)
+    threshold = critical(rising, level)
+    rise, fall = rises_and_falls(t)
+    middle = int(np.argmax(np.minimum(rise, fall)))
+    statistic = float(min(rise[middle], fall[middle]))
+    rejected = statistic > threshold
+    triple = _flanks(t, middle) if rejected else None
+    location = () if triple is None else _location(t, triple[0], triple[2], critical(both, level))
+    height = _height(pairs, triple, critical(both, level / 2), level) if spread else Height(0.0, 0.0, math.inf)
+    ceiling = _upper(pairs, level) if spread else math.inf
+    found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws))
+    worst = int(np.argmax(found_at))
+    even = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
+    unit = spread * scale if spread else math.inf  # seeds that do not differ find nothing, however high
+    return PeakTest(
+        statistic=statistic,
+        critical=threshold,
+        p_value=p_value(statistic, rising),
+        rejected=rejected,
+        triple=None if triple is None else (points[triple[0]], points[triple[1]], points[triple[2]]),
+        location=tuple(points[j] for j in location),
+        height=Height(height.estimate * scale, height.low * scale, height.high * scale),
+        ceiling=ceiling * scale,
+        detectable=Detectable(float(found_at[worst]) * unit, float(found_at[worst]), points[worst + 1], even * unit),
+        sd=spread * scale,
+        seeds=seeds,
+        points=tuple(points),
+        diverged=diverged,
+        level=level,
+    )
+
+
+def highest_between(
+    curves: np.ndarray, left: int, right: int, *, level: float = 0.05, draws: int = 20_000, seed: int = 0
+) -> tuple[int, ...]:
+    """Columns of `curves` [S, J] strictly between two others that may hold the highest mean there.
+
+    As `PeakTest.location`, which is of the test's own flanks: curves that are to be compared need the same. Misses the
+    highest with probability at most `level`. All values must be finite.
+    """
+    moved, _ = scaled(np.asarray(curves, dtype=np.float64))
+    pairs = pairs_of(moved)
+    seeds, count = moved.shape
+    _, both = null(seeds, count, draws, seed).extremes(point_variances(pairs.variance, seeds))
+    return _location(pairs.t, left, right, critical(both, level))
+
+
+def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int) -> PeakTest:
+    """`peak_test` for a verdict, which seeds that do not differ cannot give. Raises UserError for these too."""
+    test = peak_test(curves, level=level, draws=draws, seed=seed)
+    if not test.sd:
+        raise UserError("the seeds do not differ, so no test can be made")
+    return test
+
+
+def scaled(kept: np.ndarray) -> tuple[np.ndarray, float]:
+    """(curves [S, J] less their first points, in units of the largest; that unit): squares of any units stay finite."""
+    moved = kept - kept[:, :1]
+    scale = float(np.abs(moved).max()) or 1.0
+    return moved / scale, scale
+
+
+def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
+    """Rows and columns of `curves` [S, J] that are judged: see the policy for diverged runs in `peak_test`.
+
+    Raises UserError as `peak_test` does.
+    """
+    if curves.ndim != 2:
+        raise UserError(f"a curve must be a table [seeds, points], got an array of shape {list(curves.shape)}")
+    check_points(curves.shape[1])
+    good = np.isfinite(curves)
+    points = [int(j) for j in np.flatnonzero(2 * good.sum(0) >= max(1, len(curves)))]
+    rows = [int(s) for s in np.flatnonzero(good[:, points].all(1))]
+    if len(points) < FEWEST_POINTS:
+        raise UserError(
+            f"the peak test needs at least {FEWEST_POINTS} points with values, got {len(points)} of {curves.shape[1]}"
+        )
+    if len(rows) < FEWEST_SEEDS:
+        raise TooFewSeeds(len(rows), len(curves))
+    return rows, points
+
+
+def check_points(count: int) -> None:
+    """Raise UserError if a curve has more points than the test is made for."""
+    if count > MOST_POINTS:
+        raise UserError(
+            f"the peak test takes at most {MOST_POINTS} points, got {count}: choose them beforehand, without looking "
+            "at the curve (experiments.statistics.thin does)"
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 20_000, seed: int = 0) -> float:
+    """Height, in standard deviations of one run, of a peak that the test finds with a power of 80 %.
+
+    The peak is the middle point, with one low point on either side (as between a valley and a second descent) and
+    equal variances.
+    """
+    flat = null(seeds, points, draws, seed)
+    threshold = critical(flat.extremes()[0], level)
+    return float(_needed(flat, threshold)[(points - 1) // 2 - 1])
+
+
+def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, most: int = 100) -> int | None:
+    """Smallest number of seeds that finds a peak of `height_sd` standard deviations of one run with a power of 80 %.
+
+    None beyond `most` seeds. From 2,000 draws for each number tried.
+    """
+
+    def enough(seeds: int) -> bool:
+        return detectable_sd(seeds, points, level=level, draws=2000) <= height_sd
+
+    if not height_sd > 0 or not enough(most):
+        return None
+    low, high = FEWEST_SEEDS - 1, most  # invariant: `high` is enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def thin(values: Sequence[float], at_most: int = MOST_POINTS) -> tuple[int, ...]:
+    """Indices of at most `at_most` points, spread evenly on a log axis, first and last included.
+
+    values: ascending positions on the axis (steps, ranks, rows); a first value of 0 is allowed. What was measured
+    there plays no part, so the test stays valid.
+
+    Raises UserError for fewer than 3 points wanted or values that do not ascend.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    if at_most < FEWEST_POINTS:
+        raise UserError(f"thin: at_most must be at least {FEWEST_POINTS}, got {at_most}")
+    if x.ndim != 1 or not np.isfinite(x).all() or (np.diff(x) <= 0).any() or (len(x) and x[0] < 0):
+        raise UserError("thin: values must be non-negative and ascend")
+    if len(x) <= at_most:
+        return tuple(range(len(x)))
+    scaled = np.log(x) if x[0] > 0 else np.log1p(x)
+    chosen: list[int] = []
+    for place, target in enumerate(np.linspace(scaled[0], scaled[-1], at_most)):
+        first = chosen[-1] + 1 if chosen else 0
+        last = len(x) - (at_most - place)  # leaves a point for every later target
+        chosen.append(first + int(np.argmin(np.abs(scaled[first : last + 1] - target))))
+    return tuple(chosen)
+
+
+# --------------------------------------------------------------------------------------------- parts
+
+
+def _needed(flat: Null, threshold: float, variances: np.ndarray | None = None, first: int | None = None) -> np.ndarray:
+    """[J − 2]: for each inner point, the height of a peak there that is found with a power of 80 %.
+
+    In standard deviations of the mean of `variances` [J] (None: all equal), from the `first` draws; the two neighbours
+    are its flanks. For each flat draw the smallest sufficient height follows from the t's: a rise by h moves t_ij by
+    h√S/√ṽ_ij.
+    """
+    t, per_unit = flat.with_unit_shift(variances, first)
+    steps = np.flatnonzero(flat.right == flat.left + 1)  # from each point to the next, in order
+    up = (threshold - t[steps[:-1]]) / per_unit[steps[:-1]]
+    down = (threshold + t[steps[1:]]) / per_unit[steps[1:]]  # a fall from the peak is minus the rise
+    return np.quantile(np.maximum(up, down), POWER, axis=1)
+
+
+def _flanks(t: np.ndarray, middle: int) -> tuple[int, int, int]:
+    """The middle with the points from which it rises and to which it falls most clearly."""
+    left = int(np.argmax(t[:middle, middle]))
+    right = middle + 1 + int(np.argmax(t[middle + 1 :, middle]))
+    return left, middle, right
+
+
+def _location(t: np.ndarray, left: int, right: int, threshold: float) -> tuple[int, ...]:
+    between = range(left + 1, right)
+    return tuple(j for j in between if max(t[j, k] for k in between) <= threshold)
+
+
+def _height(pairs: Pairs, triple: tuple[int, int, int] | None, threshold: float, level: float) -> Height:
+    high = _upper(pairs, level / 2)
+    if triple is None:
+        rise, fall = rises_and_falls(pairs.difference)
+        return Height(max(0.0, float(np.minimum(rise, fall).max())), 0.0, high)
+    i, j, l = triple
+    differences = np.array([pairs.difference[i, j], pairs.difference[l, j]])
+    errors = np.array([pairs.error[i, j], pairs.error[l, j]])
+    return Height(float(differences.min()), max(0.0, float((differences - threshold * errors).min())), high)
+
+
+def _upper(pairs: Pairs, level: float) -> float:
+    """Upper limit (0 or more) of the highest peak's height at 1 − level, from exact paired t limits at level/2 each."""
+    limits = pairs.difference + t_quantile(1 - level / 2, pairs.seeds - 1) * np.sqrt(pairs.variance / pairs.seeds)
+    rise, fall = rises_and_falls(limits)
+    return max(0.0, float(np.minimum(rise, fall).max()))

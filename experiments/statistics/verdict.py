@@ -1,0 +1,344 @@
+"""What a curve shows: double descent, instability, overfitting, mixed, monotone or undecided, and why.
+
+Each kind must be earned by tests; what no test earns is `undecided`, with the sentence that says what would decide it.
+Every test has its own level; the verdict `double descent` needs five findings at once, so it is wrong less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from experiments.statistics.curve import Curve
+from experiments.statistics.emc import Crossing, crossing
+from experiments.statistics.holdout import FEWEST_SEEDS, Holdout, holdout_test
+from experiments.statistics.instability import Instability, find_instability
+from experiments.statistics.intervals import t_interval
+from experiments.statistics.peak import PeakTest, TooFewSeeds, check_points, differing_test, seeds_needed
+from experiments.statistics.shape import Shape, shape_of
+from finetune.errors import UserError
+
+Kind = Literal["double descent", "instability", "overfitting", "mixed", "monotone", "undecided"]
+TOLERANCE = 0.2
+"""Monotone allows a peak of at most this share of the whole fall, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A name for a curve and the evidence for it."""
+
+    kind: Kind
+    evidence: tuple[str, ...]
+    """Sentences with the figures that led to `kind`, what was missing, and what would decide."""
+    peak: PeakTest | None = None
+    """Of the test error; None with too few seeds or points, or seeds that do not differ."""
+    train_peak: PeakTest | None = None
+    """Of the training loss; None if not measured, with too few seeds or points, or seeds that do not differ."""
+    threshold: float | None = None
+    """Where the mean training error crosses ε on the axis; None: not on it, or not measured."""
+    crossing: Crossing | None = None
+    """The same with its interval."""
+    holdout: Holdout | None = None
+    """Confirmation on other seeds; only from eight seeds on, where the peak test rejects."""
+    seeds_needed: int | None = None
+    """Seeds that find a peak as high as the largest hump with a power of 80 %; None beyond 100, or where not asked."""
+
+
+def judge_curve(
+    curve: Curve, *, level: float = 0.05, delta: float | None = None, draws: int = 20_000, seed: int = 0
+) -> Verdict:
+    """Judge one curve.
+
+    - double descent: the test error has a peak, a significant fall to the left of it, no peak of the training loss, the
+      interpolation threshold lies inside the peak's location set or between it and the next point, and what was fitted
+      at the peak stays fitted while the test error falls.
+    - instability: the training loss has a peak, where the gradient norm at least doubles or the sharpness exceeds its
+      stability threshold; or, along the steps, it rises for good by at least a fifth of what it had fallen.
+    - overfitting: the test error rises significantly from its lowest point to the end and does not come back.
+    - mixed: the first and one of the next two together.
+    - monotone: the test error falls significantly from the first to the last point, never rises significantly, and
+      every peak above `delta` is excluded.
+
+    A curve of the training loss itself (`Curve.training`) is named instability, monotone or undecided only.
+
+    Args:
+        level: of each test.
+        delta: height of a peak that would matter, in units of the test error; None: a fifth of the whole fall.
+        draws, seed: as for `peak_test`.
+
+    Raises:
+        UserError: more than 10 points (`Curve.thinned` chooses them), or level, delta or ε out of bounds. Too few seeds
+            or points, and seeds that do not differ, are no error: the verdict is undecided and says so.
+    """
+    check_points(len(curve.values))
+    if not 0 < level < 0.5:
+        raise UserError(f"judge_curve: level must lie between 0 and 0.5, got {level}")
+    if delta is not None and not delta > 0:
+        raise UserError(f"judge_curve: delta must be positive, got {delta}")
+    try:
+        peak = differing_test(curve.test, level=level, draws=draws, seed=seed)
+    except UserError as error:
+        threshold = _threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
+        why = error.told(curve.planned) if isinstance(error, TooFewSeeds) else str(error)
+        said = [_capital(why) + ".", curve.lost_sentence(), _cannot_show(curve, threshold)]
+        value = None if threshold is None else threshold.value
+        return Verdict("undecided", tuple(filter(None, said)), threshold=value, crossing=threshold)
+    bump = find_instability(curve, level=level, draws=draws, seed=seed)
+    threshold = _threshold(curve, peak.diverged, peak.points)
+    judged = _Judged(curve, peak, shape_of(curve, peak), bump, threshold, level)
+    if curve.training:
+        kind, evidence = judged.of_training(delta)
+    else:
+        kind, evidence = judged.with_peak() if peak.rejected else judged.without_peak(delta)
+    holdout = None
+    if peak.rejected and peak.seeds >= FEWEST_SEEDS:
+        holdout = holdout_test(curve.test, level=level)
+        found = "confirm it" if holdout.confirmed else "do not confirm it"
+        evidence.append(
+            f"Chosen on 3 seeds and tested on the other {holdout.seeds}, two paired t-tests {found} "
+            f"(p = {holdout.p_value:.2g})."
+        )
+    if (lost := curve.lost_sentence()) is not None:
+        points = [curve.at(j) for j in range(len(curve.values)) if j not in peak.points]
+        evidence.append(lost)
+        if points:
+            evidence.append(f"Left out, since most seeds have no value there: {', '.join(points)}.")
+        if peak.diverged:
+            evidence.append(f"The verdict is about the other {peak.seeds} seeds.")
+    return Verdict(
+        kind,
+        tuple(evidence),
+        peak,
+        bump.peak,
+        None if threshold is None else threshold.value,
+        threshold,
+        holdout,
+        judged.seeds_needed,
+    )
+
+
+def _threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Sequence[int]) -> Crossing | None:
+    """Of the same seeds and points as the peak test; None if the training error was not measured there."""
+    if curve.train_error is None or len(points) < 2:
+        return None
+    errors = np.delete(curve.train_error, list(diverged), axis=0)[:, list(points)]
+    if not np.isfinite(errors).all(1).any():
+        return None
+    return crossing([curve.values[j] for j in points], errors, curve.epsilon)
+
+
+def _cannot_show(curve: Curve, found: Crossing | None) -> str | None:
+    """That the axis cannot show an interpolation peak, where it cannot."""
+    if found is None or found.value is not None or found.fitted == "some" or curve.training:
+        return None
+    cannot = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis}"
+    if found.fitted == "all":
+        return (
+            f"Every point has a mean training error of at most {curve.epsilon:g}, the smallest value included, "
+            f"{cannot} at which training data are not fitted."
+        )
+    return f"No point has a mean training error of at most {curve.epsilon:g}, {cannot} at which it is reached."
+
+
+@dataclass
+class _Judged:
+    """The findings of one curve, and the names that they earn."""
+
+    curve: Curve
+    peak: PeakTest
+    shape: Shape
+    bump: Instability
+    threshold: Crossing | None
+    level: float
+    seeds_needed: int | None = None
+
+    def with_peak(self) -> tuple[Kind, list[str]]:
+        """The name of a curve whose test error has a peak."""
+        evidence = [self._peak_sentence()]
+        assert self.peak.triple is not None
+        descent = self.shape.fall_before(self.peak.triple[1])
+        evidence.append(
+            descent.sentence("first falls")
+            if descent
+            else f"No significant fall to the left of the peak: a first descent needs smaller values of "
+            f"{self.curve.axis}, or more seeds."
+        )
+        inside, where = self._threshold_sentence()
+        evidence.append(where)
+        unfitted = self._unfitted_sentence()
+        evidence.extend([*self.bump.evidence, *([unfitted] if unfitted else [])])
+        classic = descent is not None and inside and unfitted is None
+        rise = self.shape.rise_after(self.peak.triple[2])
+        if classic and self.bump.found:
+            return "mixed", [*evidence, "The peak is where interpolation predicts it, but the training loss peaks too."]
+        if classic and self.bump.lasting:
+            return "mixed", [*evidence, "The peak is where interpolation predicts it, but training was unstable too."]
+        if classic and rise is not None:
+            return "mixed", [*evidence, rise.sentence("after its second descent rises again")]
+        if classic and self.bump.peak is not None:
+            return "double descent", evidence
+        if self.bump.unstable:
+            return "instability", evidence
+        return "undecided", [*evidence, "A peak, but not every finding that a name for it needs."]
+
+    def without_peak(self, delta: float | None) -> tuple[Kind, list[str]]:
+        """The name of a curve whose test error has no peak that these seeds can show."""
+        overfit = self.shape.overfitting(self.level)
+        evidence = [] if overfit is None else [overfit]
+        last = [*self.bump.evidence, *self._nothing_sentences()]
+        open_end = [*last, *self._hump_sentences()]
+        if self.bump.spike:
+            return ("mixed" if overfit else "instability"), [*evidence, *last]
+        if self.bump.lasting:  # what is not fitted any more is not overfitted
+            return "instability", [*evidence, *last]
+        if self.bump.found:
+            return "undecided", [*evidence, *open_end]
+        if overfit:
+            return "overfitting", [*evidence, *last]
+        monotone, found = self._fall(delta)
+        return ("monotone", [*found, *last]) if monotone else ("undecided", [*found, *open_end])
+
+    def of_training(self, delta: float | None) -> tuple[Kind, list[str]]:
+        """The name of a curve of the training loss itself."""
+        evidence = list(self.bump.evidence)
+        if self.bump.unstable:
+            return "instability", evidence
+        if self.bump.found:
+            return "undecided", [
+                *evidence,
+                "A bump of the training loss, but no spike that says it was unstable.",
+            ]
+        monotone, found = self._fall(delta)
+        if monotone:
+            return "monotone", [*evidence, *found]
+        return "undecided", [*evidence, *found, *self._hump_sentences()]
+
+    def _fall(self, delta: float | None) -> tuple[bool, list[str]]:
+        """(the curve falls and every peak that matters is excluded, in words)."""
+        fall = self.shape.fall_to_the_end()
+        if fall is None or self.shape.largest_rise() is not None:
+            return False, []
+        allowed = TOLERANCE * fall.size if delta is None else delta
+        if self.peak.no_peak_above(allowed):
+            return True, [
+                fall.sentence("falls"),
+                f"No peak that matters: any above {self.curve.amount(self.peak.ceiling)} is excluded (one-sided "
+                f"{1 - self.level:.0%} limit), and only {self.curve.amount(allowed)} or more would matter.",
+            ]
+        return False, [
+            fall.sentence("falls"),
+            f"A peak of up to {self.curve.amount(self.peak.ceiling)} is not excluded; called monotone below "
+            f"{self.curve.amount(allowed)}.",
+        ]
+
+    def _peak_sentence(self) -> str:
+        curve, peak = self.curve, self.peak
+        assert peak.triple is not None
+        i, j, l = peak.triple
+        mean = self.shape.mean
+        where = " to ".join(
+            dict.fromkeys([f"{curve.values[peak.location[0]]:g}", f"{curve.values[peak.location[-1]]:g}"])
+        )
+        return (
+            f"{_capital(curve.metric)} has a peak at {curve.at(j)}: {curve.amount(mean[i])} at {curve.at(i)}, "
+            f"{curve.amount(mean[j])} at {curve.at(j)}, {curve.amount(mean[l])} at {curve.at(l)}; height "
+            f"{curve.amount(peak.height.estimate)} ({peak.height.low:.3g} to {peak.height.high:.3g}), located at "
+            f"{curve.axis} {where} (T = {peak.statistic:.3g}, critical {peak.critical:.3g}, p = {peak.p_value:.2g}, "
+            f"{peak.seeds} seeds)."
+        )
+
+    def _threshold_sentence(self) -> tuple[bool, str]:
+        """Whether the interpolation threshold is where the peak is, in words."""
+        curve, found = self.curve, self.threshold
+        if found is None:
+            return False, "Training error was not measured, so the interpolation threshold is unknown."
+        if found.value is None:
+            return False, _cannot_show(curve, found) or (
+                f"Mean training error is at most {curve.epsilon:g} at some points only, in no order: no one threshold."
+            )
+        points = self.peak.points
+        first, last = points.index(self.peak.location[0]), points.index(self.peak.location[-1])
+        low, high = curve.values[points[max(first - 1, 0)]], curve.values[points[min(last + 1, len(points) - 1)]]
+        inside = low <= found.value <= high
+        span = "" if found.low is None or found.high is None else f" ({found.low:.3g} to {found.high:.3g})"
+        return inside, (
+            f"Mean training error crosses {curve.epsilon:g} at {curve.axis} {found.value:.3g}{span}, "
+            f"{'inside' if inside else 'outside'} the peak's location with its neighbours ({low:g} to {high:g})."
+        )
+
+    def _unfitted_sentence(self) -> str | None:
+        """That the fall after the peak goes with training data that are not fitted any more; None if it does not.
+
+        Only where the training error fell towards the peak: along rows it rises, and what is fitted lies on the left.
+        """
+        curve, triple = self.curve, self.peak.triple
+        if curve.train_error is None or triple is None:
+            return None
+        _, j, l = triple
+        errors = self._train_errors([self.peak.points[0], j, l])
+        if len(errors) < 2:
+            return None
+        first, top, right = errors.mean(0)
+        rise = t_interval((errors[:, 2] - errors[:, 1]).tolist(), confidence=1 - 2 * self.level)
+        if not (first > top and right > curve.epsilon and rise.low is not None and rise.low > 0):
+            return None
+        return (
+            f"Training error rises again from {top:.3g} at {curve.at(j)} to {right:.3g} at {curve.at(l)} (by at least "
+            f"{rise.low:.2g}): data are fitted less there, so that fall is no second descent of what interpolates."
+        )
+
+    def _train_errors(self, points: Sequence[int]) -> np.ndarray:
+        """[S, points]: training errors of the judged seeds that have all of them."""
+        assert self.curve.train_error is not None
+        errors = np.delete(self.curve.train_error, list(self.peak.diverged), axis=0)[:, list(points)]
+        return errors[np.isfinite(errors).all(1)]
+
+    def _open_end_sentence(self) -> str | None:
+        """That the right end is not fitted again, though points before it are; None if it is, or none is."""
+        curve, found, points = self.curve, self.threshold, self.peak.points
+        if found is None or found.rising or found.fitted != "some":
+            return None
+        errors = self._train_errors(points)
+        mean = errors.mean(0)
+        if len(errors) < 2 or mean[-1] <= curve.epsilon:
+            return None
+        last = t_interval(errors[:, -1].tolist(), confidence=1 - 2 * self.level)
+        said = f"Mean training error is above {curve.epsilon:g} again at {curve.at(points[-1])}: {mean[-1]:.3g}"
+        if last.low is not None and last.low > curve.epsilon:
+            return f"{said} (at least {last.low:.3g}). The axis does not end with fitted data."
+        return f"{said} (not significantly). That the axis ends with fitted data is not shown."
+
+    def _nothing_sentences(self) -> list[str]:
+        """What was not found, what could have been, and whether it can be on this axis."""
+        curve, peak = self.curve, self.peak
+        found = peak.detectable
+        cannot = _cannot_show(curve, self.threshold) or self._open_end_sentence()
+        return [
+            f"No peak of {curve.metric} at the {peak.level:.0%} level (T = {peak.statistic:.3g}, critical "
+            f"{peak.critical:.3g}, p = {peak.p_value:.2g}). {peak.seeds} seeds and {len(peak.points)} points find a "
+            f"peak of {curve.amount(found.height)} ({found.sd:.2g} standard deviations of one run) at "
+            f"{curve.at(found.point)}, where runs scatter most, in 80 % of cases; of {curve.amount(found.even)} if all "
+            "points scattered alike.",
+            *([cannot] if cannot else []),
+        ]
+
+    def _hump_sentences(self) -> list[str]:
+        """How high the largest hump is, and how many seeds would show it."""
+        curve, peak = self.curve, self.peak
+        if not (peak.sd > 0 and peak.height.estimate > 0):
+            return []
+        equal = peak.height.estimate / peak.sd * peak.detectable.even / peak.detectable.height
+        self.seeds_needed = seeds_needed(equal, len(peak.points), level=peak.level)
+        hump = f"The largest hump measures {curve.amount(peak.height.estimate)} (0 to {peak.height.high:.3g})"
+        if self.seeds_needed is None:
+            return [f"{hump}; if that is its true height, more than 100 seeds would be needed to show it."]
+        if self.seeds_needed > peak.seeds:
+            return [f"{hump}; if that is its true height, {self.seeds_needed} seeds would show it."]
+        return [f"{hump}."]
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
