@@ -56,8 +56,9 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     Raises UserError.
     """
     from finetune.backbone import resolve_backbone
+    from finetune.figures import gib
     from finetune.planner.devices import machine_memory
-    from finetune.planner.footprint import Backbone, footprint, gib
+    from finetune.planner.footprint import Backbone, footprint
 
     settings, memory = recipe.train, machine_memory()
     update = settings.batch_size * settings.accumulate

@@ -66,6 +66,7 @@ from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
 from finetune.data.units import fold_units
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
+from finetune.figures import rate_text
 from finetune.launch import consistency, spawn, watchdog
 from finetune.lock import owned
 from finetune.parallel.engine import Engine
@@ -76,7 +77,6 @@ from finetune.run_directory import RunDirectory, disk_full_interrupts, refuse_ol
 from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import train_stage
-from finetune.train.throughput import rate_text
 from regularizers import build as build_regularizer
 
 LABEL_NOISE = "label_noise.json"

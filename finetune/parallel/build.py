@@ -22,7 +22,7 @@ from ..compute.numerics import dropout_rates, uncounted_dropout, uses_dropout
 from ..compute.precision import adapter_dtype
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
-from ..planner.memory import size
+from ..figures import gib
 from ..quantised import describe, unwrap_packed
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
@@ -190,7 +190,7 @@ def _on_mesh(
 
     def progress(done: int, total: int, rate: float) -> None:
         if done == total:
-            say(f"read {size(done)} of weights at {size(round(rate))}/s")
+            say(f"read {gib(done)} of weights at {gib(round(rate))}/s")
 
     loaded = load_weights(model, checkpoint, layout=layout, world=world, say=progress)
     engine = Engine(

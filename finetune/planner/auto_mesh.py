@@ -21,9 +21,10 @@ from regularizers.config import RegularizerConfig
 
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
+from ..figures import gib
 from ..parallel.rules import Settings, broken_rule, check_settings
 from .devices import Devices, at_hand
-from .footprint import Backbone, Footprint, footprint, gib
+from .footprint import Backbone, Footprint, footprint
 
 if TYPE_CHECKING:
     from ..tasks import Task

@@ -18,6 +18,7 @@ from ..adapters.patterns import by_pattern
 from ..atomic import read_object
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
+from ..figures import gib
 
 _BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
 _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re.IGNORECASE)
@@ -190,11 +191,6 @@ def _in_flight(mesh: Mesh, train: Train, rows: int) -> float:
     piece = math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
     looped = 1 if mesh.schedule == "1f1b" else 1 + (mesh.pp - 1) / (mesh.pp * (mesh.virtual or 2))
     return min(rows * train.accumulate, looped * piece * mesh.pp)
-
-
-def gib(count: float) -> str:
-    """Bytes for a person."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _adapted(name: str, adapter: Adapter) -> bool:

@@ -23,6 +23,7 @@ from ..compute.capabilities import kept_draws
 from ..compute.numerics import SHORT, attention, without_input_casts
 from ..compute.precision import autocast, settled
 from ..config import WIDTHS, Mesh, Optimizer, OptimizerKind, Train
+from ..figures import gib
 from ..parallel.engine import Engine
 from ..parallel.fsdp import blocks
 from ..parallel.layout import local
@@ -141,12 +142,7 @@ def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer) -> list[
     width = max(len(name) for name, _, _ in causes)
     device = next(model.parameters()).device
     head = f"plan: {train.steps} steps × {train.accumulate} × {train.batch_size} rows on {device}, {train.precision}"
-    return [head, *(f"  {name.ljust(width)}  {size(value):>11}  {note}" for name, value, note in causes)]
-
-
-def size(count: int) -> str:
-    """Bytes as MiB or GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    return [head, *(f"  {name.ljust(width)}  {gib(value):>11}  {note}" for name, value, note in causes)]
 
 
 def _dtypes(model: nn.Module) -> str:
@@ -175,7 +171,7 @@ def mesh_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Optimizer
     rows.append(("together", sum(count for _, count, _ in rows), "without activations, temporaries and libraries"))
     head = f"plan: {train.steps} steps × {train.accumulate} × {train.batch_size} rows on {world}, {world.device.type}"
     width = max(len(name) for name, _, _ in rows)
-    lines = [head, *(f"  {name.ljust(width)}  {size(count):>11}  {note}" for name, count, note in rows)]
+    lines = [head, *(f"  {name.ljust(width)}  {gib(count):>11}  {note}" for name, count, note in rows)]
     return [*lines, *(f"  sends per update: {line}" for line in _traffic(engine, mesh, train, adapter))]
 
 
@@ -187,18 +183,18 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
         axes = " × ".join(axis for axis in ("dp", "cp") if world.width(axis) > 1)
         gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
         gathered = gathers * train.accumulate * sharding.sharded_bytes * (n - 1) // n
-        lines.append(f"{size(gathered)} of weights gathered along {axes}, {size(adapter)} of adapter gradients reduced")
+        lines.append(f"{gib(gathered)} of weights gathered along {axes}, {gib(adapter)} of adapter gradients reduced")
     if mesh.replicate > 1:
         lines.append(
-            f"{size(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
+            f"{gib(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"
         )
     if mesh.tp > 1:
         each = _activation_bytes(engine, train) * train.accumulate * len(blocks(engine.model))
-        lines.append(f"{size(8 * each * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a block)")
+        lines.append(f"{gib(8 * each * (mesh.tp - 1) // mesh.tp)} of activations along tp (4 all-reduces a block)")
     if mesh.cp > 1:
         each = _key_value_bytes(engine, train) * train.accumulate * len(blocks(engine.model))
         lines.append(
-            f"{size(2 * each * (mesh.cp - 1) // mesh.cp)} of keys and values along cp (one all-gather and one "
+            f"{gib(2 * each * (mesh.cp - 1) // mesh.cp)} of keys and values along cp (one all-gather and one "
             "reduce-scatter a block)"
         )
     if mesh.pp > 1:
@@ -215,7 +211,7 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
         pieces = full_pieces(cut * train.accumulate, pp=mesh.pp, schedule=mesh.schedule)
         idle = bubble(mesh.pp, stages, pieces, mesh.schedule)
         lines.append(
-            f"{size(2 * stages * _activation_bytes(engine, train) * train.accumulate)} of activations along pp; "
+            f"{gib(2 * stages * _activation_bytes(engine, train) * train.accumulate)} of activations along pp; "
             f"{pieces} pieces through {mesh.pp} × {stages} stages leave a bubble of {idle:.1%}"
         )
     return lines

@@ -22,12 +22,13 @@ from torch import nn
 
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
+from ..figures import gib
 from ..parallel.fsdp import blocks
 from ..parallel.layout import local
 from ..quantised import scales
 from ..train.adam8bit import state_bytes
 from ..train.checkpoint import steps
-from .memory import MemoryPlan, memory_plan, size
+from .memory import MemoryPlan, memory_plan
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
@@ -57,11 +58,11 @@ class Measured:
     """What other processes have of a CUDA device."""
 
     def __str__(self) -> str:
-        of = f" of {size(self.total)}" if self.total is not None else ""
+        of = f" of {gib(self.total)}" if self.total is not None else ""
         if self.reserved is None:
-            return f"{size(self.held)} held by the process{of} on {self.place}"
-        others = f", {size(self.others)} by other processes" if self.others > (self.total or 0) / 50 else ""
-        return f"{size(self.held)} allocated and {size(self.reserved)} reserved{others}{of} on {self.place}"
+            return f"{gib(self.held)} held by the process{of} on {self.place}"
+        others = f", {gib(self.others)} by other processes" if self.others > (self.total or 0) / 50 else ""
+        return f"{gib(self.held)} allocated and {gib(self.reserved)} reserved{others}{of} on {self.place}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Change:
     """Bytes by the plan."""
 
     def __str__(self) -> str:
-        return f"{self.setting} ({self.cost}; saves {size(self.saves)} by the plan)"
+        return f"{self.setting} ({self.cost}; saves {gib(self.saves)} by the plan)"
 
 
 def measure(device: torch.device) -> Measured:
@@ -239,7 +240,7 @@ def message(
     """What happened, what was planned, and what to change."""
     who = f"rank {engine.world.rank} " if engine.world.size > 1 else ""
     asked = asked_for(error)
-    more = f" and {size(asked)} more asked for" if asked else ""
+    more = f" and {gib(asked)} more asked for" if asked else ""
     causes = {
         "backbone": plan.backbone,
         "adapter": plan.adapter,
@@ -247,10 +248,10 @@ def message(
         "optimizer state": plan.optimizer,
         "activations": plan.activations,
     }
-    parts = ", ".join(f"{name} {size(count)}" for name, count in causes.items())
+    parts = ", ".join(f"{name} {gib(count)}" for name, count in causes.items())
     advice = ", then ".join(map(str, options[:2])) or "a smaller backbone, or a device with more memory"
     return (
-        f"{stage}: {who}ran out of memory in {where}: {measured}{more}; planned {size(plan.total)} ({parts}). "
+        f"{stage}: {who}ran out of memory in {where}: {measured}{more}; planned {gib(plan.total)} ({parts}). "
         f"Cheapest changes: {advice}"
     )
 

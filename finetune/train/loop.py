@@ -29,6 +29,7 @@ from ..config import Evaluate, Optimizer, Train
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
 from ..evaluate.dev import dev_figures
+from ..figures import rate_text
 from ..launch import watchdog
 from ..parallel.engine import Engine
 from ..planner.out_of_memory import noted
@@ -47,7 +48,7 @@ from .stage import Stage as Stage  # users know these by this module's name
 from .stage import StageResult as StageResult
 from .stage import Work as Work
 from .stage import alone, check_best, check_length, ended, on_device
-from .throughput import Meter, rate_text
+from .throughput import Meter
 from .trace.recorder import Recorder, Recording
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ the device is made to do: padding, and what checkpointing computes again, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -173,17 +173,3 @@ def _runs(positions: Tensor) -> Tensor:
 
 RATES = frozenset({"tokens_s", "tflops", "mfu", "hfu"})
 """What a line of metrics.jsonl has of them (`finetune.train.throughput`)."""
-
-
-def rate_text(figures: Mapping[str, Any]) -> str:
-    """`12.3k tokens/s, 35 GFLOP/s, MFU 41 %`, as far as it is known."""
-    parts = []
-    if figures.get("tokens_s"):
-        rate = figures["tokens_s"]
-        parts.append(f"{rate / 1000:.3g}k tokens/s" if rate >= 1000 else f"{rate:.3g} tokens/s")
-    if figures.get("tflops"):
-        rate = figures["tflops"]
-        parts.append(f"{rate:.3g} TFLOP/s" if rate >= 1 else f"{1000 * rate:.3g} GFLOP/s")
-    if figures.get("mfu"):
-        parts.append(f"MFU {100 * figures['mfu']:.0f} %")
-    return ", ".join(parts)

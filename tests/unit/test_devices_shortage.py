@@ -12,9 +12,10 @@ from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import OutOfMemory, is_out_of_memory
+from finetune.figures import gib
 from finetune.parallel.engine import Engine
 from finetune.planner import out_of_memory
-from finetune.planner.memory import MemoryPlan, memory_plan, size
+from finetune.planner.memory import MemoryPlan, memory_plan
 from finetune.planner.out_of_memory import Measured, asked_for, changes
 from finetune.run_directory import RunDirectory
 from finetune.tasks import LanguageModel
@@ -95,11 +96,11 @@ def test_the_message_has_plan_measure_and_two_changes(tmp_path, source, monkeypa
         fit(engine, tmp_path / "run")
     told, plan = str(caught.value), memory_plan(engine.model, train=Train(batch_size=4, max_length=12))
     assert seen == [torch.device("cpu")] and caught.value.resumable and is_out_of_memory(caught.value)
-    assert told.startswith("fine-tune: ran out of memory in update 4: 77.00 GiB allocated and 78.00 GiB reserved of ")
-    assert ("and 2.50 GiB more asked for" in told) == (error is CUDA)
-    assert f"planned {size(plan.total)} (backbone {size(plan.backbone)}, " in told
+    assert told.startswith("fine-tune: ran out of memory in update 4: 77.0 GiB allocated and 78.0 GiB reserved of ")
+    assert ("and 2.5 GiB more asked for" in told) == (error is CUDA)
+    assert f"planned {gib(plan.total)} (backbone {gib(plan.backbone)}, " in told
     first = "Cheapest changes: train.batch_size 2 with train.accumulate 2 (the same updates; saves "
-    assert first + size(plan.activations // 2) in told and ", then train.checkpointing: full (" in told
+    assert first + gib(plan.activations // 2) in told and ", then train.checkpointing: full (" in told
     assert "The checkpoint of update 2 is kept" in told and f"train --resume {tmp_path / 'run'} --mesh.dp 2" in told
     assert "\n" not in told
     # what the failed pass held is free again, and the run goes on from its checkpoint
@@ -124,8 +125,8 @@ def test_a_regularizer_is_detached_before_the_plan_is_measured(tmp_path, source,
     engine.breaks_in = 2
     with pytest.raises(OutOfMemory, match=r"in update [12]: ") as caught:
         fit(engine, tmp_path / "run", regularizer=build(config))
-    assert f"backbone {size(plain.backbone)}," in str(caught.value)
-    assert f"activations {size(plain.activations)})" in str(caught.value)
+    assert f"backbone {gib(plain.backbone)}," in str(caught.value)
+    assert f"activations {gib(plain.activations)})" in str(caught.value)
 
 
 def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):

@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter
+from finetune.figures import rate_text
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
 from finetune.tasks import Classify, LanguageModel
 from finetune.train import throughput
-from finetune.train.throughput import EVERY, Meter, rate_text
+from finetune.train.throughput import EVERY, Meter
 from tests.finetune_models import Micro, RandomBatches, save_backbone
 
 LM = LanguageModel()

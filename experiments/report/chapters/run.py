@@ -10,7 +10,7 @@ from experiments.report.charts.evaluation import evaluation
 from experiments.report.charts.training import small_multiples, training
 from experiments.results.run import Run
 from finetune.run_directory import SPIKE
-from finetune.train.throughput import rate_text
+from finetune.figures import rate_text
 
 _TILES = (
     "accuracy", "f1_micro", "spearman", "exact_match", "rmse", "chrf", "perplexity", "pseudo_perplexity", "f1_macro",

@@ -1,0 +1,25 @@
+"""Figures in words: bytes and rates, as every printed line has them. Imports nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def gib(count: float) -> str:
+    """Bytes for a person."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def rate_text(figures: Mapping[str, Any]) -> str:
+    """`12.3k tokens/s, 35 GFLOP/s, MFU 41 %`, as far as it is known."""
+    parts = []
+    if figures.get("tokens_s"):
+        rate = figures["tokens_s"]
+        parts.append(f"{rate / 1000:.3g}k tokens/s" if rate >= 1000 else f"{rate:.3g} tokens/s")
+    if figures.get("tflops"):
+        rate = figures["tflops"]
+        parts.append(f"{rate:.3g} TFLOP/s" if rate >= 1 else f"{1000 * rate:.3g} GFLOP/s")
+    if figures.get("mfu"):
+        parts.append(f"MFU {100 * figures['mfu']:.0f} %")
+    return ", ".join(parts)
