@@ -107,7 +107,7 @@ def _examine(argv: Sequence[str]) -> None:
         return
     import json
 
-    found = doctor()
+    found = doctor(installation.shadows())
     print(json.dumps(found, indent=2) if "--json" in argv else render(found))
 
 

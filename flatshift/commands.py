@@ -316,8 +316,9 @@ def _recipes(argv: list[str]) -> int:
 def _doctor(argv: list[str]) -> int:
     flags: DoctorFlags = _parse(DoctorFlags, "doctor", argv)
     from experiments.workflows.doctor import doctor, render
+    from flatshift.installation import shadows
 
-    result = doctor(deep=flags.deep)
+    result = doctor(shadows(), deep=flags.deep)
     print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
     return 0 if result["ok"] else 1
 

@@ -1,7 +1,7 @@
 """What is here, what is missing and how to get it: the answer of `flatshift doctor`.
 
 Imports nothing but the standard library at module level, and torch only when asked: a doctor that needs a healthy
-installation to start is no doctor. `python -m experiments.workflows.doctor` runs it without the front door.
+installation to start is no doctor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DISTRIBUTION = "flatshift"
-IMPORT_NAMES = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 HOME = Path(__file__).resolve().parents[2]
 EXTRAS = {
     "zstd": "read .zst input",
@@ -30,21 +29,21 @@ EXTRAS = {
     "quant": "keep backbones in 4 or 8 bits (train.quantization)",
     "cuda": "another kernel for the loss on CUDA, taken where it is faster",
 }
+Findings = list[dict[str, str]]
 LITTLE_DISK = 1 << 30  # bytes; a run directory with its checkpoints should fit
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def doctor(*, deep: bool = False) -> dict[str, Any]:
+def doctor(shadows: tuple[Findings, Findings], *, deep: bool = False) -> dict[str, Any]:
     """Look at the environment; `deep` also imports torch and lists its devices.
 
+    shadows: problems and notes on packages of other origin under our import names (`flatshift.installation.shadows`).
     Returns a JSON-ready dict. `ok` is False if `problems` is not empty: then something will not work. Each problem and
     each note is `{"what", "fix"}`, and `fix` may be empty for a note. Sizes are bytes.
     """
-    problems: list[dict[str, str]] = []
-    notes: list[dict[str, str]] = []
+    problems, notes = list(shadows[0]), list(shadows[1])
     versions, extras = check_versions(problems, notes)
-    check_shadows(IMPORT_NAMES, HOME, sys.path, problems, notes)
     disk = shutil.disk_usage(Path.cwd())
     if disk.free < LITTLE_DISK:
         notes.append({"what": f"only {_gib(disk.free)} free here", "fix": "give `--out` on a larger disk"})
@@ -156,77 +155,6 @@ def _only_with(requirement: Requirement, extra: str) -> bool:
     return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
 
 
-# Names
-
-
-def check_shadows(
-    names: Iterable[str],
-    home: Path,
-    path: Iterable[str],
-    problems: list[dict[str, str]],
-    notes: list[dict[str, str]],
-    *,
-    owners: Mapping[str, list[str]] | None = None,
-) -> None:
-    """Find modules of other origin that carry one of our import names.
-
-    One that Python finds before ours, or that another distribution installed over ours, is a problem; one that ours
-    hides is a note. `home` is the folder that holds our packages; `owners` maps an import name to the distributions
-    that installed it (default: what `importlib.metadata` knows).
-    """
-    owners = importlib.metadata.packages_distributions() if owners is None else owners
-    entries = list(dict.fromkeys(Path(entry or ".").resolve() for entry in path))
-    for name in names:
-        ours = home / name
-        before = True
-        for entry in entries:
-            if entry == home:
-                before = False
-                continue
-            found = _module_at(entry, name)
-            if found is None or found.resolve() == ours:
-                continue
-            if before and _wins(found, ours):
-                fix = "rename or move it, or run from another folder"
-                owner = _owner(owners, name)
-                if owner:
-                    fix = f"pip uninstall {owner}, or keep the two in separate environments"
-                problems.append({"what": f"`import {name}` finds {found} instead of {ours}{_by(owner)}", "fix": fix})
-                break
-            notes.append({"what": f"{found} has the name of our package {name!r} and is hidden by it", "fix": ""})
-        together = _owner(owners, name)
-        if together and DISTRIBUTION in owners.get(name, []):
-            what = f"`{name}` was installed by {together} as well as by {DISTRIBUTION}, one over the other"
-            problems.append(
-                {"what": what, "fix": f"pip uninstall {together}; pip install --force-reinstall {DISTRIBUTION}"}
-            )
-
-
-def _module_at(entry: Path, name: str) -> Path | None:
-    """The package folder or module file `name` directly in `entry`, as an import would find it."""
-    folder, file = entry / name, entry / f"{name}.py"
-    if (folder / "__init__.py").is_file():
-        return folder
-    if file.is_file():
-        return file
-    return folder if folder.is_dir() and any(folder.glob("*.py")) else None
-
-
-def _wins(found: Path, ours: Path) -> bool:
-    """Whether `found`, earlier on the path, is what `import` takes: a bare folder yields to a package with a body."""
-    bare = found.is_dir() and not (found / "__init__.py").is_file()
-    return not (bare and (ours / "__init__.py").is_file())
-
-
-def _owner(owners: Mapping[str, list[str]], name: str) -> str:
-    others = sorted({owner for owner in owners.get(name, []) if owner.lower() != DISTRIBUTION})
-    return " ".join(others)
-
-
-def _by(owner: str) -> str:
-    return f" (installed by {owner})" if owner else ""
-
-
 # Machine
 
 
@@ -294,7 +222,7 @@ def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -
 
         found = look()
         reason = absence(found)
-    except Exception as error:  # a foreign `finetune`, which check_shadows has named
+    except Exception as error:  # a foreign `finetune`, which the problems above name
         notes.append({"what": f"CUDA cannot be looked at: {error}", "fix": ""})
         return
     if reason is None or (found.built_for is None and not found.driver):
@@ -343,7 +271,7 @@ def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
         from finetune.config import Train
 
         choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))
-    except Exception as error:  # a foreign `finetune`, which check_shadows has named, or a device that fails
+    except Exception as error:  # a foreign `finetune`, which the problems above name, or a device that fails
         problems.append({"what": f"train.precision: auto cannot be settled: {error}", "fix": ""})
         return None
     return {"auto": choice.precision, "why": choice.why}
@@ -378,7 +306,7 @@ def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
         from finetune import assets
 
         found = {"backbones": assets.backbones(), "samples": assets.samples()}
-    except Exception as error:  # a foreign `finetune` may hold anything; check_shadows has named it
+    except Exception as error:  # a foreign `finetune` may hold anything; the problems above name it
         problems.append({"what": f"the shipped files cannot be listed: {error}", "fix": ""})
         return {"backbones": [], "samples": []}
     for kind, names in found.items():
@@ -401,7 +329,7 @@ def token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
             "bytes": sum(entry.bytes for entry in entries),
             "limit": cache_limit(),
         }
-    except Exception as error:  # a limit that is no number, or a foreign `finetune`, which check_shadows has named
+    except Exception as error:  # a limit that is no number, or a foreign `finetune`, which the problems above name
         problems.append({"what": f"the token cache cannot be looked at: {error}", "fix": ""})
         return None
 
@@ -469,9 +397,3 @@ def render(result: Mapping[str, Any]) -> str:
                 lines.append(f"         fix: {entry['fix']}")
     lines.append("all well" if result["ok"] else f"{len(result['problems'])} problem(s)")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    answer = doctor(deep="--deep" in sys.argv[1:])
-    print(render(answer))
-    raise SystemExit(0 if answer["ok"] else 1)

@@ -12,28 +12,15 @@ import pytest
 from packaging.requirements import Requirement
 
 from experiments.workflows import doctor as module
-from experiments.workflows.doctor import check_shadows, doctor, render
+from experiments.workflows.doctor import doctor, render
 
+NONE: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def shadows(names: list[str], home: Path, path: list[Path], owners: dict[str, list[str]] | None = None):
-    problems: list[dict[str, str]] = []
-    notes: list[dict[str, str]] = []
-    check_shadows(names, home, [str(entry) for entry in path], problems, notes, owners=owners or {})
-    return problems, notes
-
-
-def package(folder: Path, name: str, *, body: bool = True) -> Path:
-    made = folder / name
-    made.mkdir(parents=True)
-    (made / ("__init__.py" if body else "thing.py")).touch()
-    return made
 
 
 def test_this_environment_is_described_without_torch() -> None:
     code = (
-        "import sys, json; from experiments.workflows.doctor import doctor; result = doctor();"
+        "import sys, json; from experiments.workflows.doctor import doctor; result = doctor(([], []));"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; print(json.dumps(result))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -53,15 +40,15 @@ def test_the_token_cache_is_sized(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (tmp_path / name).mkdir()
         (tmp_path / name / "about.json").write_bytes(b" " * size)
     monkeypatch.setenv("FLATSHIFT_CACHE", str(tmp_path))
-    result = doctor()
+    result = doctor(NONE)
     assert (result["cache"]["entries"], result["cache"]["bytes"]) == (2, 3500)
     assert f"2 inputs kept, 0.0 GiB of at most 20.0 GiB, in {tmp_path}" in render(result)
     monkeypatch.setenv("FLATSHIFT_CACHE_GIB", "lots")
-    assert any("'lots' is not a size in GiB" in problem["what"] for problem in doctor()["problems"])
+    assert any("'lots' is not a size in GiB" in problem["what"] for problem in doctor(NONE)["problems"])
 
 
 def test_deep_lists_devices_and_text_names_them() -> None:
-    result = doctor(deep=True)
+    result = doctor(NONE, deep=True)
     assert result["devices"]["torch"] == importlib.metadata.version("torch")
     text = render(result)
     assert "devices: cpu (" in text
@@ -85,7 +72,7 @@ def test_core_requirements_are_those_of_pyproject() -> None:
 )
 def test_unmet_requirement_is_a_problem(monkeypatch: pytest.MonkeyPatch, wanted: str, what: str, fix: str) -> None:
     monkeypatch.setattr(module, "requirements", lambda: [Requirement(wanted)])
-    result = doctor()
+    result = doctor(NONE)
     assert not result["ok"]
     (problem,) = result["problems"]
     assert what in problem["what"] and problem["fix"] == fix
@@ -96,57 +83,10 @@ def test_unmet_requirement_is_a_problem(monkeypatch: pytest.MonkeyPatch, wanted:
 def test_missing_extra_is_no_problem_but_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [Requirement('no-such-distribution-x>=1; extra == "zstd"'), Requirement('numpy; extra == "hf"')]
     monkeypatch.setattr(module, "requirements", lambda: wanted)
-    result = doctor()
+    result = doctor(NONE)
     assert result["ok"] and result["versions"] == {}
     assert not result["extras"]["zstd"]["installed"] and result["extras"]["hf"]["installed"]
     assert "missing: pip install 'flatshift[zstd]'" in render(result)
-
-
-def test_module_found_earlier_is_a_problem(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    package(home, "finetune")
-    package(home, "selection")
-    package(tmp_path / "other", "finetune")
-    (tmp_path / "other" / "selection.py").touch()
-    problems, notes = shadows(["finetune", "selection"], home, [tmp_path / "other", home])
-    for name, problem in zip(("finetune", "selection.py"), problems, strict=True):
-        assert str(tmp_path / "other" / name) in problem["what"]
-    assert notes == []
-    assert all("run from another folder" in p["fix"] for p in problems)
-
-
-def test_shadowing_distribution_is_named(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    package(home, "finetune")
-    package(tmp_path / "site", "finetune")
-    problems, _ = shadows(["finetune"], home, [tmp_path / "site", home], {"finetune": ["tuna"]})
-    (problem,) = problems
-    assert "installed by tuna" in problem["what"] and "pip uninstall tuna" in problem["fix"]
-
-
-def test_module_found_later_is_a_note(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    package(home, "selection")
-    package(tmp_path / "site", "selection")
-    problems, notes = shadows(["selection"], home, [home, tmp_path / "site"])
-    assert problems == [] and len(notes) == 1 and "hidden" in notes[0]["what"]
-
-
-def test_bare_folder_yields_to_a_package(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    package(home, "experiments")
-    package(tmp_path / "cwd", "experiments", body=False)
-    (tmp_path / "cwd" / "selection").mkdir()  # only data in it: no module at all
-    problems, notes = shadows(["experiments", "selection"], home, [tmp_path / "cwd", home])
-    assert problems == [] and len(notes) == 1
-
-
-def test_two_distributions_over_one_another(tmp_path: Path) -> None:
-    package(tmp_path, "finetune")
-    problems, _ = shadows(["finetune"], tmp_path, [tmp_path], {"finetune": ["flatshift", "tuna"]})
-    assert "installed by tuna as well" in problems[0]["what"]
-    assert "pip uninstall tuna" in problems[0]["fix"]
-    assert shadows(["finetune"], tmp_path, [tmp_path], {"finetune": ["flatshift"]}) == ([], [])
 
 
 def test_container_limits_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,15 +111,8 @@ def test_cpu_instructions_come_from_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp
     assert (found["bf16"], found["amx"]) == (False, False)
 
 
-def test_run_as_a_module_answers_by_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "regularizers.py").touch()
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", "import runpy; runpy.run_module('experiments.workflows.doctor', run_name='__main__')"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert done.returncode == 1, done.stderr
-    assert f"`import regularizers` finds {tmp_path / 'regularizers.py'}" in done.stdout
+def test_what_the_front_door_found_of_other_packages_is_told() -> None:
+    problem = {"what": "`import finetune` finds another", "fix": "uninstall it"}
+    result = doctor(([problem], [{"what": "a note", "fix": ""}]))
+    assert not result["ok"] and problem in result["problems"] and NONE == ([], [])
+    assert "problem: `import finetune` finds another\n         fix: uninstall it\nnote: a note" in render(result)

@@ -28,8 +28,20 @@ def installed(home: Path) -> Path:
     return home
 
 
+def shadows(names: list[str], home: Path, path: list[Path], owners: dict[str, list[str]] | None = None):
+    return installation.shadows(home, [str(entry) for entry in path], names, owners or {})
+
+
+def package(folder: Path, name: str, *, body: bool = True) -> Path:
+    made = folder / name
+    made.mkdir(parents=True)
+    (made / ("__init__.py" if body else "thing.py")).touch()
+    return made
+
+
 def test_ours_are_ours():
     assert installation.foreign() is None
+    assert installation.shadows()[0] == []
 
 
 @pytest.mark.parametrize("file", ["finetune/__init__.py", "selection/config.py"])
@@ -62,3 +74,71 @@ def test_a_module_in_the_current_directory_is_refused_by_every_way_in(tmp_path):
         text=True,
     )
     assert "ImportError: `import selection` finds" in module.stderr
+
+
+def test_the_doctor_says_it_too(tmp_path):
+    (tmp_path / "regularizers.py").touch()
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(installation.HOME)!r}]; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "from flatshift.cli import run; raise SystemExit(run(['doctor']))"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    for said in (done.stdout, done.stderr):
+        assert f"`import regularizers` finds {tmp_path / 'regularizers.py'} instead of" in said
+
+
+def test_the_doctor_sees_what_was_written_over(tmp_path):
+    home = installed(tmp_path)
+    (home / "finetune" / "config.py").write_text("import tensorflow")
+    (problem,), notes = shadows(["finetune"], home, [home])
+    assert "was installed over" in problem["what"] and "`pip uninstall finetune`" in problem["fix"] and notes == []
+
+
+def test_module_found_earlier_is_a_problem(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    package(home, "finetune")
+    package(home, "selection")
+    package(tmp_path / "other", "finetune")
+    (tmp_path / "other" / "selection.py").touch()
+    problems, notes = shadows(["finetune", "selection"], home, [tmp_path / "other", home])
+    for name, problem in zip(("finetune", "selection.py"), problems, strict=True):
+        assert str(tmp_path / "other" / name) in problem["what"]
+    assert notes == []
+    assert all("run from another folder" in p["fix"] for p in problems)
+
+
+def test_shadowing_distribution_is_named(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    package(home, "finetune")
+    package(tmp_path / "site", "finetune")
+    problems, _ = shadows(["finetune"], home, [tmp_path / "site", home], {"finetune": ["tuna"]})
+    (problem,) = problems
+    assert "installed by tuna" in problem["what"] and "pip uninstall tuna" in problem["fix"]
+
+
+def test_module_found_later_is_a_note(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    package(home, "selection")
+    package(tmp_path / "site", "selection")
+    problems, notes = shadows(["selection"], home, [home, tmp_path / "site"])
+    assert problems == [] and len(notes) == 1 and "hidden" in notes[0]["what"]
+
+
+def test_bare_folder_yields_to_a_package(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    package(home, "experiments")
+    package(tmp_path / "cwd", "experiments", body=False)
+    (tmp_path / "cwd" / "selection").mkdir()  # only data in it: no module at all
+    problems, notes = shadows(["experiments", "selection"], home, [tmp_path / "cwd", home])
+    assert problems == [] and len(notes) == 1
+
+
+def test_two_distributions_over_one_another(tmp_path: Path) -> None:
+    package(tmp_path, "finetune")
+    problems, _ = shadows(["finetune"], tmp_path, [tmp_path], {"finetune": ["flatshift", "tuna"]})
+    assert "installed by tuna as well" in problems[0]["what"]
+    assert "pip uninstall tuna" in problems[0]["fix"]
+    assert shadows(["finetune"], tmp_path, [tmp_path], {"finetune": ["flatshift"]}) == ([], [])
