@@ -9,8 +9,8 @@ from experiments.report.blocks import Block, Figures, Notes, Part, Section, Tabl
 from experiments.report.charts.evaluation import evaluation
 from experiments.report.charts.training import small_multiples, training
 from experiments.results.run import Run
-from finetune.run_directory import SPIKE
 from finetune.figures import rate_text
+from finetune.run_directory import SPIKE
 
 _TILES = (
     "accuracy", "f1_micro", "spearman", "exact_match", "rmse", "chrf", "perplexity", "pseudo_perplexity", "f1_macro",
