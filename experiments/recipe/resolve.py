@@ -158,7 +158,7 @@ def _anchored(recipe: Recipe) -> Recipe:
     )
     task = recipe.task
     if names_file(recipe):
-        task = dataclasses.replace(task, template=_absolute(task.template or ""))
+        task = task.altered(template=_absolute(task.template or ""))
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
 

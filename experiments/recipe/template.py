@@ -37,7 +37,7 @@ def with_own_template(run: Path, recipe: Recipe) -> Recipe:
     if task.template is None:
         return recipe
     if names_file(recipe) and (run / COPY).is_file():
-        task = dataclasses.replace(task, template=str((run / COPY).absolute()))
+        task = task.altered(template=str((run / COPY).absolute()))
     noted = read_object(file).get("chat_template") if file.is_file() else None
     if noted is not None:
         now = task.template_record()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def text_perplexity(
     """
     task = task or warm_up_task(recipe)[0]
     if task.pack:
-        task = dataclasses.replace(task, pack=False)
+        task = task.altered(pack=False)
     rows = read_splits(recipe)
     splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
     if not splits:

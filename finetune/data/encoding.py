@@ -31,7 +31,7 @@ from .vectors import with_features
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..tasks import Task
+    from ..tasks import Objective, Task
 
 _CHUNK = 1024
 _Each = TypeVar("_Each")
@@ -89,7 +89,7 @@ class Encoder:
 
     def __init__(
         self,
-        task: Task,
+        task: Objective,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         *,

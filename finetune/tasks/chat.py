@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ class Chat(Objective):
         return ChatEncoder(self, tokenizer, max_length, **own)
 
     def lenient(self) -> Self:
-        return dataclasses.replace(self, max_truncated=1.0, max_unsupervised=1.0)
+        return self.altered(max_truncated=1.0, max_unsupervised=1.0)
 
     def template_record(self) -> dict[str, str] | None:
         from ..data.chat.template import template_record

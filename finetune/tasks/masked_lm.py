@@ -39,13 +39,16 @@ class MaskedLM(Objective):
     peft_type: ClassVar[None] = None
     new_head: ClassVar[bool] = True
     hides_tokens: ClassVar[bool] = True
-    mesh_axes = frozenset({"replicate", "dp"})
     refuses: ClassVar[dict[str, str]] = {
         "data.label_noise": "data.label_noise: task.kind: masked-lm has no labels to make wrong; set it to 0"
     }
 
     def __post_init__(self) -> None:
         check_bounds(self, share=(0.01, 0.9))
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        return frozenset({"replicate", "dp"})
 
     def masking(self, tokenizer: PreTrainedTokenizerBase) -> Masking:
         from ..data.masking import Masking

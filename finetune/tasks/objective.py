@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,11 @@ class Objective:
     """Whether tokens are hidden anew each time a row comes up, by its `masking`."""
     refuses: ClassVar[Mapping[str, str]] = {}
     """What it does not go with: a block, setting or flag → the sentence for the user."""
+
+    def altered(self, **settings: Any) -> Self:
+        """The same task with other settings, which its kind must have."""
+        same: Any = self
+        return dataclasses.replace(same, **settings)
 
     def refuse(self, what: str) -> None:
         """Raise UserError where it does not go with `what`, a block, setting or flag."""

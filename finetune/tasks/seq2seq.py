@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
@@ -50,7 +49,6 @@ class Seq2Seq(Templated):
     modelling: ClassVar[str] = "encoder-decoder"
     auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
     peft_type: ClassVar[str] = "SEQ_2_SEQ_LM"
-    mesh_axes = frozenset({"replicate", "dp", "tp", "pp"})
     refuses: ClassVar[dict[str, str]] = {
         "warmup": "the recipe's `warmup` block trains a decoder or an encoder alone, and task.kind: seq2seq has both; "
         "leave it out",
@@ -64,6 +62,11 @@ class Seq2Seq(Templated):
         check_bounds(self, max_truncated=(0, 1))
         if self.num_beams is not None and self.score != "generate":
             raise ValueError(f"num_beams is for `score: generate`, got {self.num_beams} with score: {self.score}")
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """Encoder and decoder have rows of their own, which cp cannot cut alike."""
+        return super().mesh_axes - {"cp"}
 
     def templates(self) -> tuple[Template, Template]:
         from ..data.template import Template
@@ -110,7 +113,7 @@ class Seq2Seq(Templated):
         return made
 
     def judged(self) -> Self:
-        return dataclasses.replace(self, label_smoothing=None)
+        return self.altered(label_smoothing=None)
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """As a language model's; with `score: generate` also `exact_match` and `chrf`."""
