@@ -36,7 +36,7 @@ from finetune.data import (
 )
 from finetune.data.formats import split_suffix
 from finetune.data.left_out import Losses
-from finetune.data.units import Units, output_layer
+from finetune.data.units import Units
 from finetune.errors import UserError, user_path
 from finetune.tasks import Task
 
@@ -339,7 +339,8 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
 
 def _head(recipe: Recipe) -> dict[str, Any] | None:
     """The head that a regression's units are made for."""
-    return dataclasses.asdict(output_layer(recipe.backbone, recipe.task)) if recipe.task.own_units else None
+    layer = recipe.task.head_layer(recipe.backbone)
+    return None if layer is None else dataclasses.asdict(layer)
 
 
 def _tokenizer_digest(directory: Path) -> str:

@@ -10,15 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ..errors import UserError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ..tasks import Task
 
 
 @dataclass(frozen=True)
@@ -43,29 +38,6 @@ class OutputLayer:
 
     name: str
     bias: bool
-
-
-def output_layer(backbone: str | Path, task: Task) -> OutputLayer:
-    """The layer of `backbone` that answers `task`, a regression; of its files only config.json and headers are read.
-
-    Raises:
-        UserError: as `finetune.parallel.skeleton.build_skeleton`; or no linear layer that is trained whole answers.
-    """
-    from ..adapters.settings import trained_whole
-    from ..parallel.skeleton import build_skeleton
-
-    model: Any = build_skeleton(backbone, task=task)
-    found = [
-        OutputLayer(name, module.bias is not None)
-        for name, module in model.named_modules()
-        if getattr(module, "out_features", None) == 1 and trained_whole(name, model.new_parameters)
-    ]
-    if len(found) != 1:
-        raise UserError(
-            f"task.standardise: backbone {str(backbone)!r} has no single linear layer that answers and is trained "
-            "whole, so targets cannot be standardised; set task.standardise: false"
-        )
-    return found[0]
 
 
 def units_of(targets: Sequence[float], layer: OutputLayer | None) -> Units:

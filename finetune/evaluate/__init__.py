@@ -15,7 +15,7 @@ _HOME = {
     "token_nats": "perplexity",
     "judge_sets": "multilabel",
     "judge_numbers": "regression",
-    "head_scores": "classify",
+    "head_scores": "judge",
     "rank_choices": "ranking",
     "generate_answers": "generate",
     "exact_matches": "generate",

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from ..config import Evaluate
+from ..data.batches import iterate_eval
 from ..data.example import IGNORE, Example
 from ..errors import UserError
 from .bootstrap import Interval, ratio_interval
 from .chrf import chrf as shared_characters
-from .classify import head_scores
 from .generate import exact_matches, generate_answers
 from .metrics import judge_classes
-from .mode import evaluating
+from .mode import evaluating, forward_precision
 from .perplexity import document_nats
 from .ranking import rank_choices
 from .share import ALONE, Share
@@ -141,6 +141,42 @@ class Judge:
             pairs = zip(answers, asked, strict=True)
             figures["chrf"] = self.mean([shared_characters(said, example.answer or "") for said, example in pairs])
         return figures
+
+
+@torch.no_grad()
+def head_scores(
+    model: torch.nn.Module,
+    examples: Sequence[Example],
+    *,
+    task: Task,
+    batch_size: int,
+    pad_id: int,
+    device: torch.device | str = "cpu",
+    autocast_dtype: torch.dtype | None = None,
+    share: Share = ALONE,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The task's `example_losses` (N,) float64 and the head's outputs (N, C) float64 of the examples, in
+    order."""
+    losses, outputs = np.zeros(len(examples)), np.zeros((len(examples), 0))
+    for micro in iterate_eval(
+        examples,
+        task=task,
+        batch_size=batch_size,
+        pad_id=pad_id,
+        share=share.part,
+        multiple=share.multiple,
+    ):
+        batch = micro.to(device)
+        with forward_precision(device, autocast_dtype):
+            logits = model(**batch.inputs).logits.float()
+        if not outputs.shape[1]:
+            outputs = np.zeros((len(examples), logits.shape[1]))
+        if not micro.samples:
+            continue
+        index = [row[0] for row in micro.rows]
+        losses[index] = task.example_losses(logits, batch.labels).double().cpu().numpy()
+        outputs[index] = logits.double().cpu().numpy()
+    return share.add(losses), share.add(outputs)
 
 
 def _supervised(example: Example) -> int:

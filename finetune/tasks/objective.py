@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..data.masking import Masking
     from ..data.rows import Row
     from ..data.template import Template
-    from ..data.units import Units
+    from ..data.units import OutputLayer, Units
     from ..evaluate.bootstrap import Interval
     from ..evaluate.judge import Judge
 
@@ -174,6 +174,10 @@ class Objective:
 
     def units(self, targets: Sequence[float], backbone: str | Path) -> Units | None:
         """How training is to see the `targets` of the training rows; None where there are none."""
+        return None
+
+    def head_layer(self, backbone: str | Path) -> OutputLayer | None:
+        """The layer of `backbone` that units of its own are folded into; None where there are none."""
         return None
 
     def with_noise(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ..errors import UserError
 from .objective import ByExample, Usage
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ..data.encoding import Encoder
     from ..data.example import Example
     from ..data.rows import Row
-    from ..data.units import Units
+    from ..data.units import OutputLayer, Units
     from ..evaluate.bootstrap import Interval
     from ..evaluate.judge import Judge
 
@@ -46,9 +47,35 @@ class Regress(ByExample):
         return read_number(value)
 
     def units(self, targets: Sequence[float], backbone: str | Path) -> Units:
-        from ..data.units import output_layer, units_of
+        from ..data.units import units_of
 
-        return units_of(targets, output_layer(backbone, self) if self.standardise else None)
+        return units_of(targets, self.head_layer(backbone))
+
+    def head_layer(self, backbone: str | Path) -> OutputLayer | None:
+        """The layer of `backbone` that standardised targets are folded into; of its files only config.json and headers
+        are read.
+
+        Raises:
+            UserError: as `finetune.parallel.skeleton.build_skeleton`; or no linear layer that is trained whole answers.
+        """
+        from ..adapters.settings import trained_whole
+        from ..data.units import OutputLayer
+        from ..parallel.skeleton import build_skeleton
+
+        if not self.standardise:
+            return None
+        model: Any = build_skeleton(backbone, task=self)
+        found = [
+            OutputLayer(name, module.bias is not None)
+            for name, module in model.named_modules()
+            if getattr(module, "out_features", None) == 1 and trained_whole(name, model.new_parameters)
+        ]
+        if len(found) != 1:
+            raise UserError(
+                f"task.standardise: backbone {str(backbone)!r} has no single linear layer that answers and is trained "
+                "whole, so targets cannot be standardised; set task.standardise: false"
+            )
+        return found[0]
 
     def with_noise(
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int

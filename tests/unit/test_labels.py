@@ -21,7 +21,7 @@ from finetune.data import (
     sort_labels,
 )
 from finetune.data.labels import read_classes, read_number
-from finetune.data.units import OutputLayer, Units, fold_units, output_layer, units_of
+from finetune.data.units import OutputLayer, Units, fold_units, units_of
 from finetune.errors import UserError
 from finetune.tasks import Classify, Regress
 from tests.data_models import byte_tokenizer, row, write_jsonl
@@ -159,7 +159,7 @@ def test_units_are_mean_and_deviation_or_root_mean_square(bias):
 @pytest.mark.parametrize("kind", ["bert", "roberta", "llama", "gpt2"])
 def test_a_folded_head_answers_in_the_targets_units(kind, tmp_path):
     source = save_backbone(kind, tmp_path)
-    layer = output_layer(source, NUMBER)
+    layer = NUMBER.head_layer(source)
     units = units_of([900.0, 1100.0, 1000.0], layer)
     assert layer.bias == (kind in {"bert", "roberta"})
     model = scatter(attach_adapter(load_backbone(source, task=NUMBER), Adapter(rank=2), task=NUMBER, seed=0)).eval()
