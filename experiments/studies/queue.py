@@ -178,6 +178,7 @@ class _Queue:
                     self._ended(unit)
                     raise Stopped from error
                 raise
+            _spare_garbage()
             self._settle(unit)
 
     def work(self) -> None:
@@ -392,7 +393,7 @@ def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connec
         try:
             while (unit := connection.recv()) is not None:
                 answer = _answer(out, unit, threads, run)
-                _settle()
+                _spare_garbage()
                 connection.send(answer)
                 if not answer.fit:
                     return
@@ -401,7 +402,7 @@ def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connec
 
 
 @functools.cache
-def _settle() -> None:
+def _spare_garbage() -> None:
     """Once, after the first unit: what it imported stays, and is spared every later search for garbage (0.3 s each)."""
     gc.collect()
     gc.freeze()
