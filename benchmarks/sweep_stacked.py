@@ -51,8 +51,8 @@ def _cells(
     from finetune.config import Adapter, Evaluate, Optimizer, Train
     from finetune.data import Batches, encode, read_rows
     from finetune.run_directory import RunDirectory
+    from finetune.stacked import stage_work
     from finetune.tasks import LanguageModel
-    from finetune.train.loop import stage_work
     from regularizers import GGPO, Plain, build
 
     task, tokenizer = LanguageModel(), load_tokenizer(BACKBONE)

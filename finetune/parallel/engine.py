@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,13 @@ if TYPE_CHECKING:
 
 Context = Callable[[int], contextlib.AbstractContextManager[Any]]
 """What surrounds the forward pass of the i-th micro-batch: randomness and precision."""
+
+
+class Passes(Protocol):
+    """The forward and backward passes of an update (`finetune.train.stage.Work`)."""
+
+    def compute(self) -> Tensor:
+        """Do them; returns the loss, float32 scalar."""
 
 
 class Engine:
@@ -204,6 +211,10 @@ class Engine:
             self.sharding.settle()
 
     # ------------------------------------------------------------------ one update
+
+    def compute(self, work: Passes) -> Tensor:
+        """The forward and backward passes of an update; returns its loss, float32 scalar."""
+        return work.compute()
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], count: int, *, task: Task, head: Head | None, context: Context

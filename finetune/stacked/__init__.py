@@ -5,7 +5,7 @@
         for place, end in run_together(host, [stage_work(cell, ...) for cell in cells]):
             ...                                    # a StageResult, or the error that ended this cell alone
 
-Each cell is a stage of the ordinary loop (`finetune.train.loop.stage_work`) with a PEFT model of its own whose frozen
+Each cell is a stage of the ordinary loop (`finetune.train.loop.train_stage`) with a PEFT model of its own whose frozen
 tensors are the backbone's; only its forward and backward passes are done here, for all cells at once. Whatever the loop
 does besides (order of the data, learning rate, clipping, optimizer, regularizer, dev, records) is the loop's own doing.
 """
@@ -20,7 +20,9 @@ _HOME = {
     "cell_engine": "engine",
     "shared_copy": "engine",
     "Host": "host",
+    "Stage": "together",
     "run_together": "together",
+    "stage_work": "together",
     "NotStackable": "refusing",
     "refusal": "refusing",
     "StackPlan": "footprint",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ..data import MicroBatch
     from ..tasks import Task
-    from ..train.loop import Work
+    from ..train.stage import Work
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 

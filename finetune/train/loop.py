@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,10 +44,8 @@ from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, learning_rate
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict
-from .stage import Stage as Stage  # users know these by this module's name
-from .stage import StageResult as StageResult
-from .stage import Work as Work
-from .stage import alone, check_best, check_length, ended, on_device
+from .stage import StageResult as StageResult  # users know it by this module's name
+from .stage import Work, check_best, check_length, ended, on_device
 from .throughput import Meter
 from .trace.recorder import Recorder, Recording
 
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 
-def stage_work(
+def train_stage(
     model: PeftModel | Engine,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -83,11 +81,8 @@ def stage_work(
     track: Callable[[dict[str, Any]], None] | None = None,
     peak_tflops: float | None = None,
     say: Callable[[str], None] | None = None,
-) -> Stage:
+) -> StageResult:
     """Train `model`'s adapter for `train.steps` updates; afterwards `model` holds the stage's adapter.
-
-    A generator of the forward and backward passes that it needs, which somebody else may do, several stages' at once
-    (`finetune.stacked`); `train_stage` is the same function and has its engine do them.
 
     On a mesh every rank calls this with its `Engine`; the main rank writes.
 
@@ -133,7 +128,7 @@ def stage_work(
             loop.keeper.restore()
             plain = without_input_casts(engine.model, train)
             with plain, watchdog.hurried(stage), attention.known(engine.model, engine.device):
-                yield from loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
+                loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
         except KeyboardInterrupt as error:
             inside = loop.keeper.progress.step + 1
             raise Interrupted(
@@ -142,9 +137,6 @@ def stage_work(
         finally:
             regularizer.detach()
         return loop.finish()
-
-
-train_stage = alone(stage_work)
 
 
 class _Loop:
@@ -245,9 +237,7 @@ class _Loop:
 
     # ------------------------------------------------------------------ training
 
-    def run_to_end(
-        self, on_step: Callable[[dict[str, Any]], None], stop: Callable[[], bool]
-    ) -> Generator[Work, torch.Tensor, None]:
+    def run_to_end(self, on_step: Callable[[dict[str, Any]], None], stop: Callable[[], bool]) -> None:
         """Updates until `train.steps`, or the end of patience; the last thing done is a checkpoint."""
         state, train = self.keeper.progress, self.train
         self.on_step = on_step
@@ -264,7 +254,7 @@ class _Loop:
         while state.step < train.steps and not state.stopped_early:
             self.callbacks.step_begin()
             began = time.monotonic()
-            found = yield from self.update()
+            found = self.update()
             rates = self.meter.updated(time.monotonic() - began)
             if isinstance(found, Verdict):
                 self.tell()
@@ -332,7 +322,7 @@ class _Loop:
         if self.keeper.saved_step != before:
             self.callbacks.fire("save")
 
-    def update(self) -> Generator[Work, torch.Tensor, Line | Verdict]:
+    def update(self) -> Line | Verdict:
         """One optimizer update; returns its line of metrics.jsonl, or that it is to be gone back from.
 
         Whether it is made at all is decided by figures that are the same on every rank.
@@ -352,7 +342,8 @@ class _Loop:
                     for _ in passes:
                         micros, context = self.batches.at(place), partial(self._context, step)
                         how = (self.meter, self.compiled, self.fused)
-                        losses.append((yield Work(self.engine, self.task, micros, count, self.head, context, *how)))
+                        work = Work(self.engine, self.task, micros, count, self.head, context, *how)
+                        losses.append(self.engine.compute(work))
                     if self.scale.on and (overflowed := self.scale.overflows(losses, self.engine.clip)):
                         raise Undone
                     if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,8 +28,6 @@ from .throughput import Meter
 if TYPE_CHECKING:
     from ..data import Batches, MicroBatch
     from ..tasks import Task
-
-Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Work:
     """The model's plain LoRA layers, where they may compute in the fused form."""
 
     def compute(self) -> torch.Tensor:
-        """Do it by the engine alone; returns the loss, float32 scalar."""
+        """Do it by the engine's `forward_backward`; returns the loss, float32 scalar."""
         nothing = contextlib.nullcontext()
         compiled = self.compiled.working() if self.compiled is not None else nothing
         fused = self.fused.working() if self.fused is not None else nothing
@@ -85,33 +82,6 @@ class Work:
             return self.engine.forward_backward(
                 self.micros, self.count, task=self.task, head=self.head, context=self.context
             )
-
-
-Stage = Generator[Work, torch.Tensor, StageResult]
-"""A stage under way: gives the work that it needs, is sent the loss once the gradients lie in the engine's parameters,
-and returns how it ended."""
-
-
-def alone(work: Callable[Arguments, Stage]) -> Callable[Arguments, StageResult]:
-    """The stage that does all its work itself."""
-
-    @functools.wraps(work)
-    def train(*args: Arguments.args, **kwargs: Arguments.kwargs) -> StageResult:
-        stage = work(*args, **kwargs)
-        try:
-            asked = next(stage)
-            while True:
-                try:
-                    loss = asked.compute()
-                except BaseException as error:  # the stage leaves its contexts as if it had computed it itself
-                    asked = stage.throw(error)
-                else:
-                    asked = stage.send(loss)
-        except StopIteration as end:
-            result: StageResult = end.value
-            return result
-
-    return train
 
 
 @contextlib.contextmanager

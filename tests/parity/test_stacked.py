@@ -18,9 +18,9 @@ from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
 from finetune.data import Batches, Example
 from finetune.fingerprint import checksum
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
-from finetune.stacked import Host, cell_engine, run_together
+from finetune.stacked import Host, cell_engine, run_together, stage_work
 from finetune.tasks import Classify, Completion, LanguageModel
-from finetune.train.loop import stage_work, train_stage
+from finetune.train.loop import train_stage
 from finetune.train.throughput import RATES
 from finetune.train.trace.files import read_trace
 from finetune.train.trace.recorder import Recording

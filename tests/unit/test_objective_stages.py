@@ -21,7 +21,8 @@ from finetune.evaluate import head_scores
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked import Host, cell_engine
 from finetune.tasks import Classify, MaskedLM, Regress
-from finetune.train.loop import Work, train_stage
+from finetune.train.loop import train_stage
+from finetune.train.stage import Work
 from finetune.train.throughput import Meter
 from finetune.train.trace.examples import per_example
 from regularizers import Plain, build
