@@ -17,7 +17,8 @@ from benchmarks._harness import Benchmark
 from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
 from benchmarks.curves.known import NULLS, bumps
 from benchmarks.curves.random_features import random_features_curve
-from experiments.statistics import Curve, judge_curve, peak_test, rejections
+from benchmarks.curves.rates import rejections
+from experiments.statistics import Curve, judge_curve, peak_test
 from finetune.seeds import numpy_generator
 
 DRAWS = 2000

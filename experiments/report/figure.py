@@ -66,15 +66,6 @@ def ramp(count: int) -> list[str]:
     return [RAMP[round(i * last / (count - 1)) if count > 1 else last // 2] for i in range(count)]
 
 
-def evenly(values: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of `values`, evenly chosen, the first and the last among them; one alone is the middle one."""
-    if len(values) <= most:
-        return list(values)
-    if most == 1:
-        return [values[len(values) // 2]]
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
-
-
 @dataclass(frozen=True)
 class Chart:
     """A drawn figure. `name` is its file name in plots/; all else but `raw` is plain text.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from experiments.report.figure import evenly
 from experiments.results.sweep import SweepData
 from experiments.results.table import SweepTable
 from experiments.results.traces import STEP
@@ -41,6 +40,15 @@ def curves_along(table: SweepTable, axis: str, column: str) -> list[dict[str, An
     """Settings of the other axes at which `column` has two values of `axis` or more."""
     alone = len(table.axes) == 1  # a single point, which is still drawn
     return [where for where, count in table.reach(column, axis) if count > 1 or alone]
+
+
+def evenly(values: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of `values`, evenly chosen, the first and the last among them; one alone is the middle one."""
+    if len(values) <= most:
+        return list(values)
+    if most == 1:
+        return [values[len(values) // 2]]
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def chosen(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:

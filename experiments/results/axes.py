@@ -4,42 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.results.table import SweepTable, _encode
+import pyarrow as pa
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+from experiments.results.metrics import FLOOR_NAMES, METRICS
+from experiments.results.table import SweepTable, encode
 
 SPLITS = ("train", "dev", "test")
-_METRICS = frozenset(
-    {
-        "loss",
-        "error",
-        "accuracy",
-        "perplexity",
-        "bits_per_byte",
-        "f1_macro",
-        "matthews",
-        "exact_match",
-        "chrf",
-        "f1_micro",
-        "average_precision",
-        "pearson",
-        "spearman",
-        "rmse",
-        "mae",
-        "pseudo_perplexity",
-        "majority_floor",
-        "f1_floor",
-        "mean_floor",
-        "exact_error",
-        "error_clean",
-        "error_noisy",
-        "memorised",
-        "recovered",
-    }
-)
 _RECORDED = ("grad.", "update.", "sharpness.")
 _OWN = frozenset({"cell", "seed", "status"})
 
@@ -48,13 +20,13 @@ def axes_of_table(table: pa.Table, declared: Iterable[str] | None) -> tuple[list
     """(columns that vary, {column: value} of those that do not)."""
     if declared is None:
         declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_figure(c)]
-    levels = {c: _encode(table, c)[0] for c in declared} if table.num_rows else {}
+    levels = {c: encode(table, c)[0] for c in declared} if table.num_rows else {}
     return [c for c, v in levels.items() if len(v) > 1], {c: v[0] for c, v in levels.items() if len(v) == 1}
 
 
 def _is_figure(column: str) -> bool:
     head, _, tail = column.partition(".")
-    return column.startswith(_RECORDED) or (head in SPLITS and tail.split(".")[0] in _METRICS)
+    return column.startswith(_RECORDED) or (head in SPLITS and tail.split(".")[0] in (METRICS | FLOOR_NAMES))
 
 
 @dataclass(frozen=True)

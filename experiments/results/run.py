@@ -11,6 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from experiments.results.sweep import SweepData, read_sweep
 from finetune import atomic
 from finetune.digests import check_files
@@ -58,7 +63,6 @@ class Selection:
     @cached_property
     def scores(self) -> tuple[Any, Any]:
         """(scores, chosen): float64 and bool arrays of N records, those with a finite score."""
-        import numpy as np
 
         score = self.table.column("score").to_numpy().astype(float)
         chosen = self.table.column("selected").to_numpy().astype(bool)
@@ -68,14 +72,12 @@ class Selection:
     @cached_property
     def taken(self) -> int:
         """How many records were chosen."""
-        import pyarrow.compute as pc
 
         return int(pc.sum(self.table.column("selected")).as_py() or 0)
 
     @cached_property
     def domains(self) -> dict[str, tuple[int, int]]:
         """Domain: (records in the pool, records chosen), from the `domain` column, else from the judging tags."""
-        import pyarrow as pa
 
         selected = self.table.column("selected")
         if "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows:
@@ -296,9 +298,6 @@ def _read_selection(folder: Path) -> Selection:
 
 
 def _parquet(path: Path, columns: tuple[str, ...]) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:

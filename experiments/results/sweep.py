@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from experiments.report.formats import FLOORS
 from experiments.results.axes import SPLITS, Together, axes_of_table, leading
 from experiments.results.cells import status_of
+from experiments.results.metrics import FLOORS
 from experiments.results.sweep_plan import (
     AGAIN,
     beta1,
@@ -28,14 +31,13 @@ from experiments.results.sweep_plan import (
     read_searched,
     rows_planned,
 )
-from experiments.results.table import SweepTable, Where
+from experiments.results.table import SweepTable, Where, floats
 from experiments.results.traces import STEP, late_traces
 from finetune.digests import unsealed
 from finetune.errors import UserError
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
+GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
+"""Figures of a sweep that are computed from recorded ones."""
 INTERPOLATION = 0.1
 """ε of the effective model complexity where no bisection names its own: training data counts as fitted at a mean train
 error of at most this."""
@@ -165,7 +167,6 @@ def read_sweep(folder: Path) -> SweepData | None:
     cells/<hash>/result.json and trace.jsonl. Axes are the keys of `grid` in sweep.json or, without it, every dotted
     column that is not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
     """
-    from experiments.results.derived import derive
     from finetune.train.trace.files import stability_threshold
 
     if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
@@ -215,9 +216,6 @@ def read_sweep(folder: Path) -> SweepData | None:
 
 
 def _parquet(path: Path) -> pa.Table | None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     if not path.is_file():
         return None
     try:
@@ -228,7 +226,6 @@ def _parquet(path: Path) -> pa.Table | None:
 
 def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
     """The curves of those cells; all where the tables do not name cells."""
-    import pyarrow.compute as pc
 
     if "cell" not in curves.column_names or "cell" not in cells.column_names:
         return curves
@@ -237,7 +234,6 @@ def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
 
 def _joined(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
     """All `tables` there are, followed by `rows`; absent values null."""
-    import pyarrow as pa
 
     there = [table for table in tables if table is not None]
     if rows or not there:
@@ -253,7 +249,6 @@ def _joined(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa
 
 def _array(values: list[Any]) -> pa.Array:
     """Values as a column; as text where they are lists, or their types do not go together."""
-    import pyarrow as pa
 
     try:
         found = pa.array(values)
@@ -267,17 +262,13 @@ def _array(values: list[Any]) -> pa.Array:
 
 def _with_errors(table: pa.Table) -> pa.Table:
     """error is 1 − accuracy where only accuracy was measured."""
-    import numpy as np
-    import pyarrow as pa
-
-    from experiments.results.table import _floats
 
     for split in SPLITS:
         name = f"{split}.error"
         if f"{split}.accuracy" not in table.column_names:
             continue
-        error = _floats(table, name)
-        error = np.where(np.isfinite(error), error, 1 - _floats(table, f"{split}.accuracy"))
+        error = floats(table, name)
+        error = np.where(np.isfinite(error), error, 1 - floats(table, f"{split}.accuracy"))
         at = table.schema.get_field_index(name)
         table = table.append_column(name, pa.array(error)) if at < 0 else table.set_column(at, name, pa.array(error))
     return table
@@ -285,7 +276,6 @@ def _with_errors(table: pa.Table) -> pa.Table:
 
 def _one_stage(table: pa.Table) -> pa.Table:
     """The rows of the last stage: steps count from 0 in each, and only the last one trains on the task's labels."""
-    import pyarrow.compute as pc
 
     if "stage" not in table.column_names:
         return table
@@ -309,7 +299,6 @@ def _flat_result(file: Path) -> dict[str, Any]:
 
 def _untraced(cells: pa.Table, curves: pa.Table | None) -> list[str]:
     """Failed cells of which the curves know nothing: earlier versions left them out."""
-    import pyarrow.compute as pc
 
     if curves is None or not {"cell", "status"} <= set(cells.column_names) or "cell" not in curves.column_names:
         return []
@@ -322,3 +311,47 @@ def _steps_of(curves: pa.Table | None) -> set[int]:
     if curves is None or STEP not in curves.column_names:
         return set()
     return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
+
+
+def derive(data: SweepData) -> None:
+    """Add `grad.norm` = √(‖gA‖² + ‖gB‖²) and `sharpness.ratio` = lr·λ_max / `data.stability` to trace and cells.
+
+    A cell's own figures are the largest of its trace: of the gradient over the second half of its steps (the first
+    steps from B = 0 are large for every rank), of the sharpness over all. A failed cell has none.
+    """
+    trace = data.trace
+    if trace is None:
+        return
+    if trace.has("grad.a") and trace.has("grad.b"):
+        norm = np.hypot(trace.column("grad.a"), trace.column("grad.b"))
+        trace.add(GRADIENT, norm)
+        place = _cells(data)
+        steps = trace.column(STEP)
+        last = np.full(len(data), -1.0)
+        known = (place >= 0) & np.isfinite(steps)  # the steps that a failed cell did not reach have no figures
+        np.maximum.at(last, place[known], steps[known])
+        late = known & (steps >= last[place] / 2)
+        data.add(GRADIENT, np.where(data.finished, _largest(norm, place, late, len(data)), np.nan))
+    if trace.has("sharpness.preconditioned") and trace.has("lr"):
+        ratio = trace.column("sharpness.preconditioned") * trace.column("lr") / data.stability
+        trace.add(SHARPNESS, ratio)
+        place = _cells(data)
+        data.add(SHARPNESS, np.where(data.finished, _largest(ratio, place, place >= 0, len(data)), np.nan))
+
+
+def _cells(data: SweepData) -> np.ndarray:
+    """int64 [rows of the trace]: row of each one's cell in `data`, −1 where it has none."""
+
+    assert data.trace is not None
+    if "cell" not in data.table.column_names or "cell" not in data.trace.table.column_names:
+        return np.full(len(data.trace), -1)
+    found = pc.index_in(data.trace.table.column("cell"), value_set=data.table.column("cell").combine_chunks())
+    return found.fill_null(-1).to_numpy().astype(np.int64)
+
+
+def _largest(values: np.ndarray, place: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
+    """float64 [count]: the largest finite value at each place, NaN where there is none."""
+    good = among & np.isfinite(values)
+    top = np.full(count, -np.inf)
+    np.maximum.at(top, place[good], values[good])
+    return np.where(np.isfinite(top), top, np.nan)

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from experiments.results.cells import read_marker
 from finetune.errors import UserError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 AGAIN = "run the sweep again, it keeps its cells"
 
@@ -71,8 +71,6 @@ def rows_planned(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[d
 
 def only_planned(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
     """`rows_planned` of a table of cells; a column is judged by its distinct values."""
-    import numpy as np
-    import pyarrow as pa
 
     kept = np.ones(table.num_rows, dtype=bool)
     for key, fits in _tests(plan).items():

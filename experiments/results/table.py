@@ -6,15 +6,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.report.formats import bounds
+import numpy as np
+import pyarrow as pa
+
+from experiments.results.metrics import bounds
 from experiments.statistics.curve import Lost
 from experiments.statistics.intervals import Interval, t_interval
-
-if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
 
 Where = Mapping[str, Any]
 """A setting: axis → value."""
@@ -47,14 +46,12 @@ class SweepTable:
     """
 
     def __init__(self, table: pa.Table, axes: Sequence[str]) -> None:
-        import numpy as np
-
         self.table = table
         self.axes = tuple(axes)
         self._levels: dict[str, list[Any]] = {}
         self._codes: dict[str, np.ndarray] = {}
         for axis in (*self.axes, "seed"):
-            self._levels[axis], self._codes[axis] = _encode(table, axis)
+            self._levels[axis], self._codes[axis] = encode(table, axis)
         self._columns: dict[str, np.ndarray] = {}
         self._found: dict[tuple, np.ndarray] = {}
         statuses = table.column("status").to_pylist() if "status" in table.column_names else [None] * table.num_rows
@@ -88,9 +85,7 @@ class SweepTable:
     def column(self, name: str) -> np.ndarray:
         """float64 [N]: a figure of every row, NaN where it was not measured or is not finite."""
         if name not in self._columns:
-            import numpy as np
-
-            values = _floats(self.table, name)
+            values = floats(self.table, name)
             self._columns[name] = np.where(np.isfinite(values) & self.finished, values, np.nan)
         return self._columns[name]
 
@@ -100,14 +95,12 @@ class SweepTable:
 
     def has(self, name: str) -> bool:
         """True if any row has the figure."""
-        import numpy as np
 
         known = name in self._columns or name in self.table.column_names
         return known and bool(np.isfinite(self.column(name)).any())
 
     def rows(self, where: Where) -> np.ndarray:
         """int64 [n]: numbers of the rows that match `where`, in file order."""
-        import numpy as np
 
         key = tuple(sorted((axis, repr(value)) for axis, value in where.items()))
         if key not in self._found:
@@ -120,14 +113,12 @@ class SweepTable:
 
     def at(self, column: str, where: Where) -> Interval | None:
         """t-interval over the finished rows that match `where`; None if there are none."""
-        import numpy as np
 
         values = self.column(column)[self.rows(where)]
         return interval(column, values[np.isfinite(values)])
 
     def curve(self, column: str, axis: str, where: Where) -> list[tuple[Any, Interval]]:
         """(axis value, interval) along `axis` with other axes held at `where`; values without a figure are left out."""
-        import numpy as np
 
         rows = self.rows(where)
         figures, codes = self.column(column)[rows], self._codes[axis][rows]
@@ -141,7 +132,6 @@ class SweepTable:
 
     def points(self, column: str, axis: str, where: Where) -> tuple[list[Any], list[float]]:
         """(axis values, figures) of the single rows that match `where`."""
-        import numpy as np
 
         rows = self.rows(where)
         figures = self.column(column)[rows]
@@ -153,7 +143,6 @@ class SweepTable:
 
         Where several rows share a seed and a value (an axis that `where` does not hold), the last one counts.
         """
-        import numpy as np
 
         rows = self.rows(where)
         seeds, codes = self._codes["seed"][rows], self._codes[axis][rows]
@@ -182,7 +171,6 @@ class SweepTable:
 
     def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:
         """float64 [Y, X]: mean of a figure over the rows of each pair of axis values, NaN where there is none."""
-        import numpy as np
 
         rows = self.rows(where)
         figures = self.column(column)[rows]
@@ -199,7 +187,6 @@ class SweepTable:
 
     def settings(self, axes: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Every combination of values of `axes` (default: all) that was run, in the order of their levels."""
-        import numpy as np
 
         names = list(self.axes if axes is None else axes)
         if not len(self):
@@ -211,7 +198,6 @@ class SweepTable:
 
     def _distinct(self, axes: Sequence[str], keep: np.ndarray) -> np.ndarray:
         """int64 [n, axes]: codes of every combination of values of `axes` among the rows `keep`, in order."""
-        import numpy as np
 
         sizes = [len(self._levels[a]) for a in axes]
         columns = [self._codes[a][keep] for a in axes]
@@ -222,7 +208,6 @@ class SweepTable:
 
     def reach(self, column: str, axis: str) -> list[tuple[dict[str, Any], int]]:
         """(setting of the other axes, values of `axis` with the figure there), of settings that have it, in order."""
-        import numpy as np
 
         others = [a for a in self.axes if a != axis]
         levels = np.array([value is not None for value in self._levels[axis]], dtype=bool)
@@ -237,7 +222,6 @@ class SweepTable:
 
     def seeds_each(self) -> tuple[int, int]:
         """(fewest, most) seeds that a setting has a row of, finished or failed; (0, 0) without rows."""
-        import numpy as np
 
         if not len(self):
             return 0, 0
@@ -247,7 +231,6 @@ class SweepTable:
 
     def means(self, column: str) -> list[tuple[dict[str, Any], Interval]]:
         """(setting, interval) of every setting that has the figure, in one pass over the rows."""
-        import numpy as np
 
         figures = self.column(column)
         good = np.flatnonzero(np.isfinite(figures))
@@ -277,10 +260,8 @@ def interval(column: str, values: Any) -> Interval | None:
     return t_interval(values.tolist(), bounds=bounds(column.partition(".")[2]))
 
 
-def _encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
+def encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     """(levels, int64 codes [N]) of a column; lists become text, for they must compare and group."""
-    import numpy as np
-    import pyarrow as pa
 
     if name not in table.column_names:
         return [None], np.zeros(table.num_rows, dtype=np.int64)
@@ -305,10 +286,8 @@ def _encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
     return [found[i] for i in order], new[encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
 
 
-def _floats(table: pa.Table, name: str) -> np.ndarray:
+def floats(table: pa.Table, name: str) -> np.ndarray:
     """A column as float64 [N]; NaN for nulls, and all NaN for a column that is absent or holds no numbers."""
-    import numpy as np
-    import pyarrow as pa
 
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)

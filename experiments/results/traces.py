@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import json as arrow_json
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+from experiments.results.cells import ended, status_of
 
 STEP = "step"
 """The axis of a trace: optimizer updates done."""
@@ -32,7 +33,6 @@ def late_traces(
     Raises:
         UserError: a line that is no JSON object, other than a torn last one.
     """
-    import pyarrow as pa
 
     if not folders:
         return [], []
@@ -60,7 +60,6 @@ def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
 
     As they are: one line for each step that trace.json names, in its order; nothing was undone or written again.
     """
-    import pyarrow as pa
 
     from finetune.run_directory import TRACE
 
@@ -86,8 +85,6 @@ def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
 
 def _parsed(lines: bytes) -> pa.Table | None:
     """Lines of JSON as a table of numbers and plain text; None where they are something else, or miss their step."""
-    import pyarrow as pa
-    from pyarrow import json as arrow_json
 
     try:
         table = arrow_json.read_json(io.BytesIO(lines), read_options=arrow_json.ReadOptions(use_threads=False))
@@ -103,7 +100,7 @@ def _one_by_one(
     folders: Sequence[Path], about: pa.Table, place: dict[str, int], known: set[int]
 ) -> list[dict[str, Any]]:
     """Rows of the traces in `folders`; of two lines of a step the later one counts."""
-    from experiments.results.cells import ended, status_of
+
     from finetune.train.trace.files import as_planned, read_trace
 
     traces = {folder: read_trace(folder) for folder in folders}

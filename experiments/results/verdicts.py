@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from experiments.results.table import SweepTable
 from experiments.statistics.beside import Beside, compare_curves
 from experiments.statistics.curve import Curve
 from experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, thin
 from experiments.statistics.verdict import Verdict, judge_curve
 from finetune.errors import UserError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from experiments.results.table import SweepTable
 
 _SHORT = {"data.train.limit": "training rows", "train.steps": "steps"}
 _CAPACITY = ("adapter.rank", "adapter.alpha", "train.steps", "step", "data.train.limit")
@@ -77,7 +75,6 @@ def curve_of(
 
     Raises UserError, saying what is missing, where there are too few values for the peak test, or no seed has all.
     """
-    import numpy as np
 
     if not table.numeric(axis):
         raise UserError(f"{axis} has no order; a peak needs numbers")
@@ -111,9 +108,8 @@ def _held(
     epsilon: float,
 ) -> Curve:
     """The curve at these seeds and values, all of which `where` has."""
-    import numpy as np
 
-    from experiments.results.derived import GRADIENT, SHARPNESS
+    from experiments.results.sweep import GRADIENT, SHARPNESS
 
     found = table.matrix(test, axis, where)
     rows, columns = [found.seeds.index(s) for s in seeds], [found.values.index(v) for v in values]

@@ -4,8 +4,8 @@
     verdict = judge_curve(Curve(axis="rank", values=ranks, test=errors, train_error=fitted, train_loss=losses))
 
 `peak` tests and locates, `verdict` names, `beside` compares two curves, `emc` finds where training data stop being
-fitted; `known`, `random_features` and `dynamics` are curves whose answer is known. Nothing here trains a network or
-imports torch.
+fitted; `intervals` has t-intervals, paired tests and Holm's correction. Arrays in, verdicts out: nothing here knows of
+files or recipes, trains a network or imports torch.
 """
 
 from experiments.statistics.beside import Beside, compare_curves
@@ -13,7 +13,6 @@ from experiments.statistics.curve import Curve
 from experiments.statistics.emc import EMC, Crossing, crossing, effective_model_complexity, emc_from_curve
 from experiments.statistics.holdout import Holdout, holdout_test
 from experiments.statistics.peak import Detectable, Height, PeakTest, detectable_sd, peak_test, seeds_needed, thin
-from experiments.statistics.rates import rejections
 from experiments.statistics.verdict import Kind, Verdict, judge_curve
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "holdout_test",
     "judge_curve",
     "peak_test",
-    "rejections",
     "seeds_needed",
     "thin",
 ]

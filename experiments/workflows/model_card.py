@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe.config import Recipe
-from experiments.report.formats import FLOORS
+from experiments.results.metrics import FLOORS
 from finetune import assets
 from finetune.atomic import read_object
 from finetune.data.formats import HUB, HubName

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cells.files import is_final, read_result
-from experiments.cells.runner import Runner, claim_study
+from benchmarks.studies.cells.files import is_final, read_result
+from benchmarks.studies.cells.runner import Runner, claim_study
 from experiments.run.console import Console
 from finetune.errors import UserError
 from tests.kill_points import kill_points

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cells.refusing import refuse_in_study, refuse_tracked
+from benchmarks.studies.cells.refusing import refuse_in_study, refuse_tracked
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.config import Recipe
 from experiments.results.run import read_metrics

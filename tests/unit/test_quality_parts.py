@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.studies.cells.training import kept_tokenizer
 from benchmarks.studies.selection_quality.choosing import matched_draw
 from benchmarks.studies.selection_quality.pool import StoredPool
 from benchmarks.studies.selection_quality.settings import Quality, QualityArm, QualityTarget
 from benchmarks.studies.selection_quality.stream import packed_rows
-from experiments.cells.training import kept_tokenizer
 from finetune.errors import UserError
 
 # --------------------------------------------------------------------------------------------- settings

@@ -83,7 +83,7 @@ def test_accuracy_that_holds_for_these_rows_only_is_told() -> None:
 
 
 def test_a_bootstrap_over_seeds_and_rows_is_the_naive_one() -> None:
-    from experiments.statistics.resampling import seeds_by_items
+    from experiments.statistics.intervals import seeds_by_items
 
     rng = np.random.default_rng(0)
     tables = [rng.choice([-1.0, 0.0, 1.0], size=(5, 40), p=[0.2, 0.5, 0.3]), rng.choice([0.0, 1.0], size=(5, 60))]

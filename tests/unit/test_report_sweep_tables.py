@@ -11,9 +11,8 @@ import pytest
 
 from experiments.report.chapters.sweep import sweep_sections, sweep_tiles
 from experiments.results.analysis import Analysis
-from experiments.results.derived import derive
 from experiments.results.run import read_run
-from experiments.results.sweep import SweepData
+from experiments.results.sweep import SweepData, derive
 from experiments.results.table import SweepTable
 from experiments.statistics.intervals import t_interval
 from tests import report_runs

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.studies.cells.files import Result
+from benchmarks.studies.cells.rows import split_rows
 from benchmarks.studies.selection_quality.answers import answers
 from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.protocol import protocol
 from benchmarks.studies.selection_quality.runner import Outcome
-from experiments.cells.files import Result
-from experiments.cells.rows import split_rows
-from experiments.statistics.intervals import holm, paired_test, t_interval
-from experiments.statistics.resampling import right_items, seeds_by_items
+from experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
 from finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]

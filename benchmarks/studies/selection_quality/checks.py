@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.studies.cells.refusing import refuse_in_study
 from benchmarks.studies.selection_quality.settings import Quality
-from experiments.cells.refusing import refuse_in_study
 from experiments.recipe.config import Recipe, Select
 from finetune.config import Data
 from finetune.errors import UserError

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.studies.cells.rows import split_rows
 from benchmarks.studies.selection_quality.cells import SelectionCell, TargetRows
 from benchmarks.studies.selection_quality.features import pool_vectors, vectors
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
-from experiments.cells.rows import split_rows
 from finetune.atomic import replacing
 from finetune.data import Row, limit_rows
 from finetune.errors import UserError

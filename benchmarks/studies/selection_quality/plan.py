@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.studies.cells.inputs import chosen, digest, locate
+from benchmarks.studies.cells.study import study_recipe
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
 from benchmarks.studies.selection_quality.checks import check_cells, check_method, check_study
 from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
-from experiments.cells.inputs import chosen, digest, locate
-from experiments.cells.study import study_recipe
 from experiments.recipe import from_override, recipe_key
 from experiments.recipe.config import Recipe
 from experiments.recipe.key import settings_tree, short_hash

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.studies.cells.rows import split_rows
 from benchmarks.studies.selection_quality.cells import PoolCell
-from experiments.cells.rows import split_rows
 from finetune.atomic import replacing
 from finetune.data import read_rows
 from finetune.errors import UserError

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.studies.cells.files import Result, write_result
+from benchmarks.studies.cells.runner import Runner, claim_study
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
 from benchmarks.studies.selection_quality.plan import Plan
-from experiments.cells.files import Result, write_result
-from experiments.cells.runner import Runner, claim_study
 from experiments.recipe.build import nearest
 from experiments.run.console import Console
 from experiments.studies.compare.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge

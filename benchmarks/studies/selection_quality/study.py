@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.studies.cells.study import carry_out
 from benchmarks.studies.selection_quality.analysis import analyse
 from benchmarks.studies.selection_quality.page import page
 from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.runner import run_study
-from experiments.cells.study import carry_out
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.studies.cells.rows import split_rows
+from benchmarks.studies.cells.training import fresh_engine, judge_examples, kept_tokenizer, train_examples
 from benchmarks.studies.selection_quality.cells import TrainingCell
 from benchmarks.studies.selection_quality.choosing import chosen_rows, target_texts
 from benchmarks.studies.selection_quality.pool import open_pool
 from benchmarks.studies.selection_quality.stream import Packed, packed_rows
-from experiments.cells.rows import split_rows
-from experiments.cells.training import fresh_engine, judge_examples, kept_tokenizer, train_examples
 from experiments.recipe.key import settings_tree, short_hash
 from finetune.data import encode, limit_rows
 from finetune.seeds import derive

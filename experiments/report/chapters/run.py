@@ -8,6 +8,7 @@ from experiments.report import formats
 from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
 from experiments.report.charts.evaluation import evaluation
 from experiments.report.charts.training import small_multiples, training
+from experiments.results.metrics import FLOOR_NAMES, FLOORS, headline_metrics
 from experiments.results.run import Run
 from finetune.figures import rate_text
 from finetune.run_directory import SPIKE
@@ -32,8 +33,8 @@ def train_finding(run: Run) -> str:
     if split is None:
         steps = max((ln["step"] for ln in run.metrics.lines), default=0)
         return f"Not evaluated yet; {steps:,} updates logged." if steps else ""
-    metrics = {m: c for m, c in run.eval[split].items() if m not in formats.FLOOR_NAMES}
-    order = ["accuracy", "exact_match", *formats.headline_metrics(metrics)]
+    metrics = {m: c for m, c in run.eval[split].items() if m not in FLOOR_NAMES}
+    order = ["accuracy", "exact_match", *headline_metrics(metrics)]
     metric = next((m for m in order if m in metrics), None)
     if metric is None:
         return ""
@@ -68,9 +69,9 @@ def training_tiles(run: Run) -> list[Tile]:
                 cells[metric]["value"], cells[metric].get("low"), cells[metric].get("high")
             )
             note = f"{cells[metric]['n']:,} items" if cells[metric].get("n") else ""
-            floor = cells.get(formats.FLOORS.get(metric, ""), {}).get("value")
+            floor = cells.get(FLOORS.get(metric, ""), {}).get("value")
             if floor is not None:
-                named = formats.FLOOR_NAMES[formats.FLOORS[metric]]
+                named = FLOOR_NAMES[FLOORS[metric]]
                 note = ", ".join(filter(None, [f"{named} {formats.number(floor)}", note]))
             tiles.append(Tile(f"{split} {formats.metric_name(metric)}", value, interval, note))
     before, after = run.shift
@@ -141,13 +142,13 @@ def evaluation_sections(run: Run) -> list[Section]:
 def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
     """Metrics down, splits across; a floor below the metric it belongs to."""
     rows = []
-    for metric in dict.fromkeys(m for cells in tree.values() for m in cells if m not in formats.FLOOR_NAMES):
+    for metric in dict.fromkeys(m for cells in tree.values() for m in cells if m not in FLOOR_NAMES):
         cells = [tree[split].get(metric) for split in tree]
         shown = [formats.with_interval(c["value"], c.get("low"), c.get("high")) if c else "–" for c in cells]
         rows.append([formats.metric_name(metric), *shown])
-        floors = [tree[split].get(formats.FLOORS.get(metric, "")) for split in tree]
+        floors = [tree[split].get(FLOORS.get(metric, "")) for split in tree]
         if any(floors):
-            named = formats.FLOOR_NAMES[formats.FLOORS[metric]]
+            named = FLOOR_NAMES[FLOORS[metric]]
             rows.append([named, *(formats.number(float(f["value"])) if f else "–" for f in floors)])
     counts = [max((int(c.get("n") or 0) for c in cells.values()), default=0) for cells in tree.values()]
     rows.append(["items", *(formats.number(n) if n else "–" for n in counts)])

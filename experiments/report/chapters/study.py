@@ -9,6 +9,7 @@ from experiments.report.blocks import Block, Figures, Notes, Part, Section, Tabl
 from experiments.report.charts.intervals import Row, interval_chart
 from experiments.report.charts.training import slug
 from experiments.report.figure import Chart
+from experiments.results.metrics import LOWER_IS_BETTER, bounds, headline_metrics
 from experiments.results.run import Run, Study
 from experiments.statistics.intervals import Interval, paired_difference, t_interval, t_quantile
 
@@ -42,8 +43,7 @@ def study_differences(study: Study) -> list[tuple[str, Interval]]:
         return []
     ours, base = question
     pairs = [
-        (m, paired_difference(study.values(*ours, m), study.values(*base, m)))
-        for m in formats.headline_metrics(study.metrics)
+        (m, paired_difference(study.values(*ours, m), study.values(*base, m))) for m in headline_metrics(study.metrics)
     ]
     return [(m, d) for m, d in pairs if d is not None]
 
@@ -137,7 +137,7 @@ def study_tiles(study: Study) -> list[Tile]:
 
 
 def study_sections(study: Study) -> list[Section]:
-    metrics = formats.headline_metrics(study.metrics)
+    metrics = headline_metrics(study.metrics)
     charts = [c for m in metrics[:3] for c in study_charts(study, m)]
     rows = []
     for arm in arms(study):
@@ -146,7 +146,7 @@ def study_sections(study: Study) -> list[Section]:
         for metric in metrics:
             values = list(study.values(*arm, metric).values())
             count = max(count, len(values))
-            mean = t_interval(values, bounds=formats.bounds(metric)) if values else None
+            mean = t_interval(values, bounds=bounds(metric)) if values else None
             row.append(formats.with_interval(mean.value, mean.low, mean.high) if mean else "–")
         rows.append([*row, str(count)])
     names = [formats.metric_name(m) for m in metrics]
@@ -248,7 +248,7 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     found = {arm: values for arm in arms(study) if (values := list(study.values(*arm, metric).values()))}
     if not found:
         return None
-    means = {arm: t_interval(values, bounds=formats.bounds(metric)) for arm, values in found.items()}
+    means = {arm: t_interval(values, bounds=bounds(metric)) for arm, values in found.items()}
     places = formats.common_decimals([(m.value, m.low, m.high) for m in means.values()])
     rows = [
         Row(
@@ -260,7 +260,7 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     floor = study.floor.get(metric)
     seeds = sorted({len(values) for values in found.values()})
     count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-    better = "lower is better" if metric in formats.LOWER_IS_BETTER else "higher is better"
+    better = "lower is better" if metric in LOWER_IS_BETTER else "higher is better"
     name = formats.metric_name(metric)
     return interval_chart(
         f"study-{slug(metric)}",
@@ -282,7 +282,7 @@ def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | Non
     """Seed-paired differences with intervals; those that exclude zero in colour."""
     if not shown:
         return None
-    lower = metric in formats.LOWER_IS_BETTER
+    lower = metric in LOWER_IS_BETTER
     places = formats.common_decimals([(c.interval.value, c.interval.low, c.interval.high) for c in shown])
     rows: list[Row | str] = []
     for number, contrast in enumerate(shown):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.report import formats
 from experiments.report.charts.scale import Scale, scale
 from experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
-from experiments.report.formats import bounds
+from experiments.results.metrics import bounds
 from experiments.results.sweep import INTERPOLATION, SweepData
 from experiments.results.table import SweepTable, Where
 from experiments.statistics.intervals import Interval

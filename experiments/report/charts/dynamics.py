@@ -9,10 +9,9 @@ from typing import Any
 
 from experiments.report import formats
 from experiments.report.charts.facets import Line, Panel, facets
-from experiments.report.figure import RAMP, Chart, evenly, ramp
-from experiments.results.analysis import main_axis
-from experiments.results.derived import GRADIENT, SHARPNESS
-from experiments.results.sweep import SweepData
+from experiments.report.figure import RAMP, Chart, ramp
+from experiments.results.analysis import evenly, main_axis
+from experiments.results.sweep import GRADIENT, SHARPNESS, SweepData
 from experiments.results.table import SweepTable
 from experiments.results.traces import STEP
 

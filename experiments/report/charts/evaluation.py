@@ -9,12 +9,13 @@ from experiments.report import formats
 from experiments.report.charts.intervals import Row, draw_row, horizontal
 from experiments.report.charts.training import SPLIT_COLOUR, capitalised, slug
 from experiments.report.figure import Canvas, Chart, colour
+from experiments.results.metrics import METRICS, SHARES
 
 
 def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) -> list[Chart]:
     """Dots with intervals: shares (accuracy, F1 …) on one axis with the majority floor, others on their own."""
-    metrics = list(dict.fromkeys(m for split in tree.values() for m in split if m in formats.METRICS))
-    shares = [m for m in formats.SHARES if m in metrics]
+    metrics = list(dict.fromkeys(m for split in tree.values() for m in split if m in METRICS))
+    shares = [m for m in SHARES if m in metrics]
     groups = [("shares", shares)] if shares else []
     groups += [(m, [m]) for m in metrics if m not in shares]
     floors = {s: t["majority_floor"]["value"] for s, t in tree.items() if "majority_floor" in t}

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.statistics.intervals import holm, paired_test, t_interval
-from experiments.statistics.resampling import right_items, seeds_by_items
+from experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
 from experiments.studies.compare.plan import Plan
 from experiments.studies.compare.protocol import protocol
 from experiments.studies.compare.run import Outcome, Result

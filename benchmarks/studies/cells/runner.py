@@ -17,8 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.cells.files import Result, cell_file, is_final, read_result
-from experiments.cells.study import RECIPE
+from benchmarks.studies.cells.files import Result, cell_file, is_final, read_result
+from benchmarks.studies.cells.study import RECIPE
 from experiments.run.console import Console, Task
 from experiments.studies import start_worker
 from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_text

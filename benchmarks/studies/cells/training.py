@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.cells.refusing import refuse_beginning
+from benchmarks.studies.cells.refusing import refuse_beginning
 from experiments.recipe.config import Recipe
 from finetune.config import Optimizer, Train
 from finetune.errors import UserError
