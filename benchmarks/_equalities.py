@@ -21,7 +21,7 @@ from torch import Tensor
 
 from finetune.backbone import quiet_transformers
 from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-from finetune.data import Batches
+from finetune.data.batches import Batches
 from finetune.data.encoding import Example
 from finetune.errors import Interrupted
 from finetune.parallel.build import build_engine

@@ -59,7 +59,7 @@ class Constant:
 
 def texts(count: int = TEXTS) -> list[str]:
     """Of the pool that ships."""
-    from finetune.data import read_rows
+    from finetune.data.rows import read_rows
 
     found = [str(row.values["text"]) for row, _ in zip(read_rows(["sample:pool"]), range(count), strict=False)]
     if len(found) < count:

@@ -25,7 +25,8 @@ from finetune.adapters.adapter import attach_adapter
 from finetune.compute.capabilities import CUDA, T4, Capabilities
 from finetune.compute.matmul_rate import DTYPES
 from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data import Batches, Example
+from finetune.data.batches import Batches
+from finetune.data.example import Example
 from finetune.data.masking import Masking
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.mesh import World

@@ -51,7 +51,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from benchmarks.cuda_rehearsal import Rehearsal
     from finetune.compute.capabilities import CUDA, rehearsed
     from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-    from finetune.data import Batches
+    from finetune.data.batches import Batches
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.run_directory import RunDirectory

@@ -33,7 +33,7 @@ class Thousand:
 
     def batches(self, *, packed: bool, rows: int, whole: bool = False) -> Any:
         """Micro-batches of `rows` rows; whole: one step is all of them, each once."""
-        from finetune.data import Batches
+        from finetune.data.batches import Batches
 
         settings: dict[str, Any] = {"seed": 0, "max_length": LENGTH, "pad_id": self.pad_id}
         task = Completion(prompt=self.task.prompt, completion=self.task.completion, pack=packed)
@@ -89,7 +89,8 @@ def read(files: Sequence[str], *, prompt: str | None, completion: str | None) ->
     """The first thousand rows of `files` that fit; without files, of the sample that ships."""
     from benchmarks.train_step import BACKBONE
     from finetune.backbone import load_tokenizer
-    from finetune.data import encode, read_rows
+    from finetune.data.encoding import encode
+    from finetune.data.rows import read_rows
 
     name = f"{COUNT:,} rows of {', '.join(Path(file).name.split('.')[0] for file in files) or SHIPPED}"
     if files:

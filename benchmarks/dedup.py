@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, in_child, interleave, limit_threads
-from finetune.data import read_rows
+from finetune.data.rows import read_rows
 from selection.hygiene import (
     Decontaminate,
     Hygiene,

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._harness import Benchmark, interleave, limit_threads
-from finetune.data import read_rows
+from finetune.data.rows import read_rows
 from selection import DSIRSelector, Pool
 
 _PEER = "data-selection"

@@ -37,7 +37,7 @@ def given(path: str, count: int) -> list[str]:
     """The first texts of a file, as any reader of ours sees them."""
     from itertools import islice
 
-    from finetune.data import read_rows
+    from finetune.data.rows import read_rows
 
     return [row.values["text"] for row in islice(read_rows([path]), count)]
 
@@ -83,7 +83,8 @@ def static_directory(root: Path, dim: int = 256) -> Path:
 def view_rows(bench: Benchmark, folder: Path, documents: list[str]) -> None:
     """What a pool on disk costs: CPU and memory to read it, and to go through its texts."""
     from finetune.config import Columns
-    from finetune.data import read_rows, spill_rows
+    from finetune.data.rows import read_rows
+    from finetune.data.view import spill_rows
 
     file = folder / "pool.jsonl"
     lines = (json.dumps({"id": f"r{i}", "text": text, "domain": "d"}) + "\n" for i, text in enumerate(documents))

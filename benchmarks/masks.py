@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks._harness import Benchmark, cpu_seconds
-from finetune.data import encode
-from finetune.data.encoding import IGNORE
+from finetune.data.encoding import IGNORE, encode
 from finetune.errors import UserError
 from finetune.tasks import Chat
 from tests.chat_models import (

@@ -139,7 +139,7 @@ def compare(bench: Benchmark, name: str, scratch: Path) -> None:
     import torch
 
     from finetune.backbone import load_tokenizer, resolve_backbone
-    from finetune.data import read_rows
+    from finetune.data.rows import read_rows
 
     task, source = task_of(name), resolve_backbone(BACKBONES[name])
     texts = [row.values["text"] for row, _ in zip(read_rows(["sample:scicite/test"]), range(200), strict=False)]

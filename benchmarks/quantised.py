@@ -37,7 +37,9 @@ def curve(kind: str | None) -> list[float]:
     """Losses of one run on the shipped backbone."""
     from finetune.adapters.adapter import attach_adapter
     from finetune.backbone import load_backbone, load_tokenizer
-    from finetune.data import Batches, encode, read_rows
+    from finetune.data.batches import Batches
+    from finetune.data.encoding import encode
+    from finetune.data.rows import read_rows
     from finetune.run_directory import RunDirectory
     from finetune.train.loop import train_stage
     from regularizers import build

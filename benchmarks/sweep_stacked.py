@@ -49,9 +49,11 @@ def _cells(
     """
     from finetune.backbone import load_backbone, load_tokenizer
     from finetune.config import Adapter, Evaluate, Optimizer, Train
-    from finetune.data import Batches, encode, read_rows
+    from finetune.data.batches import Batches
+    from finetune.data.encoding import encode
+    from finetune.data.rows import read_rows
     from finetune.run_directory import RunDirectory
-    from finetune.stacked import stage_work
+    from finetune.stacked.together import stage_work
     from finetune.tasks import LanguageModel
     from regularizers import GGPO, Plain, build
 
@@ -110,7 +112,8 @@ class _Stacked:
     """The cells as one stack."""
 
     def __init__(self, backbone: Any, cells: Sequence[Any]) -> None:
-        from finetune.stacked import Host, cell_engine
+        from finetune.stacked.engine import cell_engine
+        from finetune.stacked.host import Host
         from finetune.tasks import LanguageModel
 
         task = LanguageModel()
@@ -133,7 +136,7 @@ class _Alone:
     """The cells one after another."""
 
     def __init__(self, backbone: Any, cells: Sequence[Any]) -> None:
-        from finetune.stacked import cell_engine
+        from finetune.stacked.engine import cell_engine
         from finetune.tasks import LanguageModel
 
         task = LanguageModel()
@@ -263,7 +266,7 @@ def difference(device: str = "cpu", last: bool = False) -> dict[str, float]:
 
 def stack_memory(tokens: int, last: bool = False) -> dict[str, float]:
     """Bytes alive at the worst moment of an update of the stack, and what its plan said."""
-    from finetune.stacked import stack_plan
+    from finetune.stacked.footprint import stack_plan
 
     limit_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -40,7 +40,9 @@ Precision = Literal["fp32", "bf16"]
 def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> Any:
     """The shipped samples as the loop would see them: the pool for language modelling, SciCite for labels."""
     from finetune.backbone import load_tokenizer
-    from finetune.data import Batches, encode, read_rows
+    from finetune.data.batches import Batches
+    from finetune.data.encoding import encode
+    from finetune.data.rows import read_rows
 
     labelled = "label" in task.columns()
     source = "sample:scicite/train" if labelled else "sample:pool"

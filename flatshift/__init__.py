@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from experiments.select.select import select as select
     from experiments.studies.sweep import sweep as sweep
     from experiments.workflows.evaluate import evaluate_run as evaluate_run
-    from finetune.data import read_rows as read_rows
+    from finetune.data.rows import read_rows as read_rows
     from finetune.errors import UserError as UserError
     from flatshift.api import resume as resume
     from flatshift.api import train as train
@@ -39,7 +39,7 @@ _PUBLIC = {
     "GotDSelector": "selection",
     "Pool": "selection",
     "GGPO": "regularizers",
-    "read_rows": "finetune.data",
+    "read_rows": "finetune.data.rows",
     "UserError": "finetune.errors",
 }
 __all__ = [*_PUBLIC, "__version__"]

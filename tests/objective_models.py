@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from finetune.adapters.adapter import trainable
-from finetune.data import Row
+from finetune.data.rows import Row
 from tests.data_models import CORPUS, row
 from tests.finetune_models import save_backbone
 

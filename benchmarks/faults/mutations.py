@@ -68,8 +68,8 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from experiments.results.run import read_metrics as read_back
     from experiments.studies.sweep.axes import count_of, parse_grid, points_of
     from finetune.config import Columns
-    from finetune.data import read_rows
     from finetune.data.chat.conversation import read_conversation
+    from finetune.data.rows import read_rows
     from finetune.parallel.index import SINGLE, read_index
     from finetune.run_directory import read_metrics
     from selection.features.matrix import load_features

@@ -148,7 +148,8 @@ def batches(shape: Shape, *, rows: int, sequence: int, count: int = 4) -> Any:
     again."""
     import numpy as np
 
-    from finetune.data import Batches, Example
+    from finetune.data.batches import Batches
+    from finetune.data.example import Example
     from finetune.seeds import numpy_generator
     from finetune.tasks import LanguageModel
 

@@ -61,7 +61,7 @@ def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int,
 def _stage(model: Any, tokenizer: Any, task: Any, batches: Any, device: str, steps: int, folder: Path) -> Any:
     from finetune.config import Evaluate, Optimizer, Train
     from finetune.run_directory import RunDirectory
-    from finetune.stacked import stage_work
+    from finetune.stacked.together import stage_work
     from regularizers import Plain, build
 
     return stage_work(

@@ -54,7 +54,9 @@ def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
     """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens."""
     from finetune import tasks
     from finetune.backbone import decoder_start, load_tokenizer
-    from finetune.data import Batches, Row, encode, read_rows
+    from finetune.data.batches import Batches
+    from finetune.data.encoding import encode
+    from finetune.data.rows import Row, read_rows
 
     task: Any = {
         "language-model": tasks.LanguageModel(),

@@ -58,7 +58,7 @@ class Updates:
     def __init__(self, case: Case, device: str, folder: Path, *, regularizer: Any = None) -> None:
         from finetune.config import Evaluate, Optimizer, Train
         from finetune.run_directory import RunDirectory
-        from finetune.stacked import stage_work
+        from finetune.stacked.together import stage_work
         from finetune.tasks import LanguageModel
         from regularizers import Plain, build
 

@@ -24,18 +24,12 @@ from experiments.data.sources import SPLITS, Split, choose, parts_of
 from experiments.recipe.config import Recipe
 from finetune.assets import beside_weights
 from finetune.cache_directory import cache_root
-from finetune.data import (
-    Examples,
-    ExampleWriter,
-    Row,
-    TokenCache,
-    classes_of,
-    content_name,
-    expand,
-    sort_labels,
-)
+from finetune.data.columns import Examples, ExampleWriter
 from finetune.data.formats import split_suffix
+from finetune.data.labels import classes_of, sort_labels
 from finetune.data.left_out import Losses
+from finetune.data.rows import Row, expand
+from finetune.data.token_cache import TokenCache, content_name
 from finetune.data.units import Units
 from finetune.errors import UserError, user_path
 from finetune.tasks import Task

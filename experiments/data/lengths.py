@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 from experiments.data.sources import Split, judged_train
 from experiments.recipe.config import Recipe
-from finetune.data import Example, Examples
+from finetune.data.columns import Examples
+from finetune.data.example import Example
 from finetune.errors import UserError
 
 _ROUNDS = 10_000

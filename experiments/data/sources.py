@@ -11,17 +11,12 @@ import numpy as np
 
 from experiments.recipe.config import Recipe
 from finetune.config import Columns, Data, Train
-from finetune.data import (
-    Batches,
-    Example,
-    Examples,
-    Mixture,
-    Proportions,
-    Row,
-    limit_rows,
-    read_rows,
-    require_rows,
-)
+from finetune.data.batches import Batches
+from finetune.data.columns import Examples
+from finetune.data.example import Example
+from finetune.data.mixture import Mixture, Proportions
+from finetune.data.rows import Row, read_rows, require_rows
+from finetune.data.subset import limit_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
 from finetune.tasks import Task
@@ -152,7 +147,7 @@ def _limited(places: np.ndarray, limit: int | None, seed: int, setting: str) -> 
     if limit is None or not len(places):
         return places
     try:
-        return np.asarray(limit_rows(places, limit, seed=seed))
+        return np.asarray(limit_rows(places.tolist(), limit, seed=seed), dtype=places.dtype)
     except UserError as error:
         raise UserError(f"{setting}.{error}") from None
 

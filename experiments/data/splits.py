@@ -14,21 +14,13 @@ from experiments.data.sources import SPLITS, Part, Split, check_classes, check_e
 from experiments.recipe.config import Recipe
 from finetune.atomic import read_object
 from finetune.config import Columns
-from finetune.data import (
-    CacheError,
-    Example,
-    Examples,
-    ExampleWriter,
-    Mixture,
-    Row,
-    describe,
-    expand,
-    label_index,
-    open_examples,
-    read_rows,
-    require_rows,
-    shuffled_examples,
-)
+from finetune.data.columns import Examples, ExampleWriter, open_examples
+from finetune.data.example import Example
+from finetune.data.labels import label_index
+from finetune.data.mixture import Mixture
+from finetune.data.noise import shuffled_examples
+from finetune.data.rows import Row, describe, expand, read_rows, require_rows
+from finetune.data.token_cache import CacheError
 from finetune.data.units import Units
 from finetune.errors import UserError
 from finetune.seeds import derive

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments.recipe.config import Recipe
 from finetune.atomic import read_object
-from finetune.data.chat import shipped_templates, template_text
+from finetune.data.chat.template import shipped_templates, template_text
 from finetune.errors import UserError
 
 COPY = "template.jinja"

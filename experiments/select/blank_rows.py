@@ -16,7 +16,8 @@ import numpy as np
 from experiments.recipe.config import Select
 from experiments.run.console import Console
 from experiments.select.pool import Records
-from finetune.data import Row, RowView, require_rows
+from finetune.data.rows import Row, require_rows
+from finetune.data.view import RowView
 from selection.config import Features, needs
 
 BLANK = "the text is blank"

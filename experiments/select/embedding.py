@@ -17,7 +17,7 @@ import numpy as np
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
 from experiments.select.pool import PoolRecords, Records
-from finetune.data import RowView
+from finetune.data.view import RowView
 from finetune.errors import UserError, user_path
 from finetune.seeds import derive
 from selection.config import Backbone, Encoder, Features, Static, TfIdf, needs

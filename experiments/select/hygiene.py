@@ -16,7 +16,9 @@ from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
 from finetune.atomic import json_text
 from finetune.config import Columns, Files
-from finetune.data import Row, RowView, limit_rows, read_rows, require_rows
+from finetune.data.rows import Row, read_rows, require_rows
+from finetune.data.subset import limit_rows
+from finetune.data.view import RowView
 from finetune.errors import UserError
 from finetune.seeds import derive
 from selection.config import Features

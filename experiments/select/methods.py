@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console, Task
-from finetune.data import Row
+from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.tasks import LanguageModel
 from selection.config import Domains, Features, Method, Perplexity, needs, ranking
@@ -103,8 +103,8 @@ def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
     from finetune.backbone import load_backbone, load_tokenizer, resolve_device
     from finetune.compute.precision import autocast_dtype, settled
-    from finetune.data import encode
-    from finetune.evaluate import document_nats
+    from finetune.data.encoding import encode
+    from finetune.evaluate.perplexity import document_nats
 
     task = LanguageModel(pack=False)
     device = resolve_device(recipe.train.device)

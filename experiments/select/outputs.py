@@ -11,7 +11,7 @@ import numpy as np
 from experiments.recipe.config import Recipe
 from experiments.select.pool import Sides
 from finetune.atomic import json_text
-from finetune.data import Row
+from finetune.data.rows import Row
 from finetune.seeds import derive
 from selection.methods.base import Selector
 

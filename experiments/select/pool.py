@@ -13,7 +13,9 @@ from experiments.data.splits import read_splits
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
 from finetune.config import Files
-from finetune.data import Row, RowView, limit_rows, read_rows, require_rows, spill_rows
+from finetune.data.rows import Row, read_rows, require_rows
+from finetune.data.subset import limit_rows
+from finetune.data.view import RowView, spill_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
 from selection.config import Chunk, Domains, Features

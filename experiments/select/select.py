@@ -39,7 +39,7 @@ from experiments.select.outputs import plain, write_choice
 from experiments.select.pool import Sides, chunked, domains_of, read_pool, read_records, training_rows
 from experiments.select.relevance import check_relevance, judge_domains
 from finetune.atomic import write_json
-from finetune.data import describe
+from finetune.data.rows import describe
 from finetune.digests import DONE, FILES, sums
 from finetune.errors import UserError
 from finetune.lock import owned

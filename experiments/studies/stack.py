@@ -262,7 +262,9 @@ def _common(prepared: Prepared, seen: list[Prepared]) -> Prepared:
 
 def _train(group: Sequence[_Member], clock: _Clock, stop: Callable[[], bool], stacked: int) -> None:
     """Train the cells of one set of classes together, and judge each as soon as it has ended."""
-    from finetune.stacked import Host, cell_engine, run_together, stage_work
+    from finetune.stacked.engine import cell_engine
+    from finetune.stacked.host import Host
+    from finetune.stacked.together import run_together, stage_work
 
     first = group[0]
     recipe, prepared = first.recipe, first.prepared

@@ -81,7 +81,7 @@ def locate(name: str, data: Path | None, where: str) -> str:
 
     where: the recipe key, for the refusal. Raises UserError if there is no such file.
     """
-    from finetune.data import expand
+    from finetune.data.rows import expand
 
     if name.startswith(("sample:", "hub:")) or Path(name).is_absolute():
         place = name

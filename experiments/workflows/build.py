@@ -13,8 +13,8 @@ from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
 from finetune.adapters.initial_values import Calibration
 from finetune.backbone import load_tokenizer, resolve_device
-from finetune.data import Example
-from finetune.evaluate import evaluate
+from finetune.data.example import Example
+from finetune.evaluate.judge import evaluate
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
@@ -84,7 +84,7 @@ def judge(
     split: str,
     label_names: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
-    """`finetune.evaluate.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
+    """`finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
     from finetune.compute.precision import autocast_dtype
 
     return evaluate(

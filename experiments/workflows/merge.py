@@ -27,7 +27,8 @@ from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import write_json
 from finetune.backbone import auto_class, decoder_start, load_tokenizer, quiet_transformers, resolve_backbone
 from finetune.config import Mesh
-from finetune.data import encode, iterate_eval
+from finetune.data.batches import iterate_eval
+from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.lock import owned
 from finetune.run_directory import new_output, refuse_old

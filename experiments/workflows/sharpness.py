@@ -24,7 +24,8 @@ from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
 from finetune.compute.loss import batch_loss
 from finetune.compute.numerics import cpu_threads
-from finetune.data import Example, iterate_eval
+from finetune.data.batches import iterate_eval
+from finetune.data.example import Example
 from finetune.digests import adapter_digest
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator

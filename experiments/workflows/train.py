@@ -62,7 +62,10 @@ from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.backbone import load_tokenizer
 from finetune.config import Optimizer, Train
-from finetune.data import Batches, describe, first_batch_panel, refuse_leaks
+from finetune.data.batches import Batches
+from finetune.data.pack import refuse_leaks
+from finetune.data.panel import first_batch_panel
+from finetune.data.rows import describe
 from finetune.data.units import fold_units
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError

@@ -8,7 +8,8 @@ from typing import Any
 from experiments.data.splits import read_splits, warm_up_task
 from experiments.recipe.config import Recipe
 from experiments.workflows.build import judge, lay_out
-from finetune.data import encode, limit_rows
+from finetune.data.encoding import encode
+from finetune.data.subset import limit_rows
 from finetune.parallel.mesh import World
 from finetune.seeds import derive
 from finetune.tasks import LanguageModel, MaskedLM

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
-    from ..data import Example, MicroBatch
+    from ..data.batches import MicroBatch
+    from ..data.example import Example
     from ..tasks import Task
 
 ROWS = 64
@@ -51,7 +52,7 @@ class Calibration:
 
     def batches(self, device: torch.device, rows: int | None = None) -> list[MicroBatch]:
         """All rows once, padded together; `rows` at a time."""
-        from ..data import iterate_eval
+        from ..data.batches import iterate_eval
 
         size = rows or self.batch_size
         batches = iterate_eval(self.rows, task=self.task, batch_size=size, pad_id=self.pad_id)

@@ -33,7 +33,7 @@ from .precision import autocast, compute_dtype
 from .presence import is_cuda, product_dtype
 
 if TYPE_CHECKING:
-    from ..data import Batches, MicroBatch
+    from ..data.batches import Batches, MicroBatch
     from ..parallel.engine import Engine
     from ..tasks import Task
 

@@ -15,7 +15,7 @@ from ..train.deferred_metrics import read
 from .mode import evaluating
 
 if TYPE_CHECKING:
-    from ..data import Example
+    from ..data.example import Example
     from ..parallel.engine import Engine
     from ..tasks import Task
 

@@ -41,7 +41,7 @@ from .layout import Layout, Slice, canonical, local, put, whole_all
 from .mesh import DATA, TOKENS, World
 
 if TYPE_CHECKING:
-    from ..data import MicroBatch
+    from ..data.batches import MicroBatch
     from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding

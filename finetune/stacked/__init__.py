@@ -9,33 +9,3 @@ Each cell is a stage of the ordinary loop (`finetune.train.loop.train_stage`) wi
 tensors are the backbone's; only its forward and backward passes are done here, for all cells at once. Whatever the loop
 does besides (order of the data, learning rate, clipping, optimizer, regularizer, dev, records) is the loop's own doing.
 """
-
-from __future__ import annotations
-
-import importlib
-from typing import Any
-
-_HOME = {
-    "CellEngine": "engine",
-    "cell_engine": "engine",
-    "shared_copy": "engine",
-    "Host": "host",
-    "Stage": "together",
-    "run_together": "together",
-    "stage_work": "together",
-    "NotStackable": "refusing",
-    "refusal": "refusing",
-    "StackPlan": "footprint",
-    "stack_plan": "footprint",
-}
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from ..data import MicroBatch
+    from ..data.batches import MicroBatch
     from ..tasks import Task
     from ..train.stage import Work
 

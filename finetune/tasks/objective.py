@@ -195,7 +195,7 @@ class Objective:
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> Any:
         """What encodes rows a run at a time: `add(rows) -> Encoded` and, at the end, `close() -> notes`.
 
-        how: as `finetune.data.encode`.
+        how: as `finetune.data.encoding.encode`.
         """
         from ..data.encoding import Encoder
 
@@ -274,7 +274,7 @@ class Objective:
     # --------------------------------------------------------------------------------------------------------- judging
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
-        """Figures of a model on encoded examples, each `{value, low, high, n}`; see `finetune.evaluate.evaluate`.
+        """Figures of a model on encoded examples, each `{value, low, high, n}`; see `finetune.evaluate.judge.evaluate`.
 
         Raises:
             UserError: answers that do not fit the backbone.

@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
     from regularizers.protocol import Regularizer
 
-    from ..data import Batches, Example
+    from ..data.batches import Batches
+    from ..data.example import Example
     from ..tasks import Task
 
 
@@ -158,7 +159,7 @@ class _Loop:
         seed: int,
         recording: Recording | None,
     ) -> None:
-        from ..data import refuse_leaks
+        from ..data.pack import refuse_leaks
 
         self.engine, self.stage, self.task, self.batches, self.dev = engine, stage, task, batches, dev
         self.settings, self.train, self.evaluate, self.regularizer = optimizer, train, evaluate, regularizer

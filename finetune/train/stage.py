@@ -26,7 +26,7 @@ from ..run_directory import RunDirectory
 from .throughput import Meter
 
 if TYPE_CHECKING:
-    from ..data import Batches, MicroBatch
+    from ..data.batches import Batches, MicroBatch
     from ..tasks import Task
 
 

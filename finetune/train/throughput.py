@@ -21,7 +21,7 @@ from ..parallel.mesh import DATA, TOKENS
 from .flops import Cost, Tally, attention_width
 
 if TYPE_CHECKING:
-    from ..data import MicroBatch
+    from ..data.batches import MicroBatch
     from ..parallel.engine import Engine
     from ..tasks import Task
 

@@ -39,7 +39,7 @@ def flags(settings: dict) -> list[str]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of the shipped recipe with a template file of the user's own."""
     home = tmp_path_factory.mktemp("chat")
-    from finetune.data.chat import template_text
+    from finetune.data.chat.template import template_text
 
     (home / "mine.jinja").write_text(template_text("plain").replace("User: ", "Q: "), encoding="utf-8")
     task = {"task.template": home / "mine.jinja"}

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from finetune.config import Adapter, Mesh, Optimizer, Train
-from finetune.data import Batches, Example
+from finetune.data.batches import Batches
+from finetune.data.example import Example
 from finetune.parallel.build import build_engine
 from finetune.parallel.mesh import World
 from finetune.run_directory import read_metrics

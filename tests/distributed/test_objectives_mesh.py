@@ -27,9 +27,11 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     """Losses, first gradients and figures of a few updates on `mesh`, and the saved head, on every rank."""
     from finetune.adapters.adapter import read_adapter
     from finetune.config import Adapter, Evaluate, Train
-    from finetune.data import Batches, Masking, encode
+    from finetune.data.batches import Batches
+    from finetune.data.encoding import encode
+    from finetune.data.masking import Masking
     from finetune.data.units import Units, fold_units
-    from finetune.evaluate import evaluate
+    from finetune.evaluate.judge import evaluate
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.tasks import Classify, MaskedLM, Regress

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from finetune.data import encode, read_rows
+from finetune.data.encoding import encode
+from finetune.data.rows import read_rows
 from finetune.tasks import Chat, Classify, Completion
 from tests.chat_models import chat_tokenizer, unmarked
 from tests.data_models import byte_tokenizer

@@ -13,12 +13,15 @@ from transformers.trainer_pt_utils import LabelSmoother
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
 from finetune.config import Adapter, Evaluate
-from finetune.data import Batches, Masking, encode, iterate_eval
+from finetune.data.batches import Batches, iterate_eval
+from finetune.data.encoding import encode
+from finetune.data.masking import Masking
 from finetune.data.units import Units
-from finetune.evaluate import evaluate, generate_answers, judge_numbers, judge_sets
 from finetune.evaluate.chrf import chrf
-from finetune.evaluate.multilabel import average_precision, f1_macro, f1_micro
-from finetune.evaluate.regression import mae, pearson, rmse, spearman
+from finetune.evaluate.generate import generate_answers
+from finetune.evaluate.judge import evaluate
+from finetune.evaluate.multilabel import average_precision, f1_macro, f1_micro, judge_sets
+from finetune.evaluate.regression import judge_numbers, mae, pearson, rmse, spearman
 from finetune.parallel.engine import Engine
 from finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.data_models import text_rows

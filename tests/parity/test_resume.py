@@ -14,7 +14,9 @@ import pytest
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Optimizer, Train
-from finetune.data import Batches, Example, Mixture
+from finetune.data.batches import Batches
+from finetune.data.example import Example
+from finetune.data.mixture import Mixture
 from finetune.run_directory import read_metrics
 from finetune.tasks import Completion
 from finetune.train.checkpoint import steps as saved_steps

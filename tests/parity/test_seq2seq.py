@@ -8,7 +8,8 @@ import torch
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
 from finetune.config import Adapter
-from finetune.data import Batches, encode
+from finetune.data.batches import Batches
+from finetune.data.encoding import encode
 from finetune.parallel.engine import Engine
 from finetune.tasks import Seq2Seq
 from tests.data_models import text_rows

@@ -15,10 +15,13 @@ from experiments.studies.stack import run_stack
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
-from finetune.data import Batches, Example
+from finetune.data.batches import Batches
+from finetune.data.example import Example
 from finetune.fingerprint import checksum
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
-from finetune.stacked import Host, cell_engine, run_together, stage_work
+from finetune.stacked.engine import cell_engine
+from finetune.stacked.host import Host
+from finetune.stacked.together import run_together, stage_work
 from finetune.tasks import Classify, Completion, LanguageModel
 from finetune.train.loop import train_stage
 from finetune.train.throughput import RATES

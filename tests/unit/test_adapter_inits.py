@@ -13,7 +13,7 @@ from finetune.adapters.initial_values import TAKES_OUT, Calibration
 from finetune.adapters.offsets import lora_layers, offsets_of
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Mesh, Train
-from finetune.data import Example
+from finetune.data.example import Example
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
 from finetune.tasks import LanguageModel

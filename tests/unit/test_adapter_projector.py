@@ -23,9 +23,11 @@ from finetune.backbone import load_backbone, position_limit
 from finetune.compiling import refuse_compile
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Data, Mesh, Optimizer, Projector, Train, TrainFiles
-from finetune.data import Example, Examples
+from finetune.data.columns import Examples
+from finetune.data.example import Example
 from finetune.errors import UserError
-from finetune.evaluate import document_nats, ranking
+from finetune.evaluate import ranking
+from finetune.evaluate.perplexity import document_nats
 from finetune.evaluate.writing import lacking_room
 from finetune.fingerprint import checksum
 from finetune.parallel.engine import Engine

@@ -12,7 +12,8 @@ from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone
 from finetune.compute.numerics import uses_dropout
 from finetune.config import Adapter
-from finetune.data import encode, iterate_eval
+from finetune.data.batches import iterate_eval
+from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.features import hidden_state_encoder
 from finetune.fingerprint import checksum

@@ -10,9 +10,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from finetune.data import encode
-from finetune.data.chat import Answers, ChatTemplate, Sample, read_conversation
+from finetune.data.chat.answers import Answers, Sample
+from finetune.data.chat.conversation import read_conversation
+from finetune.data.chat.template import ChatTemplate
 from finetune.data.chat.tokens import TokenMap
+from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, DATE, chat_tokenizer, conversation

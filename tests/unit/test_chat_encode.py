@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from finetune.config import Evaluate
-from finetune.data import Batches, encode, first_batch_panel, iterate_eval
+from finetune.data.batches import Batches, iterate_eval
+from finetune.data.encoding import encode
+from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
-from finetune.evaluate import document_nats, evaluate, generate_answers
+from finetune.evaluate.generate import generate_answers
+from finetune.evaluate.judge import evaluate
+from finetune.evaluate.perplexity import document_nats
 from finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import byte_tokenizer, row, tiny_model

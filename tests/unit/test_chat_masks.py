@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data import encode
-from finetune.data.encoding import IGNORE
+from finetune.data.encoding import IGNORE, encode
 from finetune.tasks import Chat
 from tests.chat_models import (
     CONVERSATIONS,

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from finetune.config import Columns
-from finetune.data import encode, read_rows
-from finetune.data.chat import read_conversation
+from finetune.data.chat.conversation import read_conversation
+from finetune.data.encoding import encode
+from finetune.data.rows import read_rows
 from finetune.errors import UserError
 from finetune.tasks import Chat
 from tests.chat_models import chat_tokenizer

@@ -9,8 +9,10 @@ import pytest
 from experiments.data import encode as tokens
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
-from finetune.data import Examples, encode
-from finetune.data.chat import ask, question, template_text
+from finetune.data.chat.questions import ask, question
+from finetune.data.chat.template import template_text
+from finetune.data.columns import Examples
+from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, chat_tokenizer

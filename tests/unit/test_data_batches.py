@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data import Batches, Example, encode, first_batch_panel, iterate_eval, pack_order, panel_spans
-from finetune.data.encoding import IGNORE
+from finetune.data.batches import Batches, iterate_eval
+from finetune.data.encoding import IGNORE, encode
+from finetune.data.example import Example
+from finetune.data.pack import pack_order
+from finetune.data.panel import first_batch_panel, panel_spans
 from finetune.errors import UserError
 from finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from finetune import cache_directory
-from finetune.data import Batches, Example, Examples, ExampleWriter, TokenCache, encode, iterate_eval, open_examples
-from finetune.data.columns import _KNOWN
+from finetune.data.batches import Batches, iterate_eval
+from finetune.data.columns import _KNOWN, Examples, ExampleWriter, open_examples
+from finetune.data.encoding import encode
+from finetune.data.example import Example
+from finetune.data.token_cache import TokenCache
 from finetune.errors import UserError
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data import Template, encode, sort_labels
-from finetune.data.encoding import IGNORE
-from finetune.data.template import fit_completion
+from finetune.data.encoding import IGNORE, encode
+from finetune.data.labels import sort_labels
+from finetune.data.template import Template, fit_completion
 from finetune.errors import UserError
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows

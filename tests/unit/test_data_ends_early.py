@@ -11,7 +11,8 @@ import pytest
 from experiments.data import encode
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
-from finetune.data import Mixture, read_rows
+from finetune.data.mixture import Mixture
+from finetune.data.rows import read_rows
 from finetune.errors import UserError
 from tests.data_models import write_jsonl
 

@@ -9,8 +9,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from finetune.data import Batches, Mixture, Proportions, encode
-from finetune.data.mixture import Epochs, Mixed
+from finetune.data.batches import Batches
+from finetune.data.encoding import encode
+from finetune.data.mixture import Epochs, Mixed, Mixture, Proportions
 from finetune.errors import UserError
 from finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from finetune.data import label_noise, noisy_rows
+from finetune.data.noise import label_noise, noisy_rows
 from finetune.errors import UserError
 from tests.data_models import row
 

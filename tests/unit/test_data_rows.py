@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from finetune.config import Columns
-from finetune.data import canonical_label, describe, expand, limit_rows, read_rows, require_rows
 from finetune.data.formats import HubName
+from finetune.data.rows import canonical_label, describe, expand, read_rows, require_rows
+from finetune.data.subset import limit_rows
 from finetune.errors import UserError
 from tests.data_models import write_jsonl
 

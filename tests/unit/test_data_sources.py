@@ -16,7 +16,10 @@ from experiments.recipe import from_override, load_recipe, recipe_key, resume_re
 from experiments.workflows.run_parts import recipe_inputs
 from experiments.workflows.train import check_recipe
 from finetune.backbone import load_tokenizer
-from finetune.data import Batches, Examples, describe, encode, read_rows
+from finetune.data.batches import Batches
+from finetune.data.columns import Examples
+from finetune.data.encoding import encode
+from finetune.data.rows import describe, read_rows
 from finetune.errors import UserError
 from tests.data_models import write_jsonl
 

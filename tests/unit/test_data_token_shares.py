@@ -13,8 +13,9 @@ from experiments.data.sources import mixture_record, supply, supply_lines
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe, recipe_key
 from finetune.config import Source, TrainFiles
-from finetune.data import Batches, Mixture, Proportions, encode
-from finetune.data.mixture import Mixed
+from finetune.data.batches import Batches
+from finetune.data.encoding import encode
+from finetune.data.mixture import Mixed, Mixture, Proportions
 from finetune.data.token_shares import TokenProportions
 from finetune.errors import UserError
 from finetune.tasks import Classify, LanguageModel

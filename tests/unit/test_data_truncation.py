@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from finetune.config import Train
-from finetune.data import Example, encode
-from finetune.data.encoding import IGNORE
-from finetune.data.example import Encoded
+from finetune.data.encoding import IGNORE, encode
+from finetune.data.example import Encoded, Example
 from finetune.data.left_out import Losses
 from finetune.errors import UserError
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from finetune.config import Projector
-from finetune.data import Batches, Examples, ExampleWriter, encode, iterate_eval, open_examples
+from finetune.data.batches import Batches, iterate_eval
+from finetune.data.columns import Examples, ExampleWriter, open_examples
+from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, row

@@ -12,7 +12,10 @@ from finetune.compute import attention
 from finetune.compute.attention import NAME, as_mask, rows_apart, starts, without_starts
 from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Optimizer, Train
-from finetune.data import Batches, encode, prefetch, refuse_leaks
+from finetune.data import prefetch
+from finetune.data.batches import Batches
+from finetune.data.encoding import encode
+from finetune.data.pack import refuse_leaks
 from finetune.data.prefetch import Prefetch
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations

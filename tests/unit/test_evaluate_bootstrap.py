@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from finetune.errors import UserError
-from finetune.evaluate import frequency_intervals, interval, judge_classes, ratio_interval
+from finetune.evaluate.bootstrap import frequency_intervals, interval, ratio_interval
+from finetune.evaluate.metrics import judge_classes
 
 
 def test_ratio_is_weighted_by_its_denominator():

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from finetune.config import Evaluate
-from finetune.data import encode
+from finetune.data.encoding import encode
 from finetune.errors import UserError
-from finetune.evaluate import document_nats, evaluate, generate_answers, rank_choices, ranking, token_nats
+from finetune.evaluate import ranking
+from finetune.evaluate.generate import generate_answers
+from finetune.evaluate.judge import evaluate
+from finetune.evaluate.perplexity import document_nats, token_nats
+from finetune.evaluate.ranking import rank_choices
 from finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 

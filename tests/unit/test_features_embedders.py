@@ -249,7 +249,7 @@ def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     from experiments.select.embedding import Vectors
     from experiments.select.pool import Records
     from finetune.backbone import resolve_backbone
-    from finetune.data import Row
+    from finetune.data.rows import Row
     from finetune.features import hidden_state_encoder
     from selection.config import Encoder
 

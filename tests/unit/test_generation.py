@@ -11,12 +11,11 @@ from transformers import GenerationConfig
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter
-from finetune.data import Example, encode
-from finetune.data.encoding import IGNORE
+from finetune.data.encoding import IGNORE, encode
+from finetune.data.example import Example
 from finetune.data.specials import end_token
 from finetune.errors import UserError
-from finetune.evaluate import generate_answers
-from finetune.evaluate.generate import prompt_of
+from finetune.evaluate.generate import generate_answers, prompt_of
 from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
 from finetune.evaluate.share import Share
 from finetune.evaluate.writing import written as run_prompts

@@ -19,9 +19,9 @@ from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import parse
 from experiments.studies.sweep.axes import count_of, parse_grid, points_of
 from finetune.config import Adapter, Columns, Data, Files, Optimizer, Source, Train, TrainFiles
-from finetune.data import read_rows
 from finetune.data.chat.conversation import read_conversation
 from finetune.data.chat.template import CannotRender, ChatTemplate
+from finetune.data.rows import read_rows
 from finetune.errors import SENTENCE, UserError, sentence, shortened
 from finetune.tasks import Chat, Classify, Completion
 

@@ -18,7 +18,8 @@ from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import read_object
 from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone
 from finetune.config import Adapter, Mesh, Optimizer
-from finetune.data import describe, expand, formats, read_rows
+from finetune.data import formats
+from finetune.data.rows import describe, expand, read_rows
 from finetune.errors import UserError
 from finetune.parallel.index import SINGLE, read_index
 from finetune.run_directory import read_metrics

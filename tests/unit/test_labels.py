@@ -11,16 +11,12 @@ import torch
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter
-from finetune.data import (
-    Batches,
-    classes_of,
-    encode,
-    first_batch_panel,
-    foreign_answers,
-    read_rows,
-    sort_labels,
-)
-from finetune.data.labels import read_classes, read_number
+from finetune.data.batches import Batches
+from finetune.data.encoding import encode
+from finetune.data.labels import classes_of, read_classes, read_number, sort_labels
+from finetune.data.noise import foreign_answers
+from finetune.data.panel import first_batch_panel
+from finetune.data.rows import read_rows
 from finetune.data.units import OutputLayer, Units, fold_units, units_of
 from finetune.errors import UserError
 from finetune.tasks import Classify, Regress

@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from finetune.adapters.adapter import attach_adapter
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data import Example
+from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel

@@ -13,7 +13,8 @@ from finetune.adapters.adapter import attach_adapter, read_adapter, trainable
 from finetune.backbone import load_backbone, position_limit
 from finetune.compute.numerics import uses_dropout
 from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data import Batches, Example
+from finetune.data.batches import Batches
+from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
 from finetune.fingerprint import checksum
 from finetune.planner.memory import memory_plan, plan_lines

@@ -12,8 +12,10 @@ from finetune.backbone import load_backbone
 from finetune.compute import loss as loss_module
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter
-from finetune.data import Example
-from finetune.evaluate import document_nats, evaluating, perplexity
+from finetune.data.example import Example
+from finetune.evaluate import perplexity
+from finetune.evaluate.mode import evaluating
+from finetune.evaluate.perplexity import document_nats
 from finetune.tasks import LanguageModel
 from tests.finetune_models import IGNORED, Micro, save_backbone
 

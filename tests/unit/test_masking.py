@@ -13,10 +13,13 @@ from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter
 from finetune.backbone import is_encoder, load_backbone
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate
-from finetune.data import Batches, Masking, encode, first_batch_panel, iterate_eval
-from finetune.data.masking import SPECIAL, unmasked
+from finetune.data.batches import Batches, iterate_eval
+from finetune.data.encoding import encode
+from finetune.data.masking import SPECIAL, Masking, unmasked
+from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
-from finetune.evaluate import document_nats, evaluate
+from finetune.evaluate.judge import evaluate
+from finetune.evaluate.perplexity import document_nats
 from finetune.seeds import numpy_generator
 from finetune.tasks import Classify, MaskedLM
 from tests.data_models import byte_tokenizer, row, text_rows

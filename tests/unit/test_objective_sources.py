@@ -11,8 +11,10 @@ import torch
 from experiments.data import encode as tokens
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
-from finetune.data import Batches, Examples, Masking, encode
-from finetune.data.masking import unmasked
+from finetune.data.batches import Batches
+from finetune.data.columns import Examples
+from finetune.data.encoding import encode
+from finetune.data.masking import Masking, unmasked
 from finetune.data.units import Units, units_of
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator

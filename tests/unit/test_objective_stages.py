@@ -14,12 +14,15 @@ from experiments.workflows.train import check_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data import Batches, Masking, encode
+from finetune.data.batches import Batches
+from finetune.data.encoding import encode
+from finetune.data.masking import Masking
 from finetune.data.units import Units
 from finetune.errors import Interrupted, UserError
-from finetune.evaluate import head_scores
+from finetune.evaluate.judge import head_scores
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
-from finetune.stacked import Host, cell_engine
+from finetune.stacked.engine import cell_engine
+from finetune.stacked.host import Host
 from finetune.tasks import Classify, MaskedLM, Regress
 from finetune.train.loop import train_stage
 from finetune.train.stage import Work

@@ -14,7 +14,7 @@ from experiments.workflows.train import LABEL_NOISE, check_recipe, train
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
-from finetune.data import Example
+from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
 from finetune.fingerprint import checksum
 from finetune.run_directory import RunDirectory, read_metrics

@@ -25,7 +25,7 @@ from finetune.compute import attention
 from finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
 from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
-from finetune.data import Batches
+from finetune.data.batches import Batches
 from finetune.evaluate.generation import Decoding, continue_prompts
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
@@ -101,7 +101,8 @@ def test_a_scaled_loss_is_looked_at_once_an_update():
 
 @pytest.mark.parametrize("on", ["meta", pytest.param("cuda", marks=FAKE)])
 def test_generation_and_judging_stay_on_the_device(on):
-    from finetune.evaluate import document_nats, head_scores
+    from finetune.evaluate.judge import head_scores
+    from finetune.evaluate.perplexity import document_nats
     from finetune.train.trace.examples import per_example
 
     how = {"batch_size": 2, "pad_id": 0, "device": on, "autocast_dtype": torch.bfloat16}

@@ -15,9 +15,13 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate, Train
-from finetune.data import Batches, encode, first_batch_panel, iterate_eval
+from finetune.data.batches import Batches, iterate_eval
+from finetune.data.encoding import encode
+from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
-from finetune.evaluate import document_nats, evaluate, generate_answers
+from finetune.evaluate.generate import generate_answers
+from finetune.evaluate.judge import evaluate
+from finetune.evaluate.perplexity import document_nats
 from finetune.planner.memory import memory_plan
 from finetune.tasks import Classify, LanguageModel, Regress, Seq2Seq
 from tests.data_models import bert_tokenizer, row, text_rows, write_jsonl

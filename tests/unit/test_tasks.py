@@ -20,10 +20,13 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.backbone import decoder_start, load_backbone, load_tokenizer
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate, Mesh, Train
-from finetune.data import Batches, Row, encode, first_batch_panel, iterate_eval
-from finetune.data.chat import template_text
+from finetune.data.batches import Batches, iterate_eval
+from finetune.data.chat.template import template_text
+from finetune.data.encoding import encode
+from finetune.data.panel import first_batch_panel
+from finetune.data.rows import Row
 from finetune.errors import UserError
-from finetune.evaluate import evaluate
+from finetune.evaluate.judge import evaluate
 from finetune.parallel.rules import Settings, check_settings
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, Seq2Seq, Task
 from finetune.tasks.objective import ByExample

@@ -14,7 +14,7 @@ def locate(name: str, data: Path | None, where: str) -> str:
 
     where: the recipe key, for the refusal. Raises UserError if there is no such file.
     """
-    from finetune.data import expand
+    from finetune.data.rows import expand
 
     if name.startswith(("sample:", "hub:")) or Path(name).is_absolute():
         place = name
@@ -29,8 +29,8 @@ def locate(name: str, data: Path | None, where: str) -> str:
 
 
 def digest(file: str) -> list[str]:
-    """SHA-256 of a data file (what `finetune.data.describe` says of it)."""
-    from finetune.data import describe
+    """SHA-256 of a data file (what `finetune.data.rows.describe` says of it)."""
+    from finetune.data.rows import describe
 
     return [entry["sha256"] for entry in describe([file])]
 

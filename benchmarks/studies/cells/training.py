@@ -23,7 +23,7 @@ from finetune.tasks import Task
 from finetune.train.loop import Diverged, train_stage
 
 if TYPE_CHECKING:
-    from finetune.data import Example
+    from finetune.data.example import Example
     from finetune.parallel.engine import Engine
 
 _SETTLING = 3
@@ -92,7 +92,7 @@ def train_examples(
     labels: tuple[str, ...] | None,
 ) -> float | None:
     """Train one stage without dev rows; returns CPU-seconds of a step (median; None for too few steps)."""
-    from finetune.data import Batches
+    from finetune.data.batches import Batches
     from finetune.run_directory import RunDirectory
     from regularizers import build
 
@@ -133,7 +133,10 @@ def judge_examples(
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
     from finetune.compute.precision import autocast_dtype
-    from finetune.evaluate import document_nats, evaluating, head_scores, judge_classes
+    from finetune.evaluate.judge import head_scores
+    from finetune.evaluate.metrics import judge_classes
+    from finetune.evaluate.mode import evaluating
+    from finetune.evaluate.perplexity import document_nats
 
     how: dict[str, Any] = {
         "batch_size": recipe.eval.batch_size,

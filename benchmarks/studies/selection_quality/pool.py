@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.studies.cells.rows import split_rows
 from benchmarks.studies.selection_quality.cells import PoolCell
 from finetune.atomic import replacing
-from finetune.data import read_rows
+from finetune.data.rows import read_rows
 from finetune.errors import UserError
 from finetune.seeds import derive, numpy_generator
 

@@ -58,7 +58,8 @@ class Measures:
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
     """Right (1) or wrong (0) for every judged row."""
     from finetune.compute.precision import autocast_dtype
-    from finetune.evaluate import evaluating, head_scores
+    from finetune.evaluate.judge import head_scores
+    from finetune.evaluate.mode import evaluating
 
     with evaluating(engine.judged):
         _, logits = head_scores(
@@ -80,8 +81,8 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
     weight space, on `ROWS` training rows: the same rows and raw draws for every method with one seed."""
     from finetune.compute.loss import batch_loss
     from finetune.compute.precision import autocast
-    from finetune.data import iterate_eval
-    from finetune.evaluate import evaluating
+    from finetune.data.batches import iterate_eval
+    from finetune.evaluate.mode import evaluating
     from regularizers.sharpness import FullSpace, Objective, expected_rise
 
     rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]

@@ -69,7 +69,7 @@ class ChatEncoder:
         truncation: Literal["left", "right"] | None = None,
         overlong: Literal["drop", "refuse"] | None = None,
     ) -> None:
-        """Arguments as of `finetune.data.encode`.
+        """Arguments as of `finetune.data.encoding.encode`.
 
         Raises:
             UserError: no template; samples that are to lose their left end.

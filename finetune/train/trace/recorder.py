@@ -19,7 +19,9 @@ from ...atomic import write_json
 from ...compute.loss import Head, batch_loss
 from ...compute.precision import autocast_dtype
 from ...config import Evaluate, Optimizer, Record, Train
-from ...data import Example, iterate_eval, limit_rows
+from ...data.batches import iterate_eval
+from ...data.example import Example
+from ...data.subset import limit_rows
 from ...errors import UserError
 from ...launch import watchdog
 from ...parallel.engine import Engine
