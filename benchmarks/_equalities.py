@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune.backbone import quiet_transformers
 from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.encoding import Example
 from finetune.errors import Interrupted
+from finetune.models.backbone import quiet_transformers
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.layout import local

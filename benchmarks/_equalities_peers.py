@@ -32,7 +32,7 @@ from benchmarks._equalities import (
     examples,
     regularizer,
 )
-from finetune.backbone import quiet_transformers
+from finetune.models.backbone import quiet_transformers
 from finetune.parallel.layout import canonical
 from finetune.seeds import derive
 

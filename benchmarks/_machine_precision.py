@@ -52,9 +52,9 @@ def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
     """What auto takes here, and CPU-seconds of one update in either dtype by round."""
     import torch
 
-    from finetune.backbone import resolve_backbone
     from finetune.compute.precision import block_shape, choose
     from finetune.config import Train
+    from finetune.models.backbone import resolve_backbone
 
     torch.set_num_threads(1)
     directory = _backbone(backbone)
@@ -98,11 +98,11 @@ def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: boo
     import torch
 
     from finetune.adapters.adapter import attach_adapter
-    from finetune.backbone import load_backbone
     from finetune.compute.loss import batch_loss, find_head
     from finetune.compute.precision import autocast
     from finetune.config import Adapter, Train
     from finetune.data.batches import MicroBatch
+    from finetune.models.backbone import load_backbone
     from finetune.seeds import torch_generator
     from finetune.tasks import Classify, LanguageModel
 

@@ -88,9 +88,9 @@ class Thousand:
 def read(files: Sequence[str], *, prompt: str | None, completion: str | None) -> Thousand:
     """The first thousand rows of `files` that fit; without files, of the sample that ships."""
     from benchmarks.train_step import BACKBONE
-    from finetune.backbone import load_tokenizer
     from finetune.data.encoding import encode
     from finetune.data.rows import read_rows
+    from finetune.models.backbone import load_tokenizer
 
     name = f"{COUNT:,} rows of {', '.join(Path(file).name.split('.')[0] for file in files) or SHIPPED}"
     if files:

@@ -63,7 +63,7 @@ def make_adapter(backbone: Path, task: Task, folder: Path) -> Any:
     import torch
 
     from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
-    from finetune.backbone import load_backbone
+    from finetune.models.backbone import load_backbone
     from finetune.seeds import torch_generator
 
     model = attach_adapter(
@@ -82,7 +82,7 @@ def merge_ours(backbone: str, adapter: str, out: str, *, classify: bool, dtype: 
     import torch
 
     from finetune.adapters.merge import merge_files
-    from finetune.parallel.skeleton import build_skeleton
+    from finetune.models.meta import build_skeleton
 
     task: Task = Classify() if classify else LanguageModel()
     kind = getattr(torch, dtype)
@@ -115,7 +115,7 @@ def measured(how: str, backbone: str, adapter: str, out: str, *, classify: bool,
     from transformers import LlamaForCausalLM, LlamaModel  # noqa: F401
 
     import finetune.adapters.merge
-    import finetune.parallel.skeleton  # noqa: F401
+    import finetune.models.meta  # noqa: F401
 
     run = merge_ours if how == "ours" else merge_peft
     with PeakMemory() as peak:
@@ -127,7 +127,7 @@ def logits_of(folder: Path, task: Task, ids: Any, dtype: Any) -> Any:
     """Of a merged folder, read back by plain transformers; float64."""
     import torch
 
-    from finetune.backbone import auto_class, quiet_transformers
+    from finetune.models.backbone import auto_class, quiet_transformers
 
     kind, _ = auto_class(task, num_labels=None, label_names=labels_of(task))
     with quiet_transformers(), torch.no_grad():
@@ -138,8 +138,8 @@ def compare(bench: Benchmark, name: str, scratch: Path) -> None:
     """Rows for one backbone: the largest logit difference by dtype, ours beside PEFT's."""
     import torch
 
-    from finetune.backbone import load_tokenizer, resolve_backbone
     from finetune.data.rows import read_rows
+    from finetune.models.backbone import load_tokenizer, resolve_backbone
 
     task, source = task_of(name), resolve_backbone(BACKBONES[name])
     texts = [row.values["text"] for row, _ in zip(read_rows(["sample:scicite/test"]), range(200), strict=False)]

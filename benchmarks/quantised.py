@@ -36,10 +36,10 @@ bytes; a 4-bit value with a scale for 64 takes 0.28 of bf16's, with quantised sc
 def curve(kind: str | None) -> list[float]:
     """Losses of one run on the shipped backbone."""
     from finetune.adapters.adapter import attach_adapter
-    from finetune.backbone import load_backbone, load_tokenizer
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.data.rows import read_rows
+    from finetune.models.backbone import load_backbone, load_tokenizer
     from finetune.run_directory import RunDirectory
     from finetune.train.loop import train_stage
     from regularizers import build
@@ -76,11 +76,11 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
     import torch
 
     from finetune.adapters.adapter import attach_adapter, trainable
-    from finetune.backbone import load_backbone
     from finetune.compute.numerics import without_input_casts
     from finetune.compute.precision import autocast
+    from finetune.models.backbone import load_backbone
+    from finetune.models.quantize import scales
     from finetune.planner.memory import saved_bytes
-    from finetune.quantised import scales
     from finetune.train.optimizer import AdapterOptimizer
 
     limit_threads(1)

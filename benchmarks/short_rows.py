@@ -24,11 +24,11 @@ def update(backbone: str, tokens: int, precision: Any) -> Callable[[], None]:
     import torch
 
     from finetune.adapters.adapter import attach_adapter
-    from finetune.backbone import load_backbone
     from finetune.compute.loss import batch_loss
     from finetune.compute.precision import autocast
     from finetune.config import Adapter, Train
     from finetune.data.batches import MicroBatch
+    from finetune.models.backbone import load_backbone
     from finetune.seeds import torch_generator
     from finetune.tasks import Classify, LanguageModel
 

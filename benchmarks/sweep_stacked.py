@@ -47,11 +47,11 @@ def _cells(
 
     noisy: every second cell trains with GGPO. last: adapters in the last block, and the same rows for all cells.
     """
-    from finetune.backbone import load_backbone, load_tokenizer
     from finetune.config import Adapter, Evaluate, Optimizer, Train
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.data.rows import read_rows
+    from finetune.models.backbone import load_backbone, load_tokenizer
     from finetune.run_directory import RunDirectory
     from finetune.stacked.together import stage_work
     from finetune.tasks import LanguageModel

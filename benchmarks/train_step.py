@@ -39,10 +39,10 @@ Precision = Literal["fp32", "bf16"]
 
 def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> Any:
     """The shipped samples as the loop would see them: the pool for language modelling, SciCite for labels."""
-    from finetune.backbone import load_tokenizer
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.data.rows import read_rows
+    from finetune.models.backbone import load_tokenizer
 
     labelled = "label" in task.columns()
     source = "sample:scicite/train" if labelled else "sample:pool"
@@ -63,7 +63,7 @@ def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> An
 def model_of(task: Task, precision: Precision, device: str = "cpu", backbone: str = BACKBONE) -> Any:
     """A backbone, by name or directory, with a fresh adapter, the same at every call."""
     from finetune.adapters.adapter import attach_adapter
-    from finetune.backbone import load_backbone
+    from finetune.models.backbone import load_backbone
 
     labels = ("background", "method", "result") if task.has_classes else None
     loaded = load_backbone(backbone, task=task, label_names=labels, precision=precision, device=device)
@@ -105,7 +105,7 @@ def ours(
     backbone: str = BACKBONE,
 ) -> Callable[[], Any]:
     """A ready run of our loop; calling it trains."""
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
     from finetune.run_directory import RunDirectory
     from finetune.train.loop import train_stage
     from regularizers import build
@@ -182,7 +182,7 @@ def sft(
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
 
     transformers.utils.logging.set_verbosity_error()
     rows = rows_of(batches, steps)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from experiments.data.sources import check_data
 from experiments.data.splits import warm_up_task
 from experiments.recipe.config import Recipe, WarmUp
-from finetune.backbone import resolve_device
-from finetune.compiling import refuse_compile
 from finetune.errors import UserError
-from finetune.kinds import check_task, has_both_sides
+from finetune.models.backbone import resolve_device
+from finetune.models.compiled import refuse_compile
+from finetune.models.quantize import check_available
+from finetune.models.task_support import check_task, has_both_sides
 from finetune.parallel.rules import Settings, check_settings
-from finetune.quantised import check_available
 from finetune.train.adam8bit import check_optimizer
 from finetune.train.stage import check_best
 from finetune.train.trackers import check_trackers

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-    from .backbone import load_backbone, load_tokenizer, resolve_backbone
     from .config import (
         Adapter,
         Data,
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
         Train,
     )
     from .errors import Interrupted, UserError
-    from .fingerprint import checksum
+    from .models.backbone import load_backbone, load_tokenizer, resolve_backbone
+    from .models.fingerprint import checksum
     from .planner.memory import memory_plan, plan_lines
     from .run_directory import RunDirectory, read_metrics
     from .tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task

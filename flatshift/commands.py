@@ -25,8 +25,8 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.mesh import axis_flags, mesh_flags, named_axes
 from finetune.errors import UserError
 from finetune.launch import consistency, failure, spawn
+from finetune.models.quantize import check_available
 from finetune.parallel.rules import Settings, check_settings
-from finetune.quantised import check_available
 from finetune.run_directory import RECIPE, refuse_old
 from flatshift import api, leaving
 from flatshift.flags import (

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import Interrupted
-from finetune.fingerprint import checksum
+from finetune.models.backbone import load_backbone
+from finetune.models.fingerprint import checksum
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
 from finetune.train.loop import train_stage

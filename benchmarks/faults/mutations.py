@@ -70,7 +70,7 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     from finetune.config import Columns
     from finetune.data.chat.conversation import read_conversation
     from finetune.data.rows import read_rows
-    from finetune.parallel.index import SINGLE, read_index
+    from finetune.models.safetensors_index import SINGLE, read_index
     from finetune.run_directory import read_metrics
     from selection.features.matrix import load_features
 
@@ -143,7 +143,7 @@ _SOURCES = {
     "parquet": _ROWS,
     "chat": (*_ROWS, "finetune/data/chat/conversation.py"),
     "npy": ("selection/features/matrix.py",),
-    "safetensors": ("finetune/parallel/index.py",),
+    "safetensors": ("finetune/models/safetensors_index.py",),
     "metrics": ("finetune/run_directory.py", "experiments/results/run.py"),
     "grid": ("experiments/studies/sweep/axes.py",),
 }
@@ -265,7 +265,7 @@ def led_by_coverage(name: str, runs: int, seed: int) -> None:
     import atheris
 
     parsers = ["experiments.recipe", "finetune.data", "finetune.run_directory", "selection.features.matrix", "yaml"]
-    with atheris.instrument_imports(include=[*parsers, "finetune.parallel.index"]):
+    with atheris.instrument_imports(include=[*parsers, "finetune.models.safetensors_index"]):
         folder = Path(tempfile.mkdtemp(prefix="flatshift-atheris-"))
         (folder / "corpus").mkdir()
         parser, mutator = _parsers(folder)[name], Mutator(name)

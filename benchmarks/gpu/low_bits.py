@@ -39,8 +39,8 @@ def learnt(
 
 def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int, limit: int) -> float:
     from finetune.adapters.adapter import attach_adapter
-    from finetune.backbone import load_backbone
     from finetune.config import Adapter
+    from finetune.models.backbone import load_backbone
 
     made = objective("completion", rows=rows, length=length, limit=limit)
     loaded = load_backbone(made.backbone, task=made.task, precision="bf16", quantization=kind, device=device)
@@ -102,9 +102,9 @@ def sized(
     if importlib.util.find_spec("bitsandbytes") is None:
         return {figure: {"reason": MISSING} for figure in ("seconds", "memory", "frozen")}
     from finetune.adapters.adapter import attach_adapter
-    from finetune.backbone import load_backbone, quiet_transformers
     from finetune.config import Adapter
-    from finetune.quantised import scales
+    from finetune.models.backbone import load_backbone, quiet_transformers
+    from finetune.models.quantize import scales
     from finetune.tasks import LanguageModel
 
     where, sizes, task = Device(device), shape_of(shape), LanguageModel(pack=False)

@@ -53,10 +53,10 @@ class Objective:
 def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
     """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens."""
     from finetune import tasks
-    from finetune.backbone import decoder_start, load_tokenizer
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.data.rows import Row, read_rows
+    from finetune.models.backbone import decoder_start, load_tokenizer
 
     task: Any = {
         "language-model": tasks.LanguageModel(),
@@ -126,8 +126,8 @@ def trained(
 ) -> tuple[list[float], dict[str, Any]]:
     """Losses of the updates, and by how much each trained tensor moved (CPU, float64)."""
     from finetune.adapters.adapter import attach_adapter, trainable
-    from finetune.backbone import load_backbone
     from finetune.config import Adapter, Evaluate, Optimizer, Train
+    from finetune.models.backbone import load_backbone
     from finetune.run_directory import RunDirectory
     from finetune.train.loop import train_stage
     from regularizers import build, config

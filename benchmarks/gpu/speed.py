@@ -186,7 +186,7 @@ def _trained(case: Case, device: str, settings: Any, kind: Any, more: dict[str, 
 
 
 def _tokenizer() -> Any:
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
 
     return load_tokenizer("flatshift-5m")  # pads, and is asked for nothing else
 

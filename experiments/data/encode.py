@@ -90,7 +90,7 @@ def encode_rows(
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
             a split or source is cut or left out for its length than `task.max_truncated` and `train.max_dropped` allow.
     """
-    from finetune.backbone import decoder_start
+    from finetune.models.backbone import decoder_start
 
     settings: dict[str, Any] = {
         "label_names": labels,
@@ -298,7 +298,7 @@ def token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
 
 def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     """A digest of all that the encoded splits depend on, except where the files lie."""
-    from finetune.backbone import resolve_backbone
+    from finetune.models.backbone import resolve_backbone
 
     data = dataclasses.asdict(recipe.data)
     data.pop("cache")
@@ -358,14 +358,14 @@ def _code_digest() -> str:
 
 def _code_files() -> list[Path]:
     """The files of that source. What else they import says nothing about rows, or what it says is in the key itself."""
-    import finetune.backbone
     import finetune.data
     import finetune.data.units
+    import finetune.models.backbone
     import finetune.seeds
     import finetune.tasks
 
     here = Path(__file__).resolve().parent
-    single = [finetune.backbone.__file__, finetune.seeds.__file__, finetune.data.units.__file__]
+    single = [finetune.models.backbone.__file__, finetune.seeds.__file__, finetune.data.units.__file__]
     return [
         *(file for room in (finetune.data, finetune.tasks) for file in sorted(_folder(room).rglob("*.py"))),
         *map(Path, single),

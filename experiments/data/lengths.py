@@ -23,8 +23,8 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
     task = recipe.task
     if task.score != "generate":
         return
-    from finetune.backbone import read_config
     from finetune.evaluate.generate import check_room
+    from finetune.models.backbone import read_config
 
     counted = SimpleNamespace(
         config=read_config(recipe.backbone), soft_tokens=_taken(recipe), features_before=recipe.adapter.projector
@@ -39,7 +39,7 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
 
     Tables of learned positions are no case of it: `train.max_length` is held against them.
     """
-    from finetune.backbone import read_config
+    from finetune.models.backbone import read_config
 
     limit = getattr(read_config(recipe.backbone).get_text_config(), "max_position_embeddings", None)
     longest = max((_longest(examples) for examples in splits), default=0)
@@ -56,8 +56,8 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     What might fit is left to the plan and to the run itself: estimates are rough.
     Raises UserError.
     """
-    from finetune.backbone import resolve_backbone
     from finetune.figures import gib
+    from finetune.models.backbone import resolve_backbone
     from finetune.planner.devices import machine_memory
     from finetune.planner.footprint import Backbone, footprint
 

@@ -269,7 +269,7 @@ def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""
     if not recipe.task.by_example:
         return
-    from finetune.headtokens import judged_token
+    from finetune.models.head_tokens import judged_token
 
     token = judged_token(recipe.backbone)
     for examples in splits if token is not None else ():
@@ -301,7 +301,7 @@ def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | No
     """
     if mixture is None or not mixture.strict:
         return
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
 
     settings, task = recipe.train, recipe.task
     masking = task.masking(load_tokenizer(recipe.backbone)) if task.hides_tokens else None

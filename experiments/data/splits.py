@@ -137,7 +137,7 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
     Its manifest says those (`learnt_record`), whatever has become of its files.
     Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
     """
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
 
     labels, units = learnt(recipe, run)
     part = Part("--data", None, tuple(files), recipe.data.columns, "data.columns")
@@ -204,7 +204,7 @@ def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
 
 def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, Any]]:
     """Encoded splits, in `folder` where there is one, and all else that is to be known of them as plain values."""
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
 
     noise, task = recipe.data.label_noise, recipe.task
     paths = [str(path) for path in input_paths(recipe)]
@@ -301,7 +301,7 @@ def _routed(train: Sequence[Row], rows: Rows) -> Routed:
 
 def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
     """What the recipe's warm-up trains, and why."""
-    from finetune.backbone import is_encoder
+    from finetune.models.backbone import is_encoder
 
     if recipe.warmup is not None and recipe.warmup.task is not None:
         return recipe.warmup.task, "as warmup.task says"
@@ -351,7 +351,7 @@ def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
 
 def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> Prepared:
     """Encode the rows of `files` alone, as training examples of `task`: what a warm-up reads."""
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
 
     rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
     made = encode_rows(

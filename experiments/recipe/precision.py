@@ -65,7 +65,7 @@ def readable(recipe: Recipe) -> Recipe:
 
     An fp16 run is computed in float32 on a CPU. Says on stderr what changes, and where the run's own is slow here.
     """
-    from finetune.backbone import resolve_device
+    from finetune.models.backbone import resolve_device
 
     train = recipe.train
     if train.precision == "fp16" and resolve_device(train.device).type == "cpu":
@@ -118,10 +118,10 @@ def _decide(
     precision: Precision, tf32: bool, device: str, threads: int | None, backbone: str, tokens: int
 ) -> dict[str, str | None]:
     """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
-    from finetune.backbone import resolve_backbone, resolve_device
     from finetune.compute.numerics import cpu_threads
     from finetune.compute.precision import block_shape, choose
     from finetune.launch import failure
+    from finetune.models.backbone import resolve_backbone, resolve_device
 
     if failure.rank() != 0:
         return {}

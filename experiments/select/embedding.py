@@ -209,8 +209,8 @@ def state_embedder(
     embedder: Backbone | Encoder, *, backbone: str, device: str, keyed: bool
 ) -> tuple[Callable[[list[str]], np.ndarray], str]:
     """texts → pooled states of a model, and the key that names it in a cache (complete where `keyed`)."""
-    from finetune.backbone import resolve_backbone
-    from finetune.features import hidden_state_encoder, model_fingerprint
+    from finetune.models.backbone import resolve_backbone
+    from finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
     from selection import pool_features
     from selection.features import read_layout, transformer_folder
 

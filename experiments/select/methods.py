@@ -76,7 +76,7 @@ def solver_device(recipe: Recipe) -> str:
     """Where the transport solver computes: `train.device`, or the CPU for methods without a solver."""
     if recipe.select is None or "features" not in needs(recipe.select.method):
         return "cpu"
-    from finetune.backbone import resolve_device
+    from finetune.models.backbone import resolve_device
 
     return str(resolve_device(recipe.train.device))
 
@@ -101,10 +101,10 @@ def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]
 
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
-    from finetune.backbone import load_backbone, load_tokenizer, resolve_device
     from finetune.compute.precision import autocast_dtype, settled
     from finetune.data.encoding import encode
     from finetune.evaluate.perplexity import document_nats
+    from finetune.models.backbone import load_backbone, load_tokenizer, resolve_device
 
     task = LanguageModel(pack=False)
     device = resolve_device(recipe.train.device)

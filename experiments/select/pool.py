@@ -133,7 +133,7 @@ def _spans(recipe: Recipe, chunk: Chunk, texts: Iterable[str]) -> Iterator[list[
         for text in texts:
             yield _grouped([match.span() for match in _WORDS.finditer(text)], chunk.size)
         return
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.backbone)
     if not tokenizer.is_fast:

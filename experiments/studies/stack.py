@@ -25,9 +25,9 @@ from experiments.recipe.config import Recipe
 from experiments.run.console import Console, graceful_stop
 from experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, without_cache
 from finetune.atomic import write_json
-from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
 from finetune.compute.numerics import cpu_threads
 from finetune.data.units import fold_units
+from finetune.models.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 from finetune.stacked.footprint import estimate
 from finetune.stacked.refusing import NotStackable, refusal

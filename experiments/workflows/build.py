@@ -12,9 +12,9 @@ from experiments.data.sources import judged_train
 from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
 from finetune.adapters.initial_values import Calibration
-from finetune.backbone import load_tokenizer, resolve_device
 from finetune.data.example import Example
 from finetune.evaluate.judge import evaluate
+from finetune.models.backbone import load_tokenizer, resolve_device
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World

@@ -15,10 +15,10 @@ from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
 from experiments.run.console import Console, graceful_stop
 from experiments.workflows.build import lay_out
-from finetune.backbone import resolve_device
 from finetune.compute.matmul_rate import peak_rate
 from finetune.compute.numerics import cpu_threads
 from finetune.errors import UserError
+from finetune.models.backbone import resolve_device
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory

@@ -265,10 +265,10 @@ def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict
 def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
     """What `train.precision: auto` comes to on the device that `train.device: auto` takes, and by which figures."""
     try:
-        from finetune.backbone import resolve_device
         from finetune.compute.matmul_rate import Shape
         from finetune.compute.precision import choose
         from finetune.config import Train
+        from finetune.models.backbone import resolve_device
 
         choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))
     except Exception as error:  # a foreign `finetune`, which the problems above name, or a device that fails
@@ -283,12 +283,12 @@ def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str,
     if importlib.util.find_spec("bitsandbytes") is None:
         return None
     try:
-        from finetune import quantised
+        from finetune.models import quantize
 
-        kinds: dict[str, list[str]] = {kind: [] for kind in quantised.KINDS}
-        for kind in quantised.KINDS:
+        kinds: dict[str, list[str]] = {kind: [] for kind in quantize.KINDS}
+        for kind in quantize.KINDS:
             for place in places:
-                error = quantised.try_out(kind, place)
+                error = quantize.try_out(kind, place)
                 if error is None:
                     kinds[kind].append(place)
                 else:

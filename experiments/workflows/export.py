@@ -20,10 +20,10 @@ from experiments.recipe.config import Recipe
 from experiments.workflows.initial_adapter import check_run
 from experiments.workflows.model_card import card, own_name, published_name
 from finetune.atomic import write_json, write_text
-from finetune.backbone import load_tokenizer, resolve_backbone
 from finetune.digests import DONE
 from finetune.errors import UserError
 from finetune.lock import owned
+from finetune.models.backbone import load_tokenizer, resolve_backbone
 from finetune.run_directory import RECIPE, new_output, refuse_old
 
 if TYPE_CHECKING:

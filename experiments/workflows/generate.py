@@ -72,8 +72,8 @@ def _generate(
     overrides: Sequence[Branch],
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    from finetune.backbone import decoder_start, load_tokenizer
     from finetune.evaluate.generation import Decoding, continue_prompts
+    from finetune.models.backbone import decoder_start, load_tokenizer
 
     recipe = alone(finished_recipe(path, overrides))
     if recipe.adapter.projector is not None:

@@ -36,8 +36,8 @@ def begins_elsewhere(adapter: Adapter) -> bool:
 
 def backbone_record(recipe: Recipe) -> dict[str, Any]:
     """What manifest.json says of the backbone: its name, the fingerprint of its weights, digests of its texts."""
-    from finetune.backbone import resolve_backbone
-    from finetune.fingerprint import fingerprint, text_digests
+    from finetune.models.backbone import resolve_backbone
+    from finetune.models.fingerprint import fingerprint, text_digests
 
     directory = resolve_backbone(recipe.backbone)
     return {"name": recipe.backbone, "fingerprint": fingerprint(directory), "files": text_digests(directory)}
@@ -47,10 +47,10 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
     """Raise UserError if the recipe's backbone is not the one that the run directory `path` trained on.
 
     By the fingerprint of its weights, of every byte, and by the SHA-256 of its configuration and tokenizer
-    (`finetune.fingerprint`). What a run did not note passes.
+    (`finetune.models.fingerprint`). What a run did not note passes.
     """
-    from finetune.backbone import resolve_backbone
-    from finetune.fingerprint import fingerprint, text_digests
+    from finetune.models.backbone import resolve_backbone
+    from finetune.models.fingerprint import fingerprint, text_digests
 
     file = path / "manifest.json"
     noted = read_object(file).get("backbone") if file.is_file() else None
@@ -97,8 +97,8 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
     """
     from finetune.adapters.adapter import attach_on_meta, read_adapter
     from finetune.adapters.saved import SavedAdapter, check_start
-    from finetune.backbone import resolve_backbone
-    from finetune.parallel.skeleton import build_skeleton
+    from finetune.models.backbone import resolve_backbone
+    from finetune.models.meta import build_skeleton
 
     found = {}
     for setting in ("start", "under"):
@@ -148,8 +148,8 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
     import functools
 
     from finetune.adapters.initial_values import Calibration, needs_rows
-    from finetune.backbone import resolve_device
     from finetune.compute.precision import autocast
+    from finetune.models.backbone import resolve_device
 
     count = needs_rows(recipe.adapter)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))[:count]

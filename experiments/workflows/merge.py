@@ -25,12 +25,12 @@ from experiments.workflows.export import known_labels, require_finished
 from finetune.adapters.adapter import WEIGHTS
 from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import write_json
-from finetune.backbone import auto_class, decoder_start, load_tokenizer, quiet_transformers, resolve_backbone
 from finetune.config import Mesh
 from finetune.data.batches import iterate_eval
 from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.lock import owned
+from finetune.models.backbone import auto_class, decoder_start, load_tokenizer, quiet_transformers, resolve_backbone
 from finetune.run_directory import new_output, refuse_old
 from finetune.seeds import numpy_generator
 
@@ -114,7 +114,7 @@ def _merge_by_files(
     import torch
 
     from finetune.adapters.merge import merge_files, read_changes, spot_check
-    from finetune.parallel.skeleton import build_skeleton
+    from finetune.models.meta import build_skeleton
 
     model: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
     changes, _ = read_changes(model, adapter)
@@ -246,7 +246,7 @@ def _refuse_quantised(recipe: Recipe) -> None:
 
 def _require_memory(recipe: Recipe, reason: str) -> None:
     """What PEFT merges in memory takes: the model in float32, and a float32 copy of its widest layers."""
-    from finetune.parallel.index import read_index
+    from finetune.models.safetensors_index import read_index
 
     numbers = sum(math.prod(entry.shape) for entry in read_index(resolve_backbone(recipe.backbone)).values())
     if 4 * numbers > available_memory() * 0.8:
@@ -263,7 +263,7 @@ def _alone_in_float32(recipe: Recipe) -> Recipe:
 
 def stored_dtype(recipe: Recipe) -> Any:
     """The dtype of the backbone's own weight files: of most of their values."""
-    from finetune.parallel.index import read_index
+    from finetune.models.safetensors_index import read_index
 
     sizes: dict[Any, int] = {}
     for entry in read_index(resolve_backbone(recipe.backbone)).values():

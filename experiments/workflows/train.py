@@ -60,7 +60,6 @@ from experiments.workflows.run_parts import (
 )
 from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
-from finetune.backbone import load_tokenizer
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.pack import refuse_leaks
@@ -72,6 +71,7 @@ from finetune.errors import OutOfMemory, UserError
 from finetune.figures import rate_text
 from finetune.launch import consistency, spawn, watchdog
 from finetune.lock import owned
+from finetune.models.backbone import load_tokenizer
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.parallel.rules import Settings, check_settings

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from ..atomic import replacing_directory
-from ..backbone import resolve_backbone
 from ..compute.capabilities import kept_draws
 from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError
+from ..models.backbone import resolve_backbone
 from ..parallel.layout import canonical
 from ..seeds import torch_generator
 from . import soft_tokens
@@ -116,7 +116,7 @@ def _begin(
 
 
 def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, dtype: torch.dtype) -> PeftModel:
-    """The same wrapping of a backbone without weights (`finetune.parallel.skeleton`); nothing has a value yet.
+    """The same wrapping of a backbone without weights (`finetune.models.meta`); nothing has a value yet.
 
     dtype: of everything that trains.
     """

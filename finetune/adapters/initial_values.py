@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..compute.numerics import seeded
 from ..config import DATA_INITS, Adapter
 from ..errors import UserError
-from ..parallel.index import read_index
+from ..models.safetensors_index import read_index
 from ..seeds import derive
 from .offsets import ADAPTER, Offset, fold, lora_layers
 

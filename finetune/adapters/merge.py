@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..atomic import write_json
 from ..errors import UserError
-from ..parallel.index import INDEX, SINGLE, Entry, read_index
+from ..models.safetensors_index import INDEX, SINGLE, Entry, read_index
 from .adapter import read_adapter
 from .patterns import by_pattern
 
@@ -136,7 +136,7 @@ def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torc
     """Write the merged weight files into the directory `out`.
 
     Args:
-        model: from `finetune.parallel.skeleton.build_skeleton`, on meta, with its `checkpoint`; untied here where the
+        model: from `finetune.models.meta.build_skeleton`, on meta, with its `checkpoint`; untied here where the
             adapter changes only one of two tied weights.
         adapter: PEFT directory.
         dtype: of the tensors that the checkpoint lacked.

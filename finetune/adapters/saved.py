@@ -16,7 +16,7 @@ from torch import Tensor
 from ..atomic import read_object
 from ..digests import check_adapter
 from ..errors import UserError, user_path
-from ..fingerprint import fingerprint
+from ..models.fingerprint import fingerprint
 from .offsets import ADAPTER, lora_layers
 from .patterns import by_pattern
 

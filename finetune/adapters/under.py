@@ -24,7 +24,7 @@ def read_under(name: str, model: PeftModel) -> dict[str, Offset]:
         UserError: no such adapter, one of another backbone, one that is more than a sum (DoRA, a head), or layers that
             `model` does not adapt.
     """
-    from ..backbone import resolve_backbone
+    from ..models.backbone import resolve_backbone
     from .adapter import read_adapter
 
     where = "adapter.under"

@@ -60,7 +60,7 @@ def encode(
             for classification and for completions that are ranked.
         bad_rows: refuse, or skip and count, rows that have nothing to supervise, a `text2` that is no text, or a column
             that a template cannot show.
-        decoder_start: the token that a decoder begins with (`finetune.backbone.decoder_start`); for seq2seq.
+        decoder_start: the token that a decoder begins with (`finetune.models.backbone.decoder_start`); for seq2seq.
         truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
         overlong: longer samples are truncated (None), left out, or refused.
         units: how training is to see the targets of a regression; None: as they are.

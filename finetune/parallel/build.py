@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..adapters.adapter import Calibration, attach_adapter, attach_on_meta, initial_value
-from ..backbone import load_backbone
 from ..compute.numerics import dropout_rates, uncounted_dropout, uses_dropout
 from ..compute.precision import adapter_dtype
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import gib
-from ..quantised import describe, unwrap_packed
+from ..models.backbone import load_backbone
+from ..models.quantize import describe, unwrap_packed
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
 from .layout import canonical
@@ -156,10 +156,10 @@ def _on_mesh(
     label_names: Sequence[str] | None,
     say: Callable[[str], None],
 ) -> Engine:
+    from ..models.meta import build_skeleton
     from .context import ContextParallel, check_context
     from .fsdp import shard
     from .pipeline import PipelineRunner, cut_parts
-    from .skeleton import build_skeleton
     from .tensor import check_tensor_plan, tensor_parallel
     from .weights import load_weights, materialize
 

@@ -30,13 +30,13 @@ from ..adapters.adapter import (
     trainable,
     write_adapter,
 )
-from ..backbone import position_limit
 from ..compute.attention import without_starts
 from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
 from ..compute.loss import Head, batch_loss, find_head
 from ..errors import UserError
 from ..evaluate.share import Share
+from ..models.backbone import position_limit
 from .layout import Layout, Slice, canonical, local, put, whole_all
 from .mesh import DATA, TOKENS, World
 

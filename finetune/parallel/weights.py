@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..backbone import quiet_transformers
 from ..errors import UserError, is_out_of_memory
-from .keys import Checkpoint
+from ..models.backbone import quiet_transformers
+from ..models.weight_names import Checkpoint
 from .layout import Layout, Runs, canonical, held, local, put
 from .mesh import World
 

@@ -23,9 +23,9 @@ from torch import nn
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
 from ..figures import gib
+from ..models.quantize import scales
 from ..parallel.fsdp import blocks
 from ..parallel.layout import local
-from ..quantised import scales
 from ..train.adam8bit import state_bytes
 from ..train.checkpoint import steps
 from .memory import MemoryPlan, memory_plan
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _WORTH = 0.03
 """Share of the plan that a change saves at least to be named."""
 _NF4_BYTES = 0.5 + 4 / 64
-"""Of a value in 4 bits, its share of a scale included (`finetune.quantised`)."""
+"""Of a value in 4 bits, its share of a scale included (`finetune.models.quantize`)."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
 
 

@@ -56,11 +56,11 @@ class Regress(ByExample):
         are read.
 
         Raises:
-            UserError: as `finetune.parallel.skeleton.build_skeleton`; or no linear layer that is trained whole answers.
+            UserError: as `finetune.models.meta.build_skeleton`; or no linear layer that is trained whole answers.
         """
         from ..adapters.settings import trained_whole
         from ..data.units import OutputLayer
-        from ..parallel.skeleton import build_skeleton
+        from ..models.meta import build_skeleton
 
         if not self.standardise:
             return None

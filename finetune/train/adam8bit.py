@@ -16,7 +16,7 @@ from torch import Tensor
 from ..compute.capabilities import capabilities
 from ..config import Optimizer, OptimizerKind
 from ..errors import UserError
-from ..quantised import GET, import_library
+from ..models.quantize import GET, import_library
 
 KINDS = ("state1", "state2", "absmax1", "absmax2")
 """Both moments, and the scales of their blocks where they are quantised."""

@@ -20,7 +20,6 @@ import torch
 from regularizers.layers.fused import FusedLayers
 
 from ..atomic import write_json
-from ..compiling import Compiled
 from ..compute import attention
 from ..compute.fused_loss import with_kernel
 from ..compute.numerics import seeded, uses_dropout, without_input_casts
@@ -31,6 +30,7 @@ from ..errors import Interrupted
 from ..evaluate.dev import dev_figures
 from ..figures import rate_text
 from ..launch import watchdog
+from ..models.compiled import Compiled
 from ..parallel.engine import Engine
 from ..planner.out_of_memory import noted
 from ..run_directory import SPIKE, RunDirectory, disk_full_interrupts

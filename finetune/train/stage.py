@@ -13,13 +13,13 @@ from regularizers.layers.fused import FusedLayers
 
 from ..adapters.soft_tokens import before_text
 from ..atomic import read_object
-from ..compiling import Compiled
 from ..compute.loss import Head
 from ..compute.numerics import cpu_threads, deterministic
 from ..compute.precision import float32_products
 from ..config import Optimizer, Train
 from ..data.prefetch import fed
 from ..errors import UserError
+from ..models.compiled import Compiled
 from ..parallel.engine import Context, Engine
 from ..planner.out_of_memory import Shortage
 from ..run_directory import RunDirectory

@@ -15,8 +15,8 @@ from experiments.studies.cell import _adapter_digest, cell_of
 from experiments.workflows.build import lay_out
 from experiments.workflows.initial_adapter import check_unchanged
 from finetune.adapters.saved import SavedAdapter
-from finetune.backbone import load_backbone
 from finetune.errors import UserError
+from finetune.models.backbone import load_backbone
 from finetune.tasks import LanguageModel
 from flatshift.cli import run
 

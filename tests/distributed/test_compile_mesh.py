@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 from finetune.adapters.adapter import attach_adapter
-from finetune.backbone import load_backbone
-from finetune.compiling import Compiled
 from finetune.compute.capabilities import capabilities
 from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
+from finetune.models.backbone import load_backbone
+from finetune.models.compiled import Compiled
 from finetune.parallel import fsdp as sharding
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine

@@ -81,8 +81,8 @@ def all_meshes(source: str, warm: str) -> list[dict[str, Any]]:
 
 def test_every_mesh_trains_and_judges_as_one_process(tmp_path: Path) -> None:
     from finetune.adapters.adapter import attach_adapter, save_adapter
-    from finetune.backbone import load_backbone
     from finetune.config import Adapter, Mesh
+    from finetune.models.backbone import load_backbone
     from finetune.tasks import MaskedLM
     from tests.objective_models import scatter
 

@@ -14,11 +14,11 @@ import torch
 
 from finetune.compute.precision import autocast
 from finetune.config import Adapter, Mesh, Quantization, Train
+from finetune.models.quantize import scales
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.layout import local
 from finetune.parallel.mesh import World
-from finetune.quantised import scales
 from finetune.tasks import LanguageModel
 from regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks

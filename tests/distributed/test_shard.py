@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from finetune.config import Mesh
 from finetune.errors import UserError
+from finetune.models.meta import empty_model
+from finetune.models.weight_names import Checkpoint
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.fsdp import shard
-from finetune.parallel.keys import Checkpoint
 from finetune.parallel.layout import Layout, Slice, canonical, put, whole_all
 from finetune.parallel.mesh import World
-from finetune.parallel.skeleton import empty_model
 from finetune.parallel.weights import load_weights, materialize
 from finetune.seeds import torch_generator
 from tests.distributed_ranks import run_ranks
@@ -108,7 +108,7 @@ def fill(model: nn.Module, names: Any, layout: Layout) -> None:
 
 def reference(kind: str, directory: Path, **more: Any) -> Any:
     """The same model whole, loaded by transformers."""
-    from finetune.backbone import quiet_transformers
+    from finetune.models.backbone import quiet_transformers
 
     with quiet_transformers():
         model = auto(kind).from_pretrained(directory, dtype=more.get("precision", torch.float32), **options(kind))

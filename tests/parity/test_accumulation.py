@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.example import Example
+from finetune.models.backbone import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Completion, LanguageModel
 from finetune.train.loop import train_stage

@@ -11,7 +11,6 @@ from nltk.translate.chrf_score import sentence_chrf
 from transformers.trainer_pt_utils import LabelSmoother
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import decoder_start, load_backbone
 from finetune.config import Adapter, Evaluate
 from finetune.data.batches import Batches, iterate_eval
 from finetune.data.encoding import encode
@@ -22,6 +21,7 @@ from finetune.evaluate.generate import generate_answers
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.multilabel import average_precision, f1_macro, f1_micro, judge_sets
 from finetune.evaluate.regression import judge_numbers, mae, pearson, rmse, spearman
+from finetune.models.backbone import decoder_start, load_backbone
 from finetune.parallel.engine import Engine
 from finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.data_models import text_rows

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import decoder_start, load_backbone
 from finetune.config import Adapter
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
+from finetune.models.backbone import decoder_start, load_backbone
 from finetune.parallel.engine import Engine
 from finetune.tasks import Seq2Seq
 from tests.data_models import text_rows

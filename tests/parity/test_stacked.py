@@ -13,11 +13,11 @@ from experiments.recipe import from_override, load_recipe
 from experiments.studies.cell import cell_of, run_cell
 from experiments.studies.stack import run_stack
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
 from finetune.data.batches import Batches
 from finetune.data.example import Example
-from finetune.fingerprint import checksum
+from finetune.models.backbone import load_backbone
+from finetune.models.fingerprint import checksum
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked.engine import cell_engine
 from finetune.stacked.host import Host

@@ -17,9 +17,9 @@ from finetune.adapters.adapter import (
     trainable,
     write_adapter,
 )
-from finetune.backbone import load_backbone
 from finetune.config import Adapter
 from finetune.errors import UserError
+from finetune.models.backbone import load_backbone
 from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import save_backbone
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter, attach_on_meta, load_adapter, save_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter
 from finetune.errors import UserError
+from finetune.models.backbone import load_backbone
+from finetune.models.meta import build_skeleton
 from finetune.parallel.build import refuse_parameters
-from finetune.parallel.skeleton import build_skeleton
 from finetune.tasks import LanguageModel
 from regularizers import GGPO, build
 from regularizers.layers.sites import find_lora_sites

@@ -11,10 +11,10 @@ import torch
 from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from finetune.adapters.initial_values import TAKES_OUT, Calibration
 from finetune.adapters.offsets import lora_layers, offsets_of
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Mesh, Train
 from finetune.data.example import Example
 from finetune.errors import UserError
+from finetune.models.backbone import load_backbone
 from finetune.parallel.rules import Settings, check_settings
 from finetune.tasks import LanguageModel
 from tests.adapter_models import logits_of, move, plain_peft

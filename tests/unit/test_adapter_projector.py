@@ -19,8 +19,6 @@ from torch import nn
 from experiments.data.encode import is_large
 from experiments.recipe.config import Recipe
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
-from finetune.backbone import load_backbone, position_limit
-from finetune.compiling import refuse_compile
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Data, Mesh, Optimizer, Projector, Train, TrainFiles
 from finetune.data.columns import Examples
@@ -29,7 +27,9 @@ from finetune.errors import UserError
 from finetune.evaluate import ranking
 from finetune.evaluate.perplexity import document_nats
 from finetune.evaluate.writing import lacking_room
-from finetune.fingerprint import checksum
+from finetune.models.backbone import load_backbone, position_limit
+from finetune.models.compiled import refuse_compile
+from finetune.models.fingerprint import checksum
 from finetune.parallel.engine import Engine
 from finetune.planner.memory import memory_plan
 from finetune.run_directory import read_metrics

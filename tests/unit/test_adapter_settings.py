@@ -19,11 +19,11 @@ from finetune.adapters.combine import combine
 from finetune.adapters.merge import merge_files
 from finetune.adapters.offsets import lora_layers
 from finetune.adapters.saved import SavedAdapter, check_start
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Optimizer
 from finetune.errors import UserError
-from finetune.fingerprint import fingerprint
-from finetune.parallel.skeleton import build_skeleton
+from finetune.models.backbone import load_backbone
+from finetune.models.fingerprint import fingerprint
+from finetune.models.meta import build_skeleton
 from finetune.tasks import Classify, LanguageModel
 from finetune.train.optimizer import AdapterOptimizer
 from tests.adapter_models import logits_of, move, plain_peft

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter
-from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone
 from finetune.compute.numerics import uses_dropout
 from finetune.config import Adapter
 from finetune.data.batches import iterate_eval
 from finetune.data.encoding import encode
 from finetune.errors import UserError
-from finetune.features import hidden_state_encoder
-from finetune.fingerprint import checksum
-from finetune.parallel.skeleton import build_skeleton
+from finetune.models.backbone import load_backbone, load_tokenizer, resolve_backbone
+from finetune.models.fingerprint import checksum
+from finetune.models.hidden_states import hidden_state_encoder
+from finetune.models.meta import build_skeleton
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
@@ -134,7 +134,7 @@ def test_dropout_is_set_in_every_configuration_inside_or_refused(tmp_path, monke
         for dropout in (None, 0.0, 0.3)
     }
     assert rates == {None: {0.1}, 0.0: {0.0}, 0.3: {0.3}}
-    monkeypatch.setattr("finetune.backbone.dropout_rates", lambda config: iter(()))
+    monkeypatch.setattr("finetune.models.backbone.dropout_rates", lambda config: iter(()))
     with pytest.raises(UserError, match="has dropout that its configuration does not name"):
         load_backbone(tmp_path, task=Seq2Seq(), dropout=0.0)
     with pytest.raises(UserError, match=r"^train\.backbone_dropout: config\.json of this backbone names no dropout"):

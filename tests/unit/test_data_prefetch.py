@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Optimizer, Train
 from finetune.data import prefetch
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
 from finetune.data.masking import Masking
 from finetune.data.prefetch import Prefetch, fed
+from finetune.models.backbone import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM

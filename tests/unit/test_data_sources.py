@@ -15,12 +15,12 @@ from experiments.data.splits import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
 from experiments.workflows.run_parts import recipe_inputs
 from experiments.workflows.train import check_recipe
-from finetune.backbone import load_tokenizer
 from finetune.data.batches import Batches
 from finetune.data.columns import Examples
 from finetune.data.encoding import encode
 from finetune.data.rows import describe, read_rows
 from finetune.errors import UserError
+from finetune.models.backbone import load_tokenizer
 from tests.data_models import write_jsonl
 
 BASE = """

@@ -9,12 +9,12 @@ import torch
 from torch.backends import cuda
 
 from finetune.adapters.adapter import attach_adapter
-from finetune.backbone import load_backbone
 from finetune.compute.capabilities import CUDA, rehearsed
 from finetune.compute.fused_loss import with_kernel
 from finetune.compute.loss import Head
 from finetune.compute.numerics import deterministic
 from finetune.config import Adapter, Optimizer, Train
+from finetune.models.backbone import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.tasks import LanguageModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune import backbone as loading
-from finetune.backbone import load_backbone
 from finetune.compute import presence
+from finetune.models import backbone as loading
+from finetune.models.backbone import load_backbone
 from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import save_backbone
 

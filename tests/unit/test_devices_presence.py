@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from experiments.workflows import doctor as doctor_module
-from finetune.backbone import resolve_device
 from finetune.compute import presence
 from finetune.compute.presence import Presence, absence, missing
 from finetune.errors import UserError
+from finetune.models.backbone import resolve_device
 from selection.errors import SelectionError
 from selection.transport import sinkhorn_potentials
 

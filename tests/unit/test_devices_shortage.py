@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import OutOfMemory, is_out_of_memory
 from finetune.figures import gib
+from finetune.models.backbone import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.planner import out_of_memory
 from finetune.planner.memory import MemoryPlan, memory_plan

@@ -248,9 +248,9 @@ def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     from experiments.run.console import Console
     from experiments.select.embedding import Vectors
     from experiments.select.pool import Records
-    from finetune.backbone import resolve_backbone
     from finetune.data.rows import Row
-    from finetune.features import hidden_state_encoder
+    from finetune.models.backbone import resolve_backbone
+    from finetune.models.hidden_states import hidden_state_encoder
     from selection.config import Encoder
 
     root = layout(tmp_path / "s", "Transformer", "Pooling")

@@ -9,7 +9,6 @@ from scipy.stats import chi2
 from transformers import GenerationConfig
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter
 from finetune.data.encoding import IGNORE, encode
 from finetune.data.example import Example
@@ -19,6 +18,7 @@ from finetune.evaluate.generate import generate_answers, prompt_of
 from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
 from finetune.evaluate.share import Share
 from finetune.evaluate.writing import written as run_prompts
+from finetune.models.backbone import load_backbone
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 from tests.seq2seq_models import save_encoder_decoder

@@ -16,12 +16,12 @@ from experiments.recipe.tree import parse
 from experiments.studies.sweep.axes import parse_grid, points_of
 from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import read_object
-from finetune.backbone import load_backbone, load_tokenizer, resolve_backbone
 from finetune.config import Adapter, Mesh, Optimizer
 from finetune.data import formats
 from finetune.data.rows import describe, expand, read_rows
 from finetune.errors import UserError
-from finetune.parallel.index import SINGLE, read_index
+from finetune.models.backbone import load_backbone, load_tokenizer, resolve_backbone
+from finetune.models.safetensors_index import SINGLE, read_index
 from finetune.run_directory import read_metrics
 from finetune.tasks import LanguageModel
 from selection.errors import SelectionError

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
@@ -19,6 +18,7 @@ from finetune.data.panel import first_batch_panel
 from finetune.data.rows import read_rows
 from finetune.data.units import OutputLayer, Units, fold_units, units_of
 from finetune.errors import UserError
+from finetune.models.backbone import load_backbone
 from finetune.tasks import Classify, Regress
 from tests.data_models import byte_tokenizer, row, write_jsonl
 from tests.finetune_models import save_backbone

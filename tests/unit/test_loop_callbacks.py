@@ -9,10 +9,10 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from finetune.adapters.adapter import attach_adapter
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
+from finetune.models.backbone import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import steps as saved_steps

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from finetune import compiling
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
-from finetune.compiling import REGULARIZERS, Compiled, refuse_compile
 from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from finetune.errors import UserError
+from finetune.models import compiled as compiling
+from finetune.models.backbone import load_backbone
+from finetune.models.compiled import REGULARIZERS, Compiled, refuse_compile
 from finetune.parallel.fsdp import blocks
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel, Seq2Seq

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
 from finetune.errors import Interrupted
+from finetune.models.backbone import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import Interrupted, UserError
+from finetune.models.backbone import load_backbone
 from finetune.planner.memory import plan_lines
 from finetune.run_directory import RunDirectory
 from finetune.tasks import LanguageModel

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter, read_adapter, trainable
-from finetune.backbone import load_backbone, position_limit
 from finetune.compute.numerics import uses_dropout
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
-from finetune.fingerprint import checksum
+from finetune.models.backbone import load_backbone, position_limit
+from finetune.models.fingerprint import checksum
 from finetune.planner.memory import memory_plan, plan_lines
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel

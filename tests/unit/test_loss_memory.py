@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.compute import loss as loss_module
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter
@@ -16,6 +15,7 @@ from finetune.data.example import Example
 from finetune.evaluate import perplexity
 from finetune.evaluate.mode import evaluating
 from finetune.evaluate.perplexity import document_nats
+from finetune.models.backbone import load_backbone
 from finetune.tasks import LanguageModel
 from tests.finetune_models import IGNORED, Micro, save_backbone
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.compute.loss import batch_loss, find_head
 from finetune.compute.precision import settled
 from finetune.compute.widened import WidenedEmbedding, WidenedLinear, widen_on_use
 from finetune.config import Adapter, Optimizer, Train
 from finetune.errors import UserError
-from finetune.fingerprint import checksum
+from finetune.models.backbone import load_backbone
+from finetune.models.fingerprint import checksum
 from finetune.parallel.engine import Engine
 from finetune.run_directory import read_metrics
 from finetune.tasks import LanguageModel

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-from finetune.backbone import is_encoder, load_backbone
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate
 from finetune.data.batches import Batches, iterate_eval
@@ -20,6 +19,7 @@ from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.perplexity import document_nats
+from finetune.models.backbone import is_encoder, load_backbone
 from finetune.seeds import numpy_generator
 from finetune.tasks import Classify, MaskedLM
 from tests.data_models import byte_tokenizer, row, text_rows

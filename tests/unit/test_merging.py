@@ -22,10 +22,10 @@ from experiments.workflows.merge import _drawn_inputs, _merge_in_memory, _some_r
 from experiments.workflows.model_card import _hub_sources
 from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
 from finetune.adapters.merge import merge_files, read_changes, spot_check
-from finetune.backbone import load_backbone
 from finetune.config import Adapter
 from finetune.errors import UserError
-from finetune.parallel.skeleton import build_skeleton
+from finetune.models.backbone import load_backbone
+from finetune.models.meta import build_skeleton
 from finetune.tasks import Classify, LanguageModel, Task
 from flatshift.cli import run
 from tests.data_models import byte_tokenizer, write_jsonl
@@ -293,7 +293,7 @@ import torch
 from benchmarks._harness import PeakMemory
 from finetune.tasks import LanguageModel
 from finetune.adapters.merge import merge_files
-from finetune.parallel.skeleton import build_skeleton
+from finetune.models.meta import build_skeleton
 source, saved, out = map(Path, sys.argv[1:])
 model = build_skeleton(source, task=LanguageModel())
 with PeakMemory() as peak:

@@ -12,7 +12,6 @@ from experiments.recipe import from_override, load_recipe
 from experiments.studies.stack import stackable
 from experiments.workflows.train import check_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
@@ -20,6 +19,7 @@ from finetune.data.masking import Masking
 from finetune.data.units import Units
 from finetune.errors import Interrupted, UserError
 from finetune.evaluate.judge import head_scores
+from finetune.models.backbone import load_backbone
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked.engine import cell_engine
 from finetune.stacked.host import Host

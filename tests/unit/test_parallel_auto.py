@@ -87,7 +87,7 @@ def test_elements_of_published_models(model: str, elements: int, adapter: int, r
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
 def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     from finetune.adapters.adapter import attach_adapter
-    from finetune.backbone import load_backbone
+    from finetune.models.backbone import load_backbone
     from finetune.planner.memory import memory_plan
 
     directory, train, adapter = assets.backbone("flatshift-5m"), Train(batch_size=4, precision=precision), Adapter()

@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from finetune.adapters.adapter import attach_adapter
-from finetune.backbone import load_backbone
 from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Mesh
 from finetune.errors import UserError
+from finetune.models.backbone import load_backbone
+from finetune.models.meta import build_skeleton
+from finetune.models.safetensors_index import read_index
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.fsdp import blocks, shard
-from finetune.parallel.index import read_index
 from finetune.parallel.layout import Layout, Slice, held, put, whole
 from finetune.parallel.mesh import World
-from finetune.parallel.skeleton import build_skeleton
 from finetune.parallel.weights import load_weights, materialize
 from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import Micro, save_backbone

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.compute.precision import autocast
 from finetune.config import Adapter, Quantization, Train
 from finetune.errors import UserError
-from finetune.fingerprint import checksum
-from finetune.quantised import KINDS, scales
+from finetune.models.backbone import load_backbone
+from finetune.models.fingerprint import checksum
+from finetune.models.quantize import KINDS, scales
 from finetune.tasks import Classify, LanguageModel
 from flatshift.cli import run
 from regularizers import GGPO, RegularizerError, build

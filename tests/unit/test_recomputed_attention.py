@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from finetune.adapters.adapter import attach_adapter
-from finetune.backbone import load_backbone
 from finetune.compute import numerics
 from finetune.compute.loss import batch_loss
 from finetune.compute.numerics import SHORT
 from finetune.config import Adapter
+from finetune.models.backbone import load_backbone
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone

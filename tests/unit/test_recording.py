@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from experiments.recipe import from_override, load_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.compute.loss import find_head
 from finetune.config import Adapter, Optimizer, Record
 from finetune.data.example import Example
 from finetune.data.noise import foreign_answers, shuffled_examples
 from finetune.errors import UserError
+from finetune.models.backbone import load_backbone
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from finetune.train.optimizer import AdapterOptimizer
 from finetune.train.trace.curvature import curvature_figures

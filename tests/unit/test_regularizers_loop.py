@@ -7,7 +7,7 @@ import torch
 
 from finetune.adapters.adapter import trainable
 from finetune.errors import Interrupted
-from finetune.fingerprint import checksum
+from finetune.models.fingerprint import checksum
 from finetune.run_directory import RunDirectory, read_metrics
 from regularizers import ASAM, SAM, BiLora, LoraSAM, Plain
 from tests.unit.test_loop_train import fit, model_of, sources

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from finetune.adapters.adapter import trainable
 from finetune.config import Quantization
-from finetune.fingerprint import checksum
-from finetune.quantised import KINDS
+from finetune.models.fingerprint import checksum
+from finetune.models.quantize import KINDS
 from regularizers import ASAM, SAM, BiLora, LoraSAM, build
 from tests.regularizer_models import base_weights
 from tests.unit.test_quantised import adapted, dense_twin, loss_and_gradients, needs_package, sources

@@ -20,13 +20,13 @@ import finetune
 from benchmarks import _rehearsal as cases
 from benchmarks.cuda_rehearsal import Rehearsal
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.compute import attention
 from finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
 from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
 from finetune.data.batches import Batches
 from finetune.evaluate.generation import Decoding, continue_prompts
+from finetune.models.backbone import load_backbone
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from experiments.data.splits import prepare, prepare_apart
 from experiments.recipe import from_override, load_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import decoder_start, load_backbone
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate, Train
 from finetune.data.batches import Batches, iterate_eval
@@ -22,6 +21,7 @@ from finetune.errors import UserError
 from finetune.evaluate.generate import generate_answers
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.perplexity import document_nats
+from finetune.models.backbone import decoder_start, load_backbone
 from finetune.planner.memory import memory_plan
 from finetune.tasks import Classify, LanguageModel, Regress, Seq2Seq
 from tests.data_models import bert_tokenizer, row, text_rows, write_jsonl

@@ -17,11 +17,11 @@ from experiments.results.cells import read_result
 from experiments.studies import stack as stacking
 from experiments.studies.cell import Result, cell_of, finish_cell
 from experiments.studies.stack import stackable, stacks
-from finetune.backbone import load_backbone
 from finetune.compute.loss import linear_cross_entropies, linear_cross_entropy
 from finetune.config import Adapter, Optimizer, Train
 from finetune.data.batches import MicroBatch
 from finetune.data.encoding import IGNORE
+from finetune.models.backbone import load_backbone
 from finetune.stacked import passes
 from finetune.stacked.engine import cell_engine, shared_copy
 from finetune.stacked.footprint import estimate
@@ -387,7 +387,7 @@ def test_micro_batches_of_the_same_rows_go_together_and_count_once_in_what_is_sh
 
 
 def test_a_small_memory_makes_narrow_stacks():
-    from finetune.backbone import resolve_backbone
+    from finetune.models.backbone import resolve_backbone
 
     cells = [cell(seed=s, adapter__rank=64) for s in range(8)]
     sized = [(c.resolved.recipe.adapter, c.resolved.recipe.train) for c in cells]

@@ -14,12 +14,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.faults.tamper import READERS, Matrix
-from finetune import fingerprint as fingerprints
 from finetune.adapters.adapter import WEIGHTS, read_adapter
 from finetune.atomic import replacing_directory, write_text
 from finetune.digests import DONE, check_files, sums
 from finetune.errors import UserError
-from finetune.fingerprint import fingerprint
+from finetune.models import fingerprint as fingerprints
+from finetune.models.fingerprint import fingerprint
 from flatshift.cli import run
 from tests.finetune_models import save_backbone
 from tests.run_records import record_anew

@@ -17,7 +17,6 @@ import torch
 from experiments.recipe import from_override
 from experiments.recipe.build import build
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import decoder_start, load_backbone, load_tokenizer
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate, Mesh, Train
 from finetune.data.batches import Batches, iterate_eval
@@ -27,6 +26,7 @@ from finetune.data.panel import first_batch_panel
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.evaluate.judge import evaluate
+from finetune.models.backbone import decoder_start, load_backbone, load_tokenizer
 from finetune.parallel.rules import Settings, check_settings
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, Seq2Seq, Task
 from finetune.tasks.objective import ByExample

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import finetune.backbone
 import finetune.data.units
+import finetune.models.backbone
 import finetune.seeds
 from experiments.data import encode
 
@@ -18,7 +18,7 @@ APART = {
     "experiments.recipe.config": "settings: their values are in the key",
     "finetune.config": "settings: their values are in the key",
     "finetune.adapters.settings": "which layer answers a regression: the layer is in the key",
-    "finetune.parallel.skeleton": "which layer answers a regression: the layer is in the key",
+    "finetune.models.meta": "which layer answers a regression: the layer is in the key",
     "finetune.bounds": "settings: their values are in the key",
     "finetune.evaluate.bootstrap": "what a model is judged by, once rows are made",
     "finetune.evaluate.judge": "what a model is judged by, once rows are made",
@@ -29,7 +29,7 @@ APART = {
     "finetune.atomic": "how an entry is written",
     "finetune.cache_directory": "where entries lie",
     "finetune.errors": "sentences",
-    "finetune.headtokens": "a refusal, of rows as they come from the cache too",
+    "finetune.models.head_tokens": "a refusal, of rows as they come from the cache too",
     "finetune.evaluate.mode": "a model's forward pass, which finds leaks of packing",
     "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
     "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
@@ -66,7 +66,9 @@ def source(name: str) -> Path | None:
 
 def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing():
     digested = {file.resolve() for file in encode._code_files()}
-    roots = [file for file in digested if file != Path(finetune.backbone.__file__).resolve()]  # of it: the tokenizer
+    roots = [
+        file for file in digested if file != Path(finetune.models.backbone.__file__).resolve()
+    ]  # of it: the tokenizer
     names = set().union(*map(imported, roots))
     outside = {name for name in names if source(name) not in digested and name not in APART}
     assert not outside, f"say in APART why {sorted(outside)} changes no row, or digest it in experiments/data/encode.py"
@@ -74,7 +76,9 @@ def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing
     assert all(importlib.util.find_spec(name) for name in APART)
 
 
-@pytest.mark.parametrize("module", [finetune.seeds, finetune.backbone, finetune.data.units], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [finetune.seeds, finetune.models.backbone, finetune.data.units], ids=lambda m: m.__name__
+)
 def test_another_version_of_it_is_another_entry(module, tmp_path, monkeypatch):
     before = encode._code_digest()
     other = tmp_path / "changed.py"

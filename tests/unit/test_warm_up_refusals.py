@@ -6,9 +6,9 @@ import pytest
 
 from experiments.checkrecipe import check_recipe
 from experiments.recipe import from_override, load_recipe
-from finetune.backbone import load_backbone
 from finetune.errors import UserError
-from finetune.kinds import check_task
+from finetune.models.backbone import load_backbone
+from finetune.models.task_support import check_task
 from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
 from tests.objective_models import save_encoder
 from tests.seq2seq_models import save_encoder_decoder

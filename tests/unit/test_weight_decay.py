@@ -9,8 +9,8 @@ import torch
 from transformers import Trainer
 
 from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.backbone import load_backbone
 from finetune.config import Adapter, Optimizer
+from finetune.models.backbone import load_backbone
 from finetune.parallel.layout import canonical
 from finetune.tasks import LanguageModel
 from finetune.train.optimizer import AdapterOptimizer, decays

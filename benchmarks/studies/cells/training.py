@@ -58,7 +58,7 @@ def _pristine(
     dropout: float | None,
     device: str,
 ) -> Any:
-    from finetune.backbone import load_backbone, resolve_device
+    from finetune.models.backbone import load_backbone, resolve_device
 
     return load_backbone(
         backbone,
@@ -74,7 +74,7 @@ def _pristine(
 @functools.lru_cache(maxsize=8)
 def kept_tokenizer(backbone: str) -> Any:
     """The backbone's tokenizer, kept in memory."""
-    from finetune.backbone import load_tokenizer
+    from finetune.models.backbone import load_tokenizer
 
     return load_tokenizer(backbone)
 

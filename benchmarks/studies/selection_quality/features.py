@@ -81,8 +81,8 @@ def distilled(root: Path, encoder: str) -> Path:
     from safetensors.torch import save_file
 
     from finetune.atomic import replacing_directory
-    from finetune.backbone import resolve_backbone
-    from finetune.features import hidden_state_encoder, model_fingerprint
+    from finetune.models.backbone import resolve_backbone
+    from finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
     from selection import pool_features
 
     source = resolve_backbone(encoder)

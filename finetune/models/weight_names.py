@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .index import Entry, read_index
+from .safetensors_index import Entry, read_index
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

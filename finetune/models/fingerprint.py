@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from .assets import beside_weights
-from .cache_directory import cache_root, remember
-from .digests import record_digest, sums
-from .parallel.index import Entry, read_index
-from .quantised import scales
+from ..assets import beside_weights
+from ..cache_directory import cache_root, remember
+from ..digests import record_digest, sums
+from .quantize import scales
+from .safetensors_index import Entry, read_index
 
 _READ = ("*config.json", "token*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 _READ += ("chat_template*", "*.model", "*.tiktoken", "*.jinja")
@@ -35,7 +35,7 @@ def fingerprint(directory: Path) -> str:
     the cache directory by path, size, inode and times of change of the weight file, so a file is read once.
 
     Raises:
-        UserError: as `finetune.parallel.index.read_index`.
+        UserError: as `finetune.models.safetensors_index.read_index`.
     """
     index = read_index(directory)
     by_file: dict[Path, dict[str, Entry]] = {}

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .config import Quantization
-from .errors import UserError
+from ..config import Quantization
+from ..errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ def loading_options(
     """What `from_pretrained` is told besides.
 
     Args:
-        skeleton: the model on meta (`finetune.parallel.skeleton.build_skeleton`).
+        skeleton: the model on meta (`finetune.models.meta.build_skeleton`).
         dtype: of the computation, and of what is not quantised.
 
     Raises:

@@ -17,23 +17,23 @@ from urllib.parse import urlparse
 
 import torch
 
-from . import assets
+from .. import assets
+from ..atomic import read_object
+from ..compute.capabilities import kept_draws
+from ..compute.numerics import dropout_rates, uses_dropout
+from ..compute.precision import loading_dtype
+from ..compute.presence import look, missing, read_straight_to
+from ..compute.widened import widen_on_use
+from ..config import Precision, Quantization
+from ..errors import UserError, first_line, is_out_of_memory, user_path
 from .architecture import quiet_transformers as quiet_transformers
 from .architecture import refuse_remote_code, sound_config
-from .atomic import read_object
-from .compute.capabilities import kept_draws
-from .compute.numerics import dropout_rates, uses_dropout
-from .compute.precision import loading_dtype
-from .compute.presence import look, missing, read_straight_to
-from .compute.widened import widen_on_use
-from .config import Precision, Quantization
-from .errors import UserError, first_line, is_out_of_memory, user_path
-from .quantised import check_available, import_library, loading_options, settle
+from .quantize import check_available, import_library, loading_options, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .tasks import Task
+    from ..tasks import Task
 
 
 _PACKAGE = "package:"
@@ -213,7 +213,7 @@ def load_backbone(
         precision: what the whole backbone is cast to as it is read (`auto`: what `device` does faster); the
             adapter attached later is float32 in either case.
         narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.compute.widened`).
-        quantization: keep its linear layers in 4 or 8 bits (`finetune.quantised`).
+        quantization: keep its linear layers in 4 or 8 bits (`finetune.models.quantize`).
         dropout: its own dropout rates while it trains; None for those of config.json.
 
     The names of parameters that the checkpoint lacks (a new head) are kept in `model.new_parameters`;
@@ -231,7 +231,7 @@ def load_backbone(
     options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.by_example else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
     if quantization is not None:
-        from .parallel.skeleton import build_skeleton
+        from .meta import build_skeleton
 
         import_library()  # by us, before anyone else does
         skeleton = build_skeleton(name, task=task, num_labels=num_labels, label_names=label_names, precision=precision)
@@ -326,7 +326,7 @@ def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) 
 
     Raises UserError for an encoder as language model, and for missing weights that are not a new head's.
     """
-    from .headtokens import settle_padding
+    from .head_tokens import settle_padding
 
     where = f"backbone {str(name)!r}"
     check_causal(model.config, task, where)

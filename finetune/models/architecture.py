@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError, shortened
+from ..errors import UserError, shortened
 
 _LARGEST = 10_000_000
 _SIZES = {

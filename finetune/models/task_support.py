@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from .backbone import auto_class, check_causal, no_class, read_config
 
 if TYPE_CHECKING:
-    from .tasks import Task
+    from ..tasks import Task
 
 
 def check_task(name: str | Path, task: Task) -> None:
-    """Refuse a task that `finetune.backbone.load_backbone` would refuse for the backbone's kind, in its words.
+    """Refuse a task that `finetune.models.backbone.load_backbone` would refuse for the backbone's kind, in its words.
 
     What only the weights can tell (they are damaged, or lack a head) is left to loading.
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import UserError, first_line
 from .backbone import load_tokenizer, quiet_transformers, resolve_backbone, resolve_device
-from .errors import UserError, first_line
 
 
 def hidden_state_encoder(

@@ -1,7 +1,7 @@
 """A backbone without its weights: every parameter on meta, every buffer real, matched with its checkpoint.
 
-It is what `finetune.backbone.load_backbone` gives, down to names, dtypes, ties, config and errors, but nothing is read
-except config.json and the headers of the weight files.
+It is what `load_backbone` gives, down to names, dtypes, ties, config and errors, but nothing is read except config.json
+and the headers of the weight files.
 """
 
 from __future__ import annotations
@@ -15,19 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..backbone import (
-    auto_class,
-    check_dropout,
-    configured,
-    finish,
-    quiet_transformers,
-    refusal,
-    resolve_backbone,
-)
 from ..compute.matmul_rate import DTYPES
 from ..config import Precision
 from ..errors import UserError
-from .keys import Checkpoint
+from .backbone import auto_class, check_dropout, configured, finish, quiet_transformers, refusal, resolve_backbone
+from .weight_names import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

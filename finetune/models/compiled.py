@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .compute.numerics import uses_dropout
-from .config import Adapter, Mesh, Train
-from .errors import UserError
-from .parallel.fsdp import blocks
+from ..compute.numerics import uses_dropout
+from ..config import Adapter, Mesh, Train
+from ..errors import UserError
+from ..parallel.fsdp import blocks
 
 if TYPE_CHECKING:
-    from .tasks import Task
+    from ..tasks import Task
 
 REGULARIZERS = frozenset({"plain", "ggpo", "flat-lora"})
 """Those whose compiled steps are compared with eager ones in the tests."""
