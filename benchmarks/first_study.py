@@ -13,15 +13,44 @@ accuracy. Whatever comes out.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from experiments.recipe import from_override
+from experiments.recipe.tree import Branch
+from experiments.run.console import Console
 from experiments.statistics.intervals import t_interval
-from experiments.study import Trials, study
+from experiments.studies import run_cells
+from experiments.studies.warmups import ARMS, Arm, arm_cell, result_of, study
 from finetune.atomic import write_json
+from finetune.errors import UserError
+
+TUNING_SEED = 1_000_003
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Learning rates tried for every arm: equally many runs each (a cold arm, with no warm-up, gets finer steps)."""
+
+    warmup_lr: tuple[float, ...]
+    lr: tuple[float, ...]
+    cold_lr: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.cold_lr) != len(self.warmup_lr) * len(self.lr):
+            raise UserError("trials must be equal: give as many cold_lr as warmup_lr × lr")
+
+    def of(self, arm: Arm) -> list[tuple[float | None, float]]:
+        """(warm-up lr, lr) pairs of an arm."""
+        if arm.warmup == "cold":
+            return [(None, lr) for lr in self.cold_lr]
+        return [(w, lr) for w in self.warmup_lr for lr in self.lr]
+
 
 SEEDS = tuple(range(5))
 TRIALS = Trials(warmup_lr=(1e-3, 4e-3), lr=(1e-3, 3e-3), cold_lr=(5e-4, 1e-3, 3e-3, 6e-3))
@@ -72,18 +101,57 @@ def main() -> None:
             )
             continue
         overrides = [from_override(key, value) for key, value in settings.items()]
+        console = Console()
+        best, tuned = tune("warmup", options.out / name, overrides, TRIALS, options.jobs, console)
         document = study(
             "warmup",
             options.out / name,
             name=name,
             seeds=SEEDS[: options.seeds],
             overrides=overrides,
-            trials=TRIALS,
+            settings=best,
+            tuned=tuned,
             jobs=options.jobs,
+            console=console,
         )
         write_json(RESULTS / "first_study" / f"{name}.json", document)
         rows(bench, name, document)
     bench.finish()
+
+
+def rates(warmup_lr: float | None, lr: float | None) -> list[Branch]:
+    laid = []
+    if warmup_lr is not None:
+        laid.append(from_override("warmup.lr", warmup_lr))
+    if lr is not None:
+        laid.append(from_override("optimizer.lr", lr))
+    return laid
+
+
+def tune(
+    recipe: str, out: Path, overrides: Sequence[Branch], trials: Trials, jobs: int, console: Console
+) -> tuple[dict[Arm, list[Branch]], dict[str, Any]]:
+    """The best (warm-up lr, lr) of each arm by dev loss, all arms with equally many runs."""
+    cells = {
+        (arm, pair): arm_cell(recipe, [*overrides, *arm.overrides(), *rates(*pair)], TUNING_SEED)
+        for arm in ARMS
+        for pair in trials.of(arm)
+    }
+    run_cells(out, list(cells.values()), jobs, console, label="tune")
+    settings, tuned = {}, {}
+    for arm in ARMS:
+        losses = {pair: result_of(out, cells[arm, pair])["metrics"]["dev"]["loss"]["value"] for pair in trials.of(arm)}
+        best = min(losses, key=losses.__getitem__)
+        settings[arm] = rates(*best)
+        lrs = [lr for _, lr in losses]
+        tuned[f"{arm.warmup}/{arm.regularizer}"] = {
+            "warmup_lr": best[0],
+            "lr": best[1],
+            "dev_loss": losses[best],
+            "trials": len(losses),
+            "lr_on_edge": best[1] in (min(lrs), max(lrs)),
+        }
+    return settings, tuned
 
 
 def rows(bench: Benchmark, name: str, document: dict) -> None:
