@@ -19,8 +19,10 @@ from ..digests import record_digest, sums
 from .quantize import scales
 from .safetensors_index import Entry, read_index
 
-_READ = ("*config.json", "token*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json")
-_READ += ("chat_template*", "*.model", "*.tiktoken", "*.jinja")
+_READ = (
+    *("*config.json", "token*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("chat_template*", "*.model", "*.tiktoken", "*.jinja"),
+)
 _CHUNK = 1 << 22
 _YOUNG_NS = 2_000_000_000
 """A file that changed this shortly before it was read is read again: its times may not tell of the next change."""
