@@ -110,6 +110,10 @@ READERS: dict[str, tuple[Reader, ...]] = {
 }
 
 
+UNFINISHED = {"sweep": ("done.json", "cells.parquet", "curves.parquet", "points.csv", "report.html")}
+"""What a directory lacks whose command was killed when its last cell was done; its cells alone are damaged then."""
+
+
 # --------------------------------------------------------------------------------------------------------- damages
 
 
@@ -150,8 +154,9 @@ class Tampered:
 class Matrix:
     """Finished directories of one scenario, the one and another, and the undisturbed result of each reader."""
 
-    def __init__(self, scenario: str, folder: Path, run: Runner) -> None:
+    def __init__(self, scenario: str, folder: Path, run: Runner, *, unfinished: bool = False) -> None:
         self.scenario, self.folder, self.run = scenario, folder, run
+        without, self.damaged = (UNFINISHED[scenario], "cells/*/*") if unfinished else ((), "**/*")
         self.inputs = folder / "inputs"
         if not self.inputs.is_dir():
             write_inputs(self.inputs)
@@ -165,6 +170,8 @@ class Matrix:
                 raise RuntimeError(f"{scenario} ends with {code}: {(folder / 'said').read_text()[-2000:]}")
             self.runs[name] = folder / f"{scenario} {name}"
             shutil.copytree(self.place / "out", self.runs[name], copy_function=shutil.copy2)
+            for file in without:
+                (self.runs[name] / file).unlink(missing_ok=True)
         self.wanted: dict[str, dict[str, str]] = {}
 
     def _clear(self) -> None:
@@ -173,7 +180,7 @@ class Matrix:
 
     def trials(self, readers: Sequence[Reader]) -> Iterator[tuple[str, str, Reader]]:
         """Every (file, damage, reader); no damage that changes nothing."""
-        for file in sorted(path for path in self.runs["this"].rglob("*") if path.is_file()):
+        for file in sorted(path for path in self.runs["this"].glob(self.damaged) if path.is_file()):
             name = str(file.relative_to(self.runs["this"]))
             other = self.runs["other"] / name
             for damage, reader in itertools.product(DAMAGES, readers):
@@ -238,11 +245,14 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
     most: trials of a scenario, drawn by `seed`.
     """
     total = 0
+    kinds = [*((scenario, False) for scenario in READERS), *((scenario, True) for scenario in UNFINISHED)]
     with tempfile.TemporaryDirectory(prefix="tamper-") as name:
-        folder = Path(name).resolve()
-        run = forked(folder / "work")
-        for scenario, readers in READERS.items():
-            matrix = Matrix(scenario, folder, run)
+        run = forked(Path(name).resolve() / "work")
+        for scenario, unfinished in kinds:
+            called = f"unfinished {scenario}" if unfinished else scenario
+            folder, readers = Path(name).resolve() / called, READERS[scenario]
+            folder.mkdir()
+            matrix = Matrix(scenario, folder, run, unfinished=unfinished)
             trials = list(matrix.trials(readers))
             random.Random(seed).shuffle(trials)
             found = []
@@ -254,7 +264,7 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
             words = f" ({', '.join(f'{count} {what}' for what, count in wrong.items())})" if wrong else ""
             refused = sum(one.refused for one in found)
             bench.row(
-                f"{scenario}: damages to its files neither refused by name nor harmless, of {len(found):,} tried, "
+                f"{called}: damages to its files neither refused by name nor harmless, of {len(found):,} tried, "
                 f"{refused:,} refused{words}",
                 ours=wrong.total(),
                 unit="damages",
