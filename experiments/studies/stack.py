@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,13 @@ from typing import Any
 
 from experiments.data.splits import Prepared, prepare
 from experiments.recipe.config import Recipe
-from experiments.run.console import Console, graceful_stop
-from experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, without_cache
-from finetune.atomic import write_json
+from experiments.results.cells import read_result
+from experiments.run.console import graceful_stop
+from experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, train_cell, without_cache
 from finetune.compute.numerics import cpu_threads
-from finetune.data.units import fold_units
 from finetune.models.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
 from finetune.run_directory import RunDirectory, disk_full_interrupts
+from finetune.stacked import Host, Stage, cell_engine, run_together
 from finetune.stacked.footprint import estimate
 from finetune.stacked.refusing import NotStackable, refusal
 
@@ -138,199 +137,133 @@ def _free(device: str) -> int:
 # --------------------------------------------------------------------------------------------- running
 
 
-@dataclass
-class _Member:
-    """A cell on its way through a stack."""
-
-    directory: Path
-    cell: Cell
-    recipe: Recipe
-    seconds: float = 0.0
-    """Its share of the wall time so far."""
-    prepared: Prepared | None = None
-    run: RunDirectory | None = None
-    engine: Any = None
-    arguments: dict[str, Any] | None = None
-
-
 def run_stack(directories: Sequence[Path], cells: Sequence[Cell], threads: int | None) -> None:
     """Train and judge `cells` together; each gets in its directory what `run_cell` would leave, and its result last.
 
-    threads: of this process, where the recipes do not say. Cells that turn out not to go together run one by one.
+    Each cell runs as it would alone (`train_cell`), paused where it needs a pass; rows that are equal and the frozen
+    backbone are in memory once. threads: of this process, where the recipes do not say. Cells that turn out not to go
+    together run one by one.
     Raises Interrupted for a signal or a full disk, and RuntimeError for an error of any cell that nobody foresaw: a
     device that failed goes on failing. Cells without a result then begin anew the next time.
     """
-    members = []
-    for directory, cell in zip(directories, cells, strict=True):
+    for directory in directories:
         if directory.exists():
             shutil.rmtree(directory)
-        members.append(_Member(directory, cell, without_cache(cell.resolved.recipe)))
-    clock = _Clock(members)
-    own = members[0].recipe.train.threads
+    shared = _Shared()
+    members = [_Member(directory, cell, shared, len(cells)) for directory, cell in zip(directories, cells, strict=True)]
+    own = cells[0].resolved.recipe.train.threads
     with (
         disk_full_interrupts(f"running a stack of {len(cells)} cells"),
         cpu_threads(own if own is not None else threads),
         graceful_stop(lambda line: None) as stop,
     ):
-        ready = [member for member in members if _prepare(member, clock, len(cells))]
-        by_names: dict[tuple[str, ...] | None, list[_Member]] = {}
-        seen: list[Prepared] = []
-        for member in ready:
-            assert member.prepared is not None
-            member.prepared = _common(member.prepared, seen)
-            by_names.setdefault(member.prepared.label_names, []).append(member)
-        for group in by_names.values():
-            try:
-                _train(group, clock, stop, len(cells))
-            except NotStackable as error:
-                for member in clock.left(group):
-                    fit = run_cell(member.directory, member.cell, threads, alone=str(error))
-                    RunDirectory(member.directory).log(f"alone: {error}")
-                    clock.end(member)
-                    if not fit:
-                        raise RuntimeError(f"cell {member.cell.key} failed in a way that nobody foresaw") from None
+        try:
+            seated: dict[int, list[_Member]] = {}
+            for member in members:
+                if member.begin():
+                    seated.setdefault(id(member.backbone), []).append(member)
+            for group in seated.values():
+                try:
+                    _train(group, stop)
+                except NotStackable as error:
+                    _apart([member for member in group if read_result(member.directory) is None], threads, str(error))
+        finally:
+            for member in members:
+                member.stage.close()
 
 
-class _Clock:
-    """Shares the wall time out among the cells that have not ended."""
+class _Shared:
+    """What the cells of a stack have in memory once."""
 
-    def __init__(self, members: Sequence[_Member]) -> None:
-        self._live = list(members)
-        self._last = time.monotonic()
+    def __init__(self) -> None:
+        self._prepared: list[Prepared] = []
+        self._backbones: dict[tuple[str, ...] | None, Any] = {}
 
-    def end(self, member: _Member) -> None:
-        """`member` takes part no longer."""
-        now = time.monotonic()
-        for other in self._live:
-            other.seconds += (now - self._last) / len(self._live)
-        self._last = now
-        self._live = [other for other in self._live if other is not member]
+    def prepared(self, recipe: Recipe) -> Prepared:
+        """The rows of a cell, those of an earlier one where they are equal."""
+        found = prepare(recipe)
+        for split in ("train", "dev", "test"):
+            mine = getattr(found, split)
+            same = next((rows for rows in (getattr(other, split) for other in self._prepared) if rows == mine), mine)
+            found = dataclasses.replace(found, **{split: same})
+        self._prepared.append(found)
+        return found
 
-    def left(self, members: Sequence[_Member]) -> list[_Member]:
-        """Those of `members` that have not ended."""
-        return [member for member in members if any(member is other for other in self._live)]
-
-
-def _outcome_of(measure: Callable[[], Result], directory: Path) -> Result:
-    """What came of a cell. Raises RuntimeError if this process is not fit for the others."""
-    outcome, fit = result_of(measure, directory)
-    if not fit:
-        raise RuntimeError(outcome.reason)
-    return outcome
-
-
-def _end(member: _Member, outcome: Result, clock: _Clock, stacked: int) -> None:
-    clock.end(member)
-    outcome = dataclasses.replace(outcome, seconds=member.seconds, stacked=stacked)
-    finish_cell(member.directory, member.cell, outcome)
-    member.prepared = member.engine = member.arguments = None
+    def backbone(self, recipe: Recipe, label_names: tuple[str, ...] | None) -> Any:
+        """The frozen backbone for these classes."""
+        if label_names not in self._backbones:
+            self._backbones[label_names] = load_backbone(
+                recipe.backbone,
+                task=recipe.task,
+                label_names=label_names,
+                precision=recipe.train.precision,
+                dropout=recipe.train.backbone_dropout,
+                device=resolve_device(recipe.train.device),
+            )
+        return self._backbones[label_names]
 
 
-def _attempt(member: _Member, measure: Callable[[], None], clock: _Clock, stacked: int) -> bool:
-    """Do one part of a cell's work; False, and the cell is ended, where that failed."""
+class _Member:
+    """A cell on its way through a stack."""
 
-    def nothing_yet() -> Result:
-        measure()
-        return Result("done")
+    def __init__(self, directory: Path, cell: Cell, shared: _Shared, stacked: int) -> None:
+        recipe = without_cache(cell.resolved.recipe)
+        train = dataclasses.replace(recipe.train, threads=None)  # the stack's own are set
+        self.directory, self.cell, self.recipe = directory, cell, dataclasses.replace(recipe, train=train)
+        self.stage = Stage(self._run)
+        self.backbone: Any = None
+        self.engine: Any = None
+        self._shared, self._stacked = shared, stacked
 
-    outcome = _outcome_of(nothing_yet, member.directory)
-    if outcome.status != "done":
-        _end(member, outcome, clock, stacked)
-        return False
-    return True
+    def begin(self) -> bool:
+        """Let it read its rows and attach its adapter; False if that already was its end."""
+        return next(self.stage, None) is not None
+
+    def _run(self, stage: Stage) -> None:
+        """The cell from its rows to its result."""
+
+        def measure() -> Result:
+            return train_cell(
+                self.directory, self.cell, self.recipe, prepared=self._shared.prepared, lay_out=self._lay_out
+            )
+
+        result, fit = result_of(measure, self.directory)
+        if not fit:
+            raise RuntimeError(result.reason)
+        result = dataclasses.replace(result, seconds=stage.elapsed, stacked=self._stacked)
+        finish_cell(self.directory, self.cell, result)
+        self.engine = None
+
+    def _lay_out(
+        self, recipe: Recipe, task: Any, label_names: tuple[str, ...] | None, *, adapter: Path | None = None, **_: Any
+    ) -> tuple[Any, Any]:
+        """The cell's model on the shared backbone; to be judged it is the trained one, which was never written."""
+        if adapter is None:
+            self.backbone = self._shared.backbone(recipe, label_names)
+            self.engine = cell_engine(self.backbone, recipe.adapter, task=task, train=recipe.train)
+            self.engine.compute = self.stage.compute
+            self.stage.pause(self.engine)  # until all others are there
+        return self.engine, load_tokenizer(recipe.backbone)
 
 
-def _prepare(member: _Member, clock: _Clock, stacked: int) -> bool:
-    """Read and encode its rows and make its run directory; False if that already is its end."""
-
-    def measure() -> None:
-        member.prepared = prepare(member.recipe)
-        member.run = RunDirectory.create(member.directory, recipe_yaml=member.cell.resolved.to_yaml())
-
-    return _attempt(member, measure, clock, stacked)
-
-
-def _common(prepared: Prepared, seen: list[Prepared]) -> Prepared:
-    """The same with the examples of an earlier cell where they are equal, so that memory has them once."""
-    for split in ("train", "dev", "test"):
-        mine = getattr(prepared, split)
-        same = next((getattr(other, split) for other in seen if getattr(other, split) == mine), mine)
-        prepared = dataclasses.replace(prepared, **{split: same})
-    seen.append(prepared)
-    return prepared
-
-
-def _train(group: Sequence[_Member], clock: _Clock, stop: Callable[[], bool], stacked: int) -> None:
-    """Train the cells of one set of classes together, and judge each as soon as it has ended."""
-    from finetune.stacked.engine import cell_engine
-    from finetune.stacked.host import Host
-    from finetune.stacked.together import run_together, stage_work
-
+def _train(group: Sequence[_Member], stop: Callable[[], bool]) -> None:
+    """Train the cells of one set of classes together; each is judged as soon as it has ended."""
     first = group[0]
-    recipe, prepared = first.recipe, first.prepared
-    assert prepared is not None
-    backbone = load_backbone(
-        recipe.backbone,
-        task=recipe.task,
-        label_names=prepared.label_names,
-        precision=recipe.train.precision,
-        dropout=recipe.train.backbone_dropout,
-        device=resolve_device(recipe.train.device),
-    )
-    tokenizer = load_tokenizer(recipe.backbone)
-    for member in group:
-        member.engine = cell_engine(backbone, member.recipe.adapter, task=recipe.task, train=member.recipe.train)
-    begun = [member for member in group if _arguments(member, tokenizer, clock, stacked)]
-    if not begun:
-        return
-    host = Host(backbone, [member.engine for member in begun], task=recipe.task, pad_id=int(tokenizer.pad_token_id))
-    stages = [stage_work(member.engine, tokenizer, **(member.arguments or {})) for member in begun]
-    with host, contextlib.closing(run_together(host, stages, stop=stop)) as ends:
-        for place, end in ends:
-            member = begun[place]
-            outcome = _outcome_of(_judged(member, tokenizer, end), member.directory)
-            _end(member, outcome, clock, stacked)
+    pad_id = int(load_tokenizer(first.recipe.backbone).pad_token_id)
+    with (
+        Host(first.backbone, [member.engine for member in group], task=first.recipe.task, pad_id=pad_id) as host,
+        contextlib.closing(run_together(host, [member.stage for member in group], stop=stop)) as ends,
+    ):
+        for _ in ends:
+            pass
     gc.collect()  # PEFT models refer to themselves
 
 
-def _arguments(member: _Member, tokenizer: Any, clock: _Clock, stacked: int) -> bool:
-    """Make its batches and say what `flatshift train` would say; False if that already is its end."""
-    from experiments.workflows.context import RunContext
-    from experiments.workflows.train import fine_tune, stage_arguments
-    from finetune.train.trackers import Trackers
-
-    def measure() -> None:
-        assert member.run is not None and member.prepared is not None
-        own = dataclasses.replace(member.recipe.train, threads=None)  # the stack's threads are set
-        recipe = dataclasses.replace(member.recipe, train=own)
-        context = RunContext(
-            recipe=recipe,
-            run=member.run,
-            console=Console(quiet=True, log=member.run.log),
-            world=member.engine.world,
-            stop=lambda: False,
-            trackers=Trackers(member.run.log),
-            cell=True,
-        )
-        member.arguments = stage_arguments(context, fine_tune(recipe, member.prepared), member.engine, tokenizer)
-
-    return _attempt(member, measure, clock, stacked)
-
-
-def _judged(member: _Member, tokenizer: Any, end: Any) -> Callable[[], Result]:
-    """What evaluates a cell whose stage came to its `end`, by the ordinary code on its own PEFT model."""
-    from experiments.workflows.build import judge_splits
-    from experiments.workflows.run_parts import remove_weights
-
-    def measure() -> Result:
-        if isinstance(end, ValueError):
-            raise end
-        assert member.run is not None and member.prepared is not None
-        fold_units(member.engine.parameters, member.prepared.units)
-        result = judge_splits(member.recipe, member.engine, tokenizer, member.prepared, member.run.log)
-        write_json(member.run.path / "eval.json", result)
-        write_json(member.run.path / "timings.json", {"seconds": round(member.seconds, 2)})
-        remove_weights(member.directory)
-        return Result("done", metrics=result)
-
-    return measure
+def _apart(members: Sequence[_Member], threads: int | None, reason: str) -> None:
+    """Run cells one by one that do not go together."""
+    for member in members:
+        member.stage.close()
+        fit = run_cell(member.directory, member.cell, threads, alone=reason)
+        RunDirectory(member.directory).log(f"alone: {reason}")
+        if not fit:
+            raise RuntimeError(f"cell {member.cell.key} failed in a way that nobody foresaw") from None

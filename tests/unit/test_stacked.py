@@ -418,12 +418,17 @@ def test_a_stack_that_falls_apart_says_why_in_every_cells_result(tmp_path, monke
     def train(*group):
         raise NotStackable("a layer is odd")
 
+    def train_cell(directory, member, recipe, *, prepared, lay_out):
+        lay_out(recipe, recipe.task, None)
+        raise AssertionError("its stage is closed")
+
     def run_cell(directory, member, threads, *, alone):
         finish_cell(directory, member, Result("done", alone=alone))
         return True
 
-    monkeypatch.setattr(stacking, "prepare", lambda recipe: SimpleNamespace(label_names=None))
-    monkeypatch.setattr(stacking, "_common", lambda prepared, seen: prepared)
+    monkeypatch.setattr(stacking, "train_cell", train_cell)
+    monkeypatch.setattr(stacking, "load_backbone", lambda *args, **rest: "backbone")
+    monkeypatch.setattr(stacking, "cell_engine", lambda *args, **rest: SimpleNamespace())
     monkeypatch.setattr(stacking, "_train", train)
     monkeypatch.setattr(stacking, "run_cell", run_cell)
     cells = [cell(seed) for seed in range(2)]
