@@ -27,9 +27,11 @@ from experiments.studies.cell import Cell, Result, finish_cell, result_of, run_c
 from finetune.compute.numerics import cpu_threads
 from finetune.models.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
 from finetune.run_directory import RunDirectory, disk_full_interrupts
-from finetune.stacked import Host, Stage, cell_engine, run_together
+from finetune.stacked.engine import cell_engine
 from finetune.stacked.footprint import estimate
+from finetune.stacked.host import Host
 from finetune.stacked.refusing import NotStackable, refusal
+from finetune.stacked.together import Stage, run_together
 
 WIDTH = 32
 """Cells of a stack where nobody says how many."""
