@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from .objective import ByExample, Usage
 
@@ -60,6 +60,9 @@ class Classify(ByExample):
     @property
     def given_classes(self) -> tuple[str, ...] | None:
         return self.labels
+
+    def with_classes(self, names: tuple[str, ...] | None) -> Self:
+        return self.altered(labels=names)
 
     def read_label(self, value: Any) -> str | tuple[str, ...]:
         """A class, or with `multi` a sorted tuple of them."""

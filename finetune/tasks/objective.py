@@ -161,6 +161,10 @@ class Objective:
         """The classes in head order, where the settings name them."""
         return None
 
+    def with_classes(self, names: tuple[str, ...] | None) -> Self:
+        """The same with these classes in head order, where its settings name them."""
+        return self
+
     def class_names(self, rows: Iterable[Row]) -> tuple[str, ...] | None:
         """The classes in head order, given or else the sorted labels of the training rows; None where it has none."""
         from ..data.labels import classes_of, sort_labels

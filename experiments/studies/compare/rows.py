@@ -52,9 +52,7 @@ class TaskRows:
             test=Files(files=(str(folder / f"{judged}.jsonl"),)),
             holdout=0.0,
         )
-        task = recipe.task
-        if task.one_class or task.multi:
-            task = dataclasses.replace(task, labels=self.classes)
+        task = recipe.task.with_classes(self.classes)
         return dataclasses.replace(recipe, data=data, task=task, eval=dataclasses.replace(recipe.eval, train_limit=0))
 
 
