@@ -129,7 +129,7 @@ def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     }
 
 
-_ROWS = ("finetune/data/formats.py", "finetune/data/rows.py", "finetune/data/seen.py")
+_ROWS = ("finetune/data/formats.py", "finetune/data/rows.py", "finetune/data/rows.py")
 _SOURCES = {
     "recipe": (
         "experiments/recipe/*.py",

@@ -25,9 +25,9 @@ from experiments.recipe.config import Recipe
 from finetune.assets import beside_weights
 from finetune.cache_directory import cache_root
 from finetune.data.columns import Examples, ExampleWriter
+from finetune.data.encoding import Losses
 from finetune.data.formats import split_suffix
 from finetune.data.labels import classes_of, sort_labels
-from finetune.data.left_out import Losses
 from finetune.data.rows import Row, expand
 from finetune.data.token_cache import TokenCache, content_name
 from finetune.data.units import Units

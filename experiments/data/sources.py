@@ -15,8 +15,7 @@ from finetune.data.batches import Batches
 from finetune.data.columns import Examples
 from finetune.data.example import Example
 from finetune.data.mixture import Mixture, Proportions
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.data.subset import limit_rows
+from finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
 from finetune.tasks import Task

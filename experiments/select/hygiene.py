@@ -16,8 +16,7 @@ from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
 from finetune.atomic import json_text
 from finetune.config import Columns, Files
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.data.subset import limit_rows
+from finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from finetune.data.view import RowView
 from finetune.errors import UserError
 from finetune.seeds import derive

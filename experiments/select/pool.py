@@ -13,8 +13,7 @@ from experiments.data.splits import read_splits
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
 from finetune.config import Files
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.data.subset import limit_rows
+from finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from finetune.data.view import RowView, spill_rows
 from finetune.errors import UserError
 from finetune.seeds import derive

@@ -22,9 +22,9 @@ from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import replacing
 from finetune.compute.numerics import cpu_threads
 from finetune.config import Mesh
+from finetune.data.encoding import end_token
 from finetune.data.formats import has_half_pair
 from finetune.data.rows import Row, read_rows, require_rows
-from finetune.data.specials import end_token
 from finetune.errors import UserError
 from finetune.lock import owned
 

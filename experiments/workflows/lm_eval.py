@@ -27,7 +27,7 @@ from experiments.workflows.build import lay_out
 from experiments.workflows.generate import alone, finished_recipe
 from finetune.atomic import write_json
 from finetune.compute.numerics import cpu_threads
-from finetune.data.specials import Specials
+from finetune.data.encoding import Specials
 from finetune.errors import UserError, first_line
 from finetune.seeds import derive
 

@@ -9,7 +9,7 @@ from experiments.data.splits import read_splits, warm_up_task
 from experiments.recipe.config import Recipe
 from experiments.workflows.build import judge, lay_out
 from finetune.data.encoding import encode
-from finetune.data.subset import limit_rows
+from finetune.data.rows import limit_rows
 from finetune.parallel.mesh import World
 from finetune.seeds import derive
 from finetune.tasks import LanguageModel, MaskedLM

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count, pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from .columns import Examples
 from .example import IGNORE, Example
 from .masking import Masking, unmasked
 from .mixture import Epochs, Mixed, Mixture
-from .run import Rows
+from .pack import pack_order
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -206,6 +206,61 @@ class _Answers:
         return ids, labels
 
 
+@dataclass(frozen=True)
+class RowRuns:
+    """A run of rows: row k holds `samples[starts[k] : starts[k + 1]]`."""
+
+    samples: np.ndarray
+    """Indices of examples, row after row, int64."""
+    epochs: np.ndarray
+    """How often each came round before, int64."""
+    starts: np.ndarray
+    """(rows + 1,) int64."""
+
+    @classmethod
+    def of(cls, samples: np.ndarray, epochs: np.ndarray) -> RowRuns:
+        """Rows of one sample each."""
+        return cls(samples, epochs, np.arange(len(samples) + 1))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def packed(self, lengths: np.ndarray, max_length: int) -> RowRuns:
+        """These rows of one sample each, several put into one by `pack_order`; `lengths` are of all examples."""
+        packs = pack_order(lengths[self.samples].tolist(), max_length)
+        turn = np.fromiter(chain.from_iterable(packs), dtype=np.int64, count=len(self.samples))
+        return RowRuns(self.samples[turn], self.epochs[turn], np.cumsum([0, *map(len, packs)]))
+
+    def grouped(self, lengths: np.ndarray, batch_size: int, rng: np.random.Generator) -> RowRuns:
+        """These rows of one sample each: the longest `batch_size` together, the next longest together, … and those
+        runs in an order drawn by `rng`. As many rows as a multiple of `batch_size`."""
+        by_length = np.argsort(-lengths[self.samples].astype(np.int64), kind="stable").reshape(-1, batch_size)
+        turn = by_length[rng.permutation(len(by_length))].ravel()
+        return RowRuns.of(self.samples[turn], self.epochs[turn])
+
+    def part(self, first: int, stop: int) -> RowRuns:
+        """Rows first ≤ k < stop."""
+        begin, end = int(self.starts[first]), int(self.starts[stop])
+        return RowRuns(self.samples[begin:end], self.epochs[begin:end], self.starts[first : stop + 1] - begin)
+
+    def split(self, values: np.ndarray) -> list[tuple[int, ...]]:
+        """`samples` or `epochs`, row by row."""
+        flat, starts = values.tolist(), self.starts.tolist()
+        return [tuple(flat[low:high]) for low, high in pairwise(starts)]
+
+    @classmethod
+    def joined(cls, parts: Sequence[RowRuns]) -> RowRuns:
+        """The rows of all parts, one behind another."""
+        if not parts:
+            return cls.of(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        sizes = np.concatenate([np.diff(part.starts) for part in parts])
+        return cls(
+            np.concatenate([part.samples for part in parts]),
+            np.concatenate([part.epochs for part in parts]),
+            np.concatenate([[0], np.cumsum(sizes)]),
+        )
+
+
 class Batches:
     """The endless, seeded stream of training micro-batches."""
 
@@ -278,7 +333,7 @@ class Batches:
         self._window = 0
         if group is not None:
             self._window = batch_size * max(1, min(_GROUPED, int(self.samples.around) // batch_size))
-        self._rounds: dict[int, Rows] = {}
+        self._rounds: dict[int, RowRuns] = {}
         self._starts = [0]  # packed rows before round e
 
     def __len__(self) -> int:
@@ -303,7 +358,7 @@ class Batches:
     def _micros(self, rows: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
         return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
 
-    def _step(self, step: int) -> Rows:
+    def _step(self, step: int) -> RowRuns:
         first = step * self.accumulate * self.batch_size
         return self._rows(first, first + self.accumulate * self.batch_size)
 
@@ -321,7 +376,7 @@ class Batches:
         each = self.batch_size // self.share[1]
         return slice(self.share[0] * each, (self.share[0] + 1) * each)
 
-    def _drawn(self, step: Rows, number: int, mine: slice) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    def _drawn(self, step: RowRuns, number: int, mine: slice) -> list[tuple[np.ndarray, np.ndarray]] | None:
         """What each row of `mine` of the step's micro-batch `number` reads and its labels, hidden anew; by the example
         and how often it came round before."""
         if self._masking is None:
@@ -367,7 +422,7 @@ class Batches:
                 return self._again(part, source)
         raise AssertionError
 
-    def _again(self, rows: Rows, source: int) -> bool:
+    def _again(self, rows: RowRuns, source: int) -> bool:
         sizes = self._mixed.mixture.sizes
         begin = sum(sizes[:source])
         inside = (rows.samples >= begin) & (rows.samples < begin + sizes[source])
@@ -394,31 +449,31 @@ class Batches:
                     computed += len(mine) * int(written.max())
         return 1 - real / computed
 
-    def _round(self, e: int) -> Rows:
+    def _round(self, e: int) -> RowRuns:
         """The rows of the e-th `len(self)` samples."""
         if e not in self._rounds:
-            made = Rows.of(*self.samples.draw(e * len(self), (e + 1) * len(self)))
+            made = RowRuns.of(*self.samples.draw(e * len(self), (e + 1) * len(self)))
             if self.packed:
                 made = made.packed(self._store.lengths, self.max_length)
             self._rounds = {k: v for k, v in self._rounds.items() if k == e - 1}
             self._rounds[e] = made
         return self._rounds[e]
 
-    def _rows(self, first: int, stop: int) -> Rows:
+    def _rows(self, first: int, stop: int) -> RowRuns:
         """Rows first ≤ k < stop of the endless stream."""
         if self.packed:
             return self._packed(first, stop)
         if not self._window:
-            return Rows.of(*self.samples.draw(first, stop))
+            return RowRuns.of(*self.samples.draw(first, stop))
         parts = []
         for w in range(first // self._window, -(-stop // self._window)):
             begin = w * self._window
-            made = Rows.of(*self.samples.draw(begin, begin + self._window))
+            made = RowRuns.of(*self.samples.draw(begin, begin + self._window))
             made = made.grouped(self._store.work, self.batch_size, numpy_generator(self.seed, "groups", w))
             parts.append(made.part(max(first - begin, 0), min(stop - begin, self._window)))
-        return Rows.joined(parts)
+        return RowRuns.joined(parts)
 
-    def _packed(self, first: int, stop: int) -> Rows:
+    def _packed(self, first: int, stop: int) -> RowRuns:
         while self._starts[-1] <= first:
             self._starts.append(self._starts[-1] + len(self._round(len(self._starts) - 1)))
         e = next(e for e in reversed(range(len(self._starts))) if self._starts[e] <= first)
@@ -430,7 +485,7 @@ class Batches:
             missing -= len(parts[-1])
             start += len(made)
             e += 1
-        return Rows.joined(parts)
+        return RowRuns.joined(parts)
 
 
 def iterate_eval(

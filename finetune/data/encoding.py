@@ -12,18 +12,17 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..config import Projector
+from ..config import Projector, Train
 from ..errors import UserError
 from .example import IGNORE as IGNORE
 from .example import Encoded as Encoded
 from .example import Example as Example
-from .left_out import Cut, LeftOut
 from .rows import Row
-from .specials import Specials
 from .template import Template, longest_first
 from .units import Units
 from .vectors import with_features
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 _CHUNK = 1024
 _Each = TypeVar("_Each")
-Made = tuple[Example | str, Cut]
-"""What became of a row: its example, or why it is a bad row; and what it lost."""
 
 
 def encode(
@@ -82,6 +79,95 @@ def encode(
     )
     encoded = encoder.add(rows)
     return replace(encoded, notes=encoder.close())
+
+
+_SHARE = 0.1
+"""Of samples that may be left out or lose some of their answer, unless the recipe says otherwise."""
+
+
+# --------------------------------------------------------------------------------------------- what is cut or left out
+
+
+class Cut(IntEnum):
+    """What a sample lost to fit."""
+
+    NOTHING = 0
+    TEXT = 1
+    ANSWER = 2
+    """Some of what is supervised as an answer; perhaps also of its prompt."""
+
+
+@dataclass
+class LeftOut:
+    """Which rows get no example, and which are cut."""
+
+    bad_rows: str
+    overlong: str | None
+    max_length: int
+    skipped: list[str] = field(default_factory=list)
+    truncated: int = 0
+    dropped: int = 0
+    cut_answers: int = 0
+
+    def bad(self, row: Row, reason: str) -> None:
+        """Refuse or skip a row with nothing to supervise."""
+        if self.bad_rows == "refuse":
+            raise UserError(f"{row.where}: {reason}; leave the row out, or set data.bad_rows: skip")
+        self.skipped.append(f"{row.where}: {reason}")
+
+    def long(self, row: Row, cut: Cut = Cut.TEXT) -> bool:
+        """Count a sample that is longer than allowed; whether it is left out.
+
+        cut: what it loses if it is not.
+        """
+        if self.overlong == "refuse":
+            raise UserError(
+                f"{row.where}: this sample is longer than train.max_length = {self.max_length} tokens; raise it, leave "
+                "the row out, or set train.overlong: drop"
+            )
+        self.dropped += self.overlong == "drop"
+        self.truncated += self.overlong is None
+        self.cut_answers += self.overlong is None and cut is Cut.ANSWER
+        return self.overlong == "drop"
+
+
+@dataclass
+class Losses:
+    """What the samples of one split or source have lost for their length. A chat's answers its encoder counts."""
+
+    called: str
+    """How messages call these rows, as `train` or `train (SOURCE)`."""
+    samples: int = 0
+    cut_answers: int = 0
+    dropped: int = 0
+
+    def add(self, encoded: Encoded) -> None:
+        """Count a chunk."""
+        self.samples += len(encoded.examples) + encoded.dropped
+        self.cut_answers += encoded.cut_answers
+        self.dropped += encoded.dropped
+
+    def refuse(self, task: Task, train: Train) -> None:
+        """Raise UserError if more was lost than `train.max_dropped` or `task.max_truncated` allows."""
+        for lost, setting, allowed, what in (
+            (self.dropped, "train.max_dropped", train.max_dropped, "are longer than"),
+            (self.cut_answers, "task.max_truncated", task.max_truncated, "have an answer that is cut at"),
+        ):
+            share = _SHARE if allowed is None else allowed
+            if lost > share * self.samples:
+                raise UserError(
+                    f"{self.called}: {lost:,} of {self.samples:,} samples {what} train.max_length = {train.max_length} "
+                    f"tokens, more than {setting} ({share:g}) allows; raise one of the two"
+                )
+
+    def notes(self) -> Iterator[str]:
+        """What there is to know before the first step, a sentence each."""
+        if self.cut_answers:
+            yield f"{self.called}: {self.cut_answers:,} of {self.samples:,} samples have an answer that is cut"
+
+
+Made = tuple[Example | str, Cut]
+"""What became of a row: its example, or why it is a bad row; and what it lost."""
 
 
 class Encoder:
@@ -139,7 +225,7 @@ class Encoder:
     ) -> list[Example]:
         """An example of each usable row, as `make` has it of a chunk of rows and the texts of their `templates`."""
         examples = []
-        for filled in _chunks(self._filled(rows, templates)):
+        for filled in chunks(self._filled(rows, templates), _CHUNK):
             chunk = [row for row, _ in filled]
             for row, (example, cut) in zip(chunk, make(chunk, [texts for _, texts in filled]), strict=True):
                 if self.features is not None and not isinstance(example, str):
@@ -164,7 +250,7 @@ class Encoder:
         """Each usable row with the ids and segments of its text, or of its pair `text`, `text2`, in the tokenizer's
         template; too long: the longer text loses first."""
         kept: list[tuple[Row, list[int], list[int] | None]] = []
-        for chunk in _chunks(self._paired(rows)):
+        for chunk in chunks(self._paired(rows), _CHUNK):
             for row, (ids, segments, cut) in zip(chunk, self._texts(chunk), strict=True):
                 if not ids:
                     self.rest.bad(row, "the text has no token")
@@ -240,12 +326,74 @@ class Encoder:
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
 
 
-def _chunks(rows: Iterable[_Each]) -> Iterator[list[_Each]]:
+def chunks(rows: Iterable[_Each], size: int) -> Iterator[list[_Each]]:
+    """Lists of `size` rows, the last of fewer."""
     iterator = iter(rows)
-    while chunk := list(islice(iterator, _CHUNK)):
+    while chunk := list(islice(iterator, size)):
         yield chunk
 
 
 def shortened(ids: Sequence[Any], room: int, *, left: bool) -> Sequence[Any]:
     """At most `room` of `ids`, without their right or their left end."""
     return ids[max(len(ids) - room, 0) :] if left else ids[:room]
+
+
+# ------------------------------------------------------------------------------------------------------ special tokens
+
+
+@dataclass(frozen=True)
+class Specials:
+    """Token ids around the content: `prefix A suffix`, or `prefix A middle B pair_suffix`."""
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    middle: tuple[int, ...]
+    pair_suffix: tuple[int, ...]
+    segments: tuple[int, int] | None
+    """token_type_ids of A with what precedes B, and of B with what follows; None where the model takes none."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, begin: bool = True) -> Specials:
+        """The tokenizer's own template where it has one.
+
+        Where it has none (GPT-2, most small decoders): the beginning-of-sequence token, if there is one, goes in
+        front (unless `begin` is false: what a decoder writes begins with another token), and the separator or
+        end-of-sequence token between the texts of a pair.
+        """
+        prefix, _, suffix = _runs(tokenizer, "a")
+        pair_prefix, middle, pair_suffix = _runs(tokenizer, "a", "b")
+        if begin and not prefix and not suffix and tokenizer.bos_token_id is not None:
+            prefix = (tokenizer.bos_token_id,)
+        if not middle and not pair_prefix and not pair_suffix:
+            joint = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+            middle = (joint,) if joint is not None else tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
+            pair_suffix = suffix
+        segments = (0, 1) if "token_type_ids" in tokenizer.model_input_names else None
+        if segments and tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"][-1] == 0:
+            segments = (0, 0)
+        return cls(prefix, suffix, middle, pair_suffix, segments)
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text alone, without special ones around it."""
+    return list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that closes every trained answer: the end of sequence, else what the tokenizer's template ends with."""
+    if tokenizer.eos_token_id is not None:
+        return int(tokenizer.eos_token_id)
+    suffix = Specials.of(tokenizer).suffix
+    return suffix[0] if suffix else None
+
+
+def _runs(tokenizer: PreTrainedTokenizerBase, *texts: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Special tokens before, between and after the content of an encoded text or pair."""
+    encoded = tokenizer(*texts, return_special_tokens_mask=True)
+    ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
+    content = [i for i, is_special in enumerate(special) if not is_special]
+    if not content:
+        return tuple(ids), (), ()
+    first, last = content[0], content[-1]
+    between = tuple(ids[i] for i in range(first, last) if special[i])
+    return tuple(ids[:first]), between, tuple(ids[last + 1 :])

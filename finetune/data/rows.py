@@ -13,15 +13,20 @@ import difflib
 import glob
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from ..config import Columns
 from ..errors import UserError, user_path
+from ..seeds import numpy_generator
 from .formats import HUB, SUPPORTED, Record, count, has_half_pair, records, split_suffix
-from .seen import Seen, Unnamed, looks_unnamed
+
+_Any = TypeVar("_Any")
 
 _SAMPLE = "sample:"
 _HALF_PAIR = "has half of a surrogate pair, which is not text"
@@ -359,3 +364,100 @@ def file_digest(path: Path) -> tuple[str, int]:
                 digest.update(chunk)
                 size += len(chunk)
     return digest.hexdigest(), size
+
+
+def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int) -> list[_Any]:
+    """The rows that come first in a shuffle keyed by `seed`, in their original order.
+
+    With the same rows and seed, a larger limit contains every smaller one. `limit=None` keeps all.
+
+    Raises:
+        UserError: a limit below one, or above the number of rows.
+    """
+    if limit is None:
+        return list(rows)
+    if limit < 1:
+        raise UserError(f"limit: {limit} rows cannot be used; give at least 1, or null for all")
+    if limit > len(rows):
+        raise UserError(f"limit: {limit} is above the {len(rows)} rows there are; ask for at most {len(rows)}")
+    order = numpy_generator(seed, "limit").permutation(len(rows))
+    return [rows[i] for i in sorted(order[:limit].tolist())]
+
+
+# ------------------------------------------------------------------------------------------------ ids that came before
+
+_BATCH = 1 << 16
+_BY_PLACE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
+
+
+class Seen:
+    """Which ids there were before, as hashes: 8 to 16 bytes each instead of the hundred that a set of strings takes.
+
+    The last `batch` of them are compared at once, older ones when the batch is full, and at the end.
+
+    So `add` names a repetition that lies at most `batch` ids back at once; a longer way back it is named later, by
+    `add` of another id or by `finish`. What is named is every id whose hash came before: hardly ever another id.
+    """
+
+    def __init__(self, batch: int = _BATCH):
+        self.batch = batch
+        self._fresh: dict[int, tuple[str, str]] = {}
+        self._runs: list[np.ndarray] = []
+
+    def add(self, given: str, where: str) -> list[tuple[str, str]]:
+        """Note the id `given` at `where`; returns (id, where) of those that are now known to have come before."""
+        key = hash(given)
+        if key in self._fresh:
+            return [(given, where)]
+        self._fresh[key] = (given, where)
+        return self.finish() if len(self._fresh) >= self.batch else []
+
+    def finish(self) -> list[tuple[str, str]]:
+        """Compare what was not compared yet; as `add`."""
+        fresh = np.fromiter(self._fresh, dtype=np.int64, count=len(self._fresh))
+        fresh.sort()
+        again: set[int] = set()
+        for run in self._runs:
+            place = np.minimum(np.searchsorted(run, fresh), len(run) - 1)
+            again.update(fresh[run[place] == fresh].tolist())
+        found = [noted for key, noted in self._fresh.items() if key in again]
+        self._fresh = {}
+        # Runs of one size are merged into one of twice the size: each hash is moved a few times only.
+        while self._runs and len(self._runs[-1]) <= len(fresh):
+            fresh = np.concatenate([self._runs.pop(), fresh])
+            fresh.sort()
+        if len(fresh):
+            self._runs.append(fresh)
+        return found
+
+
+def looks_unnamed(given: str) -> bool:
+    """Whether a record without an id may be named like this: `<file index>-<line>`."""
+    return _BY_PLACE.fullmatch(given) is not None
+
+
+class Unnamed:
+    """Which records had no id, a bit for each line of each file.
+
+    imitated: whether a given id looked like the name of such a record; before that none can be like one to come.
+    """
+
+    def __init__(self) -> None:
+        self.imitated = False
+        self._bits: dict[int, bytearray] = {}
+
+    def add(self, file_index: int, line: int) -> None:
+        """Note that the record of this line, 0-based, has no id."""
+        bits = self._bits.setdefault(file_index, bytearray())
+        if line // 8 >= len(bits):
+            bits.extend(bytes(line // 8 + 1 - len(bits)))
+        bits[line // 8] |= 1 << line % 8
+
+    def named(self, given: str) -> bool:
+        """Whether a record noted so far has this name; notes an imitation."""
+        if (found := _BY_PLACE.fullmatch(given)) is None:
+            return False
+        self.imitated = True
+        file_index, line = map(int, found.groups())
+        bits = self._bits.get(file_index, b"")
+        return line // 8 < len(bits) and bool(bits[line // 8] >> line % 8 & 1)

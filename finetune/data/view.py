@@ -23,8 +23,7 @@ import numpy as np
 
 from ..config import Columns
 from ..errors import UserError, is_disk_full
-from .rows import Row, canonical_values
-from .seen import Seen
+from .rows import Row, Seen, canonical_values
 
 Span = tuple[int, int]
 """Start and end of a piece, in characters of its row's text."""

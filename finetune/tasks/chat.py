@@ -104,7 +104,7 @@ class Chat(Objective):
 
     def ask_texts(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Question]:
         """Each text as the first turn of a user."""
-        from ..data.chat.questions import ask, question
+        from ..data.chat.encode import ask, question
 
         return ask([question(text, i) for i, text in enumerate(texts, start=1)], task=self, tokenizer=tokenizer)[0]
 
@@ -112,12 +112,12 @@ class Chat(Objective):
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
     ) -> tuple[list[Question], list[str]]:
         """Conversations that wait for an answer; a row's own last answer is left out."""
-        from ..data.chat.questions import ask
+        from ..data.chat.encode import ask
 
         return ask(rows, task=self, tokenizer=tokenizer, bad_rows=bad_rows)
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.specials import end_token
+        from ..data.encoding import end_token
 
         ends = {end_token(tokenizer)}
         with contextlib.suppress(UserError):  # an end of turn in ordinary tokens is none that could stop

@@ -79,9 +79,9 @@ class Completion(Templated):
 
     def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], choices: _Choices, to: Encoder) -> list[Made]:
         """filled: prompt and answer of each row."""
+        from ..data.encoding import Cut
         from ..data.example import IGNORE, Example
         from ..data.labels import label_index
-        from ..data.left_out import Cut
         from ..data.template import fit_completion
 
         prompts = to.tokens([prompt for prompt, _ in filled])["input_ids"]

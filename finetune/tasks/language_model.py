@@ -33,8 +33,8 @@ class LanguageModel(Objective):
 
 
 def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
+    from ..data.encoding import Cut
     from ..data.example import IGNORE, Example
-    from ..data.left_out import Cut
 
     texts = [row.values["text"] for row in rows]
     batch = to.tokens(texts)

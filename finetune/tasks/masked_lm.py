@@ -67,7 +67,7 @@ class MaskedLM(Objective):
         return {"loss": judge.ratio(nats, tokens), "pseudo_perplexity": judge.exponential(nats, tokens)}
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.specials import Specials
+        from ..data.encoding import Specials
 
         specials = Specials.of(tokenizer)
         return Usage(
@@ -81,9 +81,8 @@ class MaskedLM(Objective):
 def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
     import numpy as np
 
-    from ..data.encoding import shortened
+    from ..data.encoding import Cut, shortened
     from ..data.example import Example
-    from ..data.left_out import Cut
     from ..data.masking import SPECIAL
 
     batch = to.tokens([row.values["text"] for row in rows])

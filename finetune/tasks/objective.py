@@ -305,7 +305,7 @@ class Objective:
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         """The tokens of a prompt as training put them before an answer, all that the model reads; nothing is cut."""
-        from ..data.specials import Specials, plain_ids
+        from ..data.encoding import Specials, plain_ids
 
         return [*Specials.of(tokenizer).prefix, *plain_ids(tokenizer, text)]
 
@@ -339,7 +339,7 @@ class Objective:
 
         label_names: classes in head order, where it has them.
         """
-        from ..data.specials import Specials, end_token
+        from ..data.encoding import Specials, end_token
 
         return Usage(
             "prompt",
@@ -422,7 +422,7 @@ class ByExample(Objective):
         return ("text2",)
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.specials import Specials
+        from ..data.encoding import Specials
 
         specials = Specials.of(tokenizer)
         return Usage("'some text'", ["print(logits)"], specials=(specials.prefix, specials.suffix))

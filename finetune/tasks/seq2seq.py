@@ -83,8 +83,8 @@ class Seq2Seq(Templated):
 
     def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: Encoder) -> list[Made]:
         """filled: prompt and target of each row."""
+        from ..data.encoding import Cut
         from ..data.example import Example
-        from ..data.left_out import Cut
 
         if to.decoder_start is None:
             raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with")
@@ -124,13 +124,13 @@ class Seq2Seq(Templated):
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         """The prompt as the encoder reads it, closed by the tokenizer's own end."""
-        from ..data.specials import Specials, plain_ids
+        from ..data.encoding import Specials, plain_ids
 
         specials = Specials.of(tokenizer, begin=False)
         return [*specials.prefix, *plain_ids(tokenizer, text), *specials.suffix]
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.specials import Specials, end_token
+        from ..data.encoding import Specials, end_token
 
         specials = Specials.of(tokenizer, begin=False)
         return Usage(

@@ -9,7 +9,7 @@ import pytest
 from experiments.data import encode as tokens
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
-from finetune.data.chat.questions import ask, question
+from finetune.data.chat.encode import ask, question
 from finetune.data.chat.template import template_text
 from finetune.data.columns import Examples
 from finetune.data.encoding import encode

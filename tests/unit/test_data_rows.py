@@ -15,8 +15,7 @@ import pytest
 
 from finetune.config import Columns
 from finetune.data.formats import HubName
-from finetune.data.rows import canonical_label, describe, expand, read_rows, require_rows
-from finetune.data.subset import limit_rows
+from finetune.data.rows import canonical_label, describe, expand, limit_rows, read_rows, require_rows
 from finetune.errors import UserError
 from tests.data_models import write_jsonl
 

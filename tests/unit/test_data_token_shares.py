@@ -15,8 +15,7 @@ from experiments.recipe import from_override, load_recipe, recipe_key
 from finetune.config import Source, TrainFiles
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
-from finetune.data.mixture import Mixed, Mixture, Proportions
-from finetune.data.token_shares import TokenProportions
+from finetune.data.mixture import Mixed, Mixture, Proportions, TokenProportions
 from finetune.errors import UserError
 from finetune.tasks import Classify, LanguageModel
 from tests.data_models import byte_tokenizer, row, write_jsonl

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from finetune.config import Train
-from finetune.data.encoding import IGNORE, encode
+from finetune.data.encoding import IGNORE, Losses, encode
 from finetune.data.example import Encoded, Example
-from finetune.data.left_out import Losses
 from finetune.errors import UserError
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row

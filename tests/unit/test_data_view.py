@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from finetune.config import Columns
-from finetune.data.rows import Row, read_rows
-from finetune.data.seen import Seen
+from finetune.data.rows import Row, Seen, read_rows
 from finetune.data.view import spill_rows
 from finetune.errors import UserError
 

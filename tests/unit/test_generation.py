@@ -10,9 +10,8 @@ from transformers import GenerationConfig
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter
-from finetune.data.encoding import IGNORE, encode
+from finetune.data.encoding import IGNORE, encode, end_token
 from finetune.data.example import Example
-from finetune.data.specials import end_token
 from finetune.errors import UserError
 from finetune.evaluate.generate import generate_answers, prompt_of
 from finetune.evaluate.generation import Decoding, _drawing, continue_prompts

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from finetune.data.rows import Row, read_rows
-from finetune.data.subset import limit_rows
+from finetune.data.rows import Row, limit_rows, read_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
 from finetune.tasks import Task

@@ -19,8 +19,7 @@ from benchmarks.studies.selection_quality.cells import SelectionCell, TargetRows
 from benchmarks.studies.selection_quality.features import pool_vectors, vectors
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
 from finetune.atomic import replacing
-from finetune.data.rows import Row
-from finetune.data.subset import limit_rows
+from finetune.data.rows import Row, limit_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
 from finetune.tasks import Task

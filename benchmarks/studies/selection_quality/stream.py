@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.data.encoding import Specials
 from finetune.data.example import Example
-from finetune.data.specials import Specials
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
 

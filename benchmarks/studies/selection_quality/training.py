@@ -20,7 +20,7 @@ from benchmarks.studies.selection_quality.pool import open_pool
 from benchmarks.studies.selection_quality.stream import Packed, packed_rows
 from experiments.recipe.key import settings_tree, short_hash
 from finetune.data.encoding import encode
-from finetune.data.subset import limit_rows
+from finetune.data.rows import limit_rows
 from finetune.seeds import derive
 from finetune.tasks import LanguageModel
 

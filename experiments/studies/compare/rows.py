@@ -63,8 +63,7 @@ def task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
     seen once.
     Raises UserError for bad rows, rows without a `split`, or too few of them.
     """
-    from finetune.data.rows import read_rows
-    from finetune.data.subset import limit_rows
+    from finetune.data.rows import limit_rows, read_rows
 
     task, data = recipe.task, recipe.data
     found = list(

@@ -4,6 +4,6 @@
 - `template`: the Jinja text that renders them, the tokenizer's own or the user's
 - `answers`: where in the rendering the assistant's words and the end of its turn are, proven or refused
 - `tokens`: from characters to tokens
-- `encode`: rows to examples, with what was lost counted and, past a share, refused
-- `questions`: rows to prompts that wait for an answer
+- `encode`: rows to examples, with what was lost counted and, past a share, refused; and to prompts that wait for an
+  answer
 """

@@ -7,17 +7,18 @@ it is learnt up to there (without its end of turn). `train.overlong` leaves such
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ...errors import UserError
-from ..example import IGNORE, Encoded, Example
-from ..left_out import LeftOut
+from ..encoding import LeftOut, chunks
+from ..example import IGNORE, Encoded, Example, Question
 from ..rows import Row
 from .answers import Answers, Sample
-from .conversation import read_conversation
+from .conversation import open_turns, read_conversation
 from .template import ChatTemplate
 from .tokens import CannotMap, Tokenised, TokenMap
 
@@ -99,7 +100,7 @@ class ChatEncoder:
         """
         rest = LeftOut(self.bad_rows, self.overlong, self.max_length)
         examples: list[Example] = []
-        for chunk in _chunks(rows):
+        for chunk in chunks(rows, _CHUNK):
             self._first = self._first or chunk[0]
             for row, samples, tokenised in self._tokenised(chunk, rest):
                 examples += self._examples(row, samples, tokenised, rest)
@@ -267,7 +268,44 @@ def _labels(example: Example) -> list[int]:
     return example.labels
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    iterator = iter(rows)
-    while chunk := list(islice(iterator, _CHUNK)):
-        yield chunk
+# ------------------------------------------------------------------------------------- prompts that wait for an answer
+
+_WORD = "."
+_ANY_LENGTH = 1 << 40
+
+
+def ask(
+    rows: Iterable[Row], *, task: Chat, tokenizer: PreTrainedTokenizerBase, bad_rows: str = "refuse"
+) -> tuple[list[Question], list[str]]:
+    """A question of each row, in order, and `file:line: reason` of those left out.
+
+    Raises:
+        UserError: as `ChatEncoder`; a conversation that nobody has to answer (unless skipped).
+    """
+    encoder = ChatEncoder(
+        dataclasses.replace(task, score="generate", system=None), tokenizer, _ANY_LENGTH, bad_rows=bad_rows
+    )
+    asked: list[Question] = []
+    skipped: list[str] = []
+    for row in rows:
+        try:
+            turns = open_turns(row, system=task.system)
+        except ValueError as error:
+            if bad_rows == "refuse":
+                raise UserError(f"{row.where}: {error}; or leave such rows out with data.bad_rows: skip") from error
+            skipped.append(f"{row.where}: {error}")
+            continue
+        in_parts = isinstance(turns[-1].get("content"), list)  # as some templates need it
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": _WORD}] if in_parts else _WORD})
+        encoded = encoder.add([dataclasses.replace(row, values={**row.values, "messages": turns})])
+        skipped += encoded.skipped
+        for example in encoded.examples:
+            if example.answer is not None and example.prompt is not None and example.stop is not None:
+                text = str(tokenizer.decode(example.prompt, clean_up_tokenization_spaces=False))
+                asked.append(Question(row.id, text, example.prompt, example.stop))
+    return asked, skipped
+
+
+def question(text: str, number: int) -> Row:
+    """The row of a conversation that begins with this turn of the user."""
+    return Row({"messages": [{"role": "user", "content": text}]}, f"prompt-{number}", f"--prompt {number}")

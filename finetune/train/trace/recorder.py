@@ -21,7 +21,7 @@ from ...compute.precision import autocast_dtype
 from ...config import Evaluate, Optimizer, Record, Train
 from ...data.batches import iterate_eval
 from ...data.example import Example
-from ...data.subset import limit_rows
+from ...data.rows import limit_rows
 from ...errors import UserError
 from ...launch import watchdog
 from ...parallel.engine import Engine
