@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from ..atomic import write_json
 from ..config import Train
-from ..evaluate.mode import evaluating
 from .loss import IGNORED, Head, aligned, linear_cross_entropy
-from .numerics import attention
+from .numerics import attention, evaluating
 from .precision import autocast, compute_dtype
 from .presence import is_cuda, product_dtype
 

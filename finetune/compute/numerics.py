@@ -120,3 +120,22 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with kept_draws([device]):
         seed_draws(seed, device)
         yield
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode, and on exit back into the mode that each had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def forward_precision(device: torch.device | str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """Autocast to `dtype` on the device; with None, the model's own precision."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(capabilities(device).autocast, dtype=dtype)

@@ -70,7 +70,7 @@ def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None, star
     """
     import torch
 
-    from ..evaluate.mode import evaluating
+    from ..compute.numerics import evaluating
     from ..evaluate.perplexity import vocabulary_size
 
     device = next(model.parameters()).device

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.example import IGNORE, Example
 from ..errors import UserError
-from .share import ALONE, Share
+from ..parallel.share import ALONE, Share
 from .writing import lacking_room, written
 
 if TYPE_CHECKING:

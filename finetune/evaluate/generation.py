@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compute.numerics import evaluating
 from ..config import check_bounds
 from ..errors import UserError
 from ..seeds import torch_generator
-from .mode import evaluating
 from .writing import lacking_room, written
 
 

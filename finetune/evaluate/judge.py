@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..compute.numerics import evaluating, forward_precision
 from ..config import Evaluate
 from ..data.batches import iterate_eval
 from ..data.example import IGNORE, Example
 from ..errors import UserError
+from ..parallel.share import ALONE, Share
 from .bootstrap import Interval, ratio_interval
 from .chrf import chrf as shared_characters
 from .generate import exact_matches, generate_answers
 from .metrics import judge_classes
-from .mode import evaluating, forward_precision
 from .perplexity import document_nats
 from .ranking import rank_choices
-from .share import ALONE, Share
 
 if TYPE_CHECKING:
     from ..tasks import Task

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..compute.capabilities import capabilities, slice_rows
 from ..compute.loss import Head, aligned, find_head
+from ..compute.numerics import forward_precision
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
-from .mode import forward_precision
-from .share import ALONE, Share
+from ..parallel.share import ALONE, Share
 
 if TYPE_CHECKING:
     from ..tasks import Task

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..compute.numerics import forward_precision
 from ..data.example import IGNORE, Example
+from ..parallel.share import ALONE, Share
 from .generate import prompt_of
-from .mode import forward_precision
 from .perplexity import document_nats
-from .share import ALONE, Share
 from .writing import batched, padded
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..adapters.soft_tokens import before_text
-from .mode import forward_precision
-from .share import ALONE, Share
+from ..compute.numerics import forward_precision
+from ..parallel.share import ALONE, Share
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -10,7 +10,7 @@ reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,14 @@ from ..parallel.engine import Engine
 from ..parallel.fsdp import blocks
 from ..parallel.layout import local
 from ..parallel.pipeline.plan import bubble, full_pieces, pieces_per_micro, virtual_stages
-from ..train.adam8bit import state_bytes
 
 _PROBE = (SHORT + 8, SHORT + 24)
 """Tokens: on a CPU shorter rows are attended to in another way."""
 _NAMES = {"adamw": "AdamW"}
+
+QUANTISED_BLOCK, QUANTISED_FROM = 256, 4096
+"""Of 8-bit moments (bitsandbytes): values that share a scale; values of a tensor whose moments are quantised, at
+least."""
 
 
 @dataclass(frozen=True)
@@ -234,3 +237,10 @@ def _key_value_bytes(engine: Engine, train: Train) -> int:
     rows = train.batch_size // engine.share[1]
     each = WIDTHS[train.precision]
     return 2 * rows * train.max_length * heads // engine.world.width("tp") * width * each
+
+
+def state_bytes(sizes: Sequence[int], kind: OptimizerKind) -> int:
+    """Bytes of the moments of trained tensors with `sizes` values each; of paged ones, host memory included."""
+    if not kind.endswith("8bit"):
+        return 8 * sum(sizes)
+    return sum(8 * n if n < QUANTISED_FROM else 2 * (n + 4 * -(-n // QUANTISED_BLOCK)) for n in sizes)

@@ -17,12 +17,10 @@ from ..compute.capabilities import capabilities
 from ..config import Optimizer, OptimizerKind
 from ..errors import UserError
 from ..models.quantize import GET, import_library
+from ..planner.memory import QUANTISED_BLOCK, QUANTISED_FROM
 
 KINDS = ("state1", "state2", "absmax1", "absmax2")
 """Both moments, and the scales of their blocks where they are quantised."""
-_BLOCK = 256
-SMALLEST = 4096
-"""Values of a tensor whose moments are quantised, at least."""
 
 
 def check_optimizer(kind: OptimizerKind, *, device: str | None = None) -> None:
@@ -56,7 +54,7 @@ class LowBitAdam:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
             optim_bits=8 if settings.kind.endswith("8bit") else 32,
-            min_8bit_size=SMALLEST,
+            min_8bit_size=QUANTISED_FROM,
             is_paged=settings.kind.startswith("paged"),
         )
 
@@ -75,7 +73,7 @@ class LowBitAdam:
         if state["state2"].dtype == torch.float32:
             return state["state2"].to(tensor.device, copy=True)
         moment, scales, code = (state[kind].to(tensor.device) for kind in ("state2", "absmax2", "qmap2"))
-        return self._dequantize(moment, absmax=scales, code=code, blocksize=_BLOCK)
+        return self._dequantize(moment, absmax=scales, code=code, blocksize=QUANTISED_BLOCK)
 
     def prepare(self, tensor: Tensor, updates: Tensor) -> None:
         """Room for the state of a tensor that has had so many updates."""
@@ -84,10 +82,3 @@ class LowBitAdam:
                 if each is tensor:
                     self.inner.init_state(group, tensor, number, place)
         self.inner.state[tensor]["step"] = int(updates)
-
-
-def state_bytes(sizes: Sequence[int], kind: OptimizerKind) -> int:
-    """Bytes of the moments of trained tensors with `sizes` values each; of paged ones, host memory included."""
-    if not kind.endswith("8bit"):
-        return 8 * sum(sizes)
-    return sum(8 * n if n < SMALLEST else 2 * (n + 4 * -(-n // _BLOCK)) for n in sizes)

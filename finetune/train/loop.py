@@ -27,12 +27,10 @@ from ..compute.precision import autocast, settled
 from ..config import Evaluate, Optimizer, Train
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
-from ..evaluate.dev import dev_figures
 from ..figures import rate_text
 from ..launch import watchdog
 from ..models.compiled import Compiled
 from ..parallel.engine import Engine
-from ..planner.out_of_memory import noted
 from ..run_directory import SPIKE, RunDirectory, disk_full_interrupts
 from ..seeds import derive
 from .callbacks import Callbacks
@@ -40,8 +38,10 @@ from .checkpoint import clone
 from .checkpointer import Keeper
 from .data_order import batch_index
 from .deferred_metrics import Line, Unread, read
+from .dev_loss import dev_figures
 from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, learning_rate
+from .out_of_memory import noted
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict
 from .stage import StageResult as StageResult  # users know it by this module's name

@@ -21,8 +21,8 @@ from ..data.prefetch import fed
 from ..errors import UserError
 from ..models.compiled import Compiled
 from ..parallel.engine import Context, Engine
-from ..planner.out_of_memory import Shortage
 from ..run_directory import RunDirectory
+from .out_of_memory import Shortage
 from .throughput import Meter
 
 if TYPE_CHECKING:

@@ -30,12 +30,12 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def curve(source: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients, document surprise and greedy answers of a few updates on `mesh`, on every rank."""
+    from finetune.compute.numerics import evaluating
     from finetune.config import Adapter, Evaluate, Train
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.evaluate.generate import generate_answers
     from finetune.evaluate.judge import evaluate
-    from finetune.evaluate.mode import evaluating
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.tasks import Seq2Seq

@@ -14,12 +14,12 @@ from finetune.errors import OutOfMemory, is_out_of_memory
 from finetune.figures import gib
 from finetune.models.backbone import load_backbone
 from finetune.parallel.engine import Engine
-from finetune.planner import out_of_memory
 from finetune.planner.memory import MemoryPlan, memory_plan
-from finetune.planner.out_of_memory import Measured, asked_for, changes
 from finetune.run_directory import RunDirectory
 from finetune.tasks import LanguageModel
+from finetune.train import out_of_memory
 from finetune.train.loop import train_stage
+from finetune.train.out_of_memory import Measured, asked_for, changes
 from flatshift import cli
 from regularizers import BAR, GGPO, LoraSAM, Plain, build
 from tests.cli.test_train_contract import SMALL, flags

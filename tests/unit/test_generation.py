@@ -15,9 +15,9 @@ from finetune.data.example import Example
 from finetune.errors import UserError
 from finetune.evaluate.generate import generate_answers, prompt_of
 from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
-from finetune.evaluate.share import Share
 from finetune.evaluate.writing import written as run_prompts
 from finetune.models.backbone import load_backbone
+from finetune.parallel.share import Share
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 from tests.seq2seq_models import save_encoder_decoder

@@ -11,11 +11,11 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import Interrupted, UserError
 from finetune.models.backbone import load_backbone
-from finetune.planner.memory import plan_lines
+from finetune.planner.memory import plan_lines, state_bytes
 from finetune.run_directory import RunDirectory
 from finetune.tasks import LanguageModel
 from finetune.train import adam8bit
-from finetune.train.adam8bit import check_optimizer, state_bytes
+from finetune.train.adam8bit import check_optimizer
 from finetune.train.loop import train_stage
 from finetune.train.optimizer import AdapterOptimizer
 from regularizers import Plain, build
@@ -68,7 +68,7 @@ def test_updates_and_preconditioner_are_adams(kind):
     wanted, scale = adamw(parameters(), 6, plus=2.0)
     for name, parameter in ours.parameters.items():
         moved, expected = parameter.double() - start[name], wanted[name] - start[name]
-        quantised = kind == "adamw-8bit" and parameter.numel() >= adam8bit.SMALLEST
+        quantised = kind == "adamw-8bit" and parameter.numel() >= adam8bit.QUANTISED_FROM
         assert (moved - expected).norm() < (0.05 if quantised else 1e-5) * expected.norm(), name
         if quantised:  # not the float32 ones under another name
             assert (moved - expected).norm() > 1e-4 * expected.norm()
@@ -118,7 +118,9 @@ def test_dropped_gradients_leave_no_trace():
 
 @needs_library
 def test_a_stage_in_eight_bits_resumes_with_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(adam8bit, "SMALLEST", 64)  # the tiny model's factors are smaller than the library quantises
+    monkeypatch.setattr(
+        adam8bit, "QUANTISED_FROM", 64
+    )  # the tiny model's factors are smaller than the library quantises
     source = save_backbone("llama", tmp_path / "model")
 
     def train(directory, stop_at=None):

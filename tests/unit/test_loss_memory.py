@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_leaves
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute import loss as loss_module
 from finetune.compute.loss import batch_loss, find_head
+from finetune.compute.numerics import evaluating
 from finetune.config import Adapter
 from finetune.data.example import Example
 from finetune.evaluate import perplexity
-from finetune.evaluate.mode import evaluating
 from finetune.evaluate.perplexity import document_nats
 from finetune.models.backbone import load_backbone
 from finetune.tasks import LanguageModel

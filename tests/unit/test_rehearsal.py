@@ -211,11 +211,10 @@ def test_a_record_is_lent_for_a_while():
 
 
 _MAY_ASK = {
-    "backbone.py": "which device `train.device` names",
+    "models/backbone.py": "which device `train.device` names",
     "launch/spawn.py": "sets a process up",
     "planner/devices.py": "counts devices",
-    "planner/out_of_memory.py": "says whose memory was short",
-    "train/fused_loss.py": "kernels of a CUDA device are tried on one",
+    "train/out_of_memory.py": "says whose memory was short",
     "planner/memory.py": "prints the type",
     "parallel/mesh.py": "names the mesh's type",
     "parallel/fsdp.py": "names a mesh's type",

@@ -30,7 +30,7 @@ APART = {
     "finetune.cache_directory": "where entries lie",
     "finetune.errors": "sentences",
     "finetune.models.head_tokens": "a refusal, of rows as they come from the cache too",
-    "finetune.evaluate.mode": "a model's forward pass, which finds leaks of packing",
+    "finetune.compute.numerics": "a model's forward pass, which finds leaks of packing",
     "finetune.evaluate.perplexity": "a model's forward pass, which finds leaks of packing",
     "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
     "finetune.train.trace.recorder": "which rows a run looks at",

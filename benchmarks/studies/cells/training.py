@@ -132,10 +132,10 @@ def judge_examples(
     recipe: Recipe, engine: Engine, tokenizer: Any, examples: Sequence[Example], task: Task
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
+    from finetune.compute.numerics import evaluating
     from finetune.compute.precision import autocast_dtype
     from finetune.evaluate.judge import head_scores
     from finetune.evaluate.metrics import judge_classes
-    from finetune.evaluate.mode import evaluating
     from finetune.evaluate.perplexity import document_nats
 
     how: dict[str, Any] = {

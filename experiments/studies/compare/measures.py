@@ -57,9 +57,9 @@ class Measures:
 
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
     """Right (1) or wrong (0) for every judged row."""
+    from finetune.compute.numerics import evaluating
     from finetune.compute.precision import autocast_dtype
     from finetune.evaluate.judge import head_scores
-    from finetune.evaluate.mode import evaluating
 
     with evaluating(engine.judged):
         _, logits = head_scores(
@@ -80,9 +80,9 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
     """Mean rise of the loss (nats per supervised token or example) over `PAIRS` antithetic pairs of noise in the full
     weight space, on `ROWS` training rows: the same rows and raw draws for every method with one seed."""
     from finetune.compute.loss import batch_loss
+    from finetune.compute.numerics import evaluating
     from finetune.compute.precision import autocast
     from finetune.data.batches import iterate_eval
-    from finetune.evaluate.mode import evaluating
     from regularizers.sharpness import FullSpace, Objective, expected_rise
 
     rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...compute.loss import Batch, Head, batch_loss, find_head
+from ...compute.numerics import evaluating
 from ...config import Mesh
-from ...evaluate.mode import evaluating
 from ..mesh import DATA, World
 from .absent import Absent
 from .families import Anatomy

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...compute.loss import IGNORED, Head, aligned
+from ...compute.numerics import evaluating, forward_precision
 from ...data.batches import MicroBatch, iterate_eval
 from ...data.example import Example
-from ...evaluate.mode import evaluating, forward_precision
 from ...evaluate.perplexity import vocabulary_size
 
 if TYPE_CHECKING:

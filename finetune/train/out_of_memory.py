@@ -26,14 +26,13 @@ from ..figures import gib
 from ..models.quantize import scales
 from ..parallel.fsdp import blocks
 from ..parallel.layout import local
-from ..train.adam8bit import state_bytes
-from ..train.checkpoint import steps
-from .memory import MemoryPlan, memory_plan
+from ..planner.memory import MemoryPlan, memory_plan, state_bytes
+from .checkpoint import steps
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
     from ..run_directory import RunDirectory
-    from ..train.checkpointer import Keeper
+    from .checkpointer import Keeper
 
 _WORTH = 0.03
 """Share of the plan that a change saves at least to be named."""

@@ -10,9 +10,9 @@ import torch
 
 from ..compute import attention
 from ..compute.loss import Head, batch_loss, loss_sum
+from ..compute.numerics import evaluating
 from ..data.batches import iterate_eval
-from ..train.deferred_metrics import read
-from .mode import evaluating
+from .deferred_metrics import read
 
 if TYPE_CHECKING:
     from ..data.example import Example
