@@ -32,7 +32,7 @@ from finetune.parallel.rules import Settings, check_settings
 from finetune.run_directory import RunDirectory
 from finetune.seeds import torch_generator
 from finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import GGPO, Plain, Regularizer, build
 
 STEPS, SEED = 16, 7
@@ -274,19 +274,20 @@ def _stage(
         train_stage(
             engine,
             SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]
-            stage="fine-tune",
-            task=task,
-            batches=batches(subject, layout, share=engine.share, multiple=engine.multiple),
-            dev=[],
-            optimizer=OPTIMIZER,
-            train=layout.train(),
-            evaluate=Evaluate(),
-            regularizer=regularizer(subject),
-            run=RunDirectory(folder, writes=world.is_main),
-            seed=SEED,
-            label_names=LABELS if task.has_classes else None,
-            on_step=course.add,
-            stop=lambda: len(course.losses) == stop,
+            TrainingStage(
+                name="fine-tune",
+                task=task,
+                batches=batches(subject, layout, share=engine.share, multiple=engine.multiple),
+                dev=[],
+                optimizer=OPTIMIZER,
+                train=layout.train(),
+                evaluate=Evaluate(),
+                regularizer=regularizer(subject),
+                run=RunDirectory(folder, writes=world.is_main),
+                seed=SEED,
+                on_step=course.add,
+                stop=lambda: len(course.losses) == stop,
+            ),
         )
     engine.settle()
     course.untouched = course.untouched and frozen_bytes(engine) == before

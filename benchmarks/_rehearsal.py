@@ -33,7 +33,7 @@ from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory
 from finetune.stacked.engine import CellEngine
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import (
     ASAM,
     BAR,
@@ -199,19 +199,21 @@ def rehearse(
         train_stage(
             CellEngine(model.to(on), World.alone(on)),
             _Pad(),  # type: ignore[arg-type]
-            stage="rehearsal",
-            task=task,
-            batches=batches,
-            dev=examples[:3],
-            optimizer=Optimizer(lr=1e-3, weight_decay=0.01),
-            train=train,
-            evaluate=Evaluate(batch_size=2),
-            regularizer=build(REGULARIZERS[case.regularizer]),
-            run=RunDirectory.create(Path(folder) / "run"),
-            seed=0,
-            on_step=lambda line: found.lines.append(line["step"]),
-            stop=passed,
-            callbacks=callbacks,
+            TrainingStage(
+                name="rehearsal",
+                task=task,
+                batches=batches,
+                dev=examples[:3],
+                optimizer=Optimizer(lr=1e-3, weight_decay=0.01),
+                train=train,
+                evaluate=Evaluate(batch_size=2),
+                regularizer=build(REGULARIZERS[case.regularizer]),
+                run=RunDirectory.create(Path(folder) / "run"),
+                seed=0,
+                on_step=lambda line: found.lines.append(line["step"]),
+                stop=passed,
+                callbacks=callbacks,
+            ),
         )
     found.start, found.end = seen.waits[: marks[1]], seen.waits[marks[-1] :]
     found.updates = [seen.waits[first:last] for first, last in itertools.pairwise(marks[1:])]

@@ -56,7 +56,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from finetune.parallel.mesh import World
     from finetune.run_directory import RunDirectory
     from finetune.tasks import LanguageModel
-    from finetune.train.loop import train_stage
+    from finetune.train.loop import TrainingStage, train_stage
     from regularizers import build
 
     class Order(Collectives):
@@ -111,18 +111,20 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
             train_stage(
                 engine,
                 _Pad(),  # type: ignore[arg-type]
-                stage="rehearsal",
-                task=task,
-                batches=batches,
-                dev=[],
-                optimizer=Optimizer(lr=1e-3),
-                train=train,
-                evaluate=Evaluate(),
-                regularizer=build(REGULARIZERS[regularizer]),
-                run=RunDirectory.create(Path(folder) / "run"),
-                seed=0,
-                on_step=lambda line: found.lines.append(line["step"]),
-                stop=passed,
+                TrainingStage(
+                    name="rehearsal",
+                    task=task,
+                    batches=batches,
+                    dev=[],
+                    optimizer=Optimizer(lr=1e-3),
+                    train=train,
+                    evaluate=Evaluate(),
+                    regularizer=build(REGULARIZERS[regularizer]),
+                    run=RunDirectory.create(Path(folder) / "run"),
+                    seed=0,
+                    on_step=lambda line: found.lines.append(line["step"]),
+                    stop=passed,
+                ),
             )
         for (first, early), (last, late) in itertools.pairwise(marks[1:]):
             found.updates.append(sent.order[first:last])

@@ -41,7 +41,7 @@ def curve(kind: str | None) -> list[float]:
     from finetune.data.rows import read_rows
     from finetune.models.backbone import load_backbone, load_tokenizer
     from finetune.run_directory import RunDirectory
-    from finetune.train.loop import train_stage
+    from finetune.train.loop import TrainingStage, train_stage
     from regularizers import build
     from regularizers.config import Plain
 
@@ -56,17 +56,19 @@ def curve(kind: str | None) -> list[float]:
         train_stage(
             attach_adapter(backbone, Adapter(rank=8), task=TASK, seed=SEED),
             tokenizer,
-            stage="fine-tune",
-            task=TASK,
-            batches=batches,
-            dev=[],
-            optimizer=OPTIMIZER,
-            train=Train(steps=STEPS, precision="bf16", save_every=0),
-            evaluate=Evaluate(),
-            regularizer=build(Plain()),
-            run=RunDirectory.create(Path(folder) / "run"),
-            seed=SEED,
-            on_step=lambda line: losses.append(line["loss"]),
+            TrainingStage(
+                name="fine-tune",
+                task=TASK,
+                batches=batches,
+                dev=[],
+                optimizer=OPTIMIZER,
+                train=Train(steps=STEPS, precision="bf16", save_every=0),
+                evaluate=Evaluate(),
+                regularizer=build(Plain()),
+                run=RunDirectory.create(Path(folder) / "run"),
+                seed=SEED,
+                on_step=lambda line: losses.append(line["loss"]),
+            ),
         )
     return losses
 

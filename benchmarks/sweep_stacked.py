@@ -55,6 +55,7 @@ def _cells(
     from finetune.run_directory import RunDirectory
     from finetune.stacked.together import stage_work
     from finetune.tasks import LanguageModel
+    from finetune.train.stage import TrainingStage
     from regularizers import GGPO, Plain, build
 
     task, tokenizer = LanguageModel(), load_tokenizer(BACKBONE)
@@ -81,7 +82,7 @@ def _cells(
             return stage_work(
                 engine,
                 tokenizer,
-                stage="fine-tune",
+                TrainingStage(name="fine-tune",
                 task=task,
                 batches=Batches(
                     examples, task=task, batch_size=shape[0], seed=seed, max_length=shape[1],
@@ -93,7 +94,7 @@ def _cells(
                 evaluate=Evaluate(),
                 regularizer=build(GGPO() if noisy and number % 2 else Plain()),
                 run=RunDirectory.create(folder / f"{name}-{rank}-{number}"),
-                seed=seed,
+                seed=seed),
             )  # fmt: skip
 
         return adapter, train, stage

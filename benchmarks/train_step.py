@@ -107,7 +107,7 @@ def ours(
     """A ready run of our loop; calling it trains."""
     from finetune.models.backbone import load_tokenizer
     from finetune.run_directory import RunDirectory
-    from finetune.train.loop import train_stage
+    from finetune.train.loop import TrainingStage, train_stage
     from regularizers import build
 
     model, tokenizer = model_of(task, precision, device, backbone), load_tokenizer(BACKBONE)
@@ -117,17 +117,19 @@ def ours(
             train_stage(
                 model,
                 tokenizer,
-                stage="fine-tune",
-                task=task,
-                batches=batches,
-                dev=[],
-                optimizer=OPTIMIZER,
-                train=Train(steps=steps, precision=precision, accumulate=batches.accumulate),
-                evaluate=Evaluate(),
-                regularizer=build(regularizer or Plain()),
-                run=RunDirectory.create(Path(folder) / "run"),
-                seed=SEED,
-                on_step=None if losses is None else lambda line: losses.append(line["loss"]),
+                TrainingStage(
+                    name="fine-tune",
+                    task=task,
+                    batches=batches,
+                    dev=[],
+                    optimizer=OPTIMIZER,
+                    train=Train(steps=steps, precision=precision, accumulate=batches.accumulate),
+                    evaluate=Evaluate(),
+                    regularizer=build(regularizer or Plain()),
+                    run=RunDirectory.create(Path(folder) / "run"),
+                    seed=SEED,
+                    on_step=None if losses is None else lambda line: losses.append(line["loss"]),
+                ),
             )
 
     return run

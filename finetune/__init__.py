@@ -1,7 +1,8 @@
 """A frozen backbone, adapters on it, the training loop, checkpoints, evaluation.
 
     model = attach_adapter(load_backbone("flatshift-5m", task=LanguageModel()), Adapter(), task=LanguageModel(), seed=0)
-    result = train_stage(model, tokenizer, stage="fine-tune", ..., run=RunDirectory.create("runs/first"))
+    stage = TrainingStage(name="fine-tune", ..., run=RunDirectory.create("runs/first"))
+    result = train_stage(model, tokenizer, stage)
 
 Names are resolved when first used, so that importing `finetune.config` costs nothing.
 """
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .planner.memory import memory_plan, plan_lines
     from .run_directory import RunDirectory, read_metrics
     from .tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
-    from .train.loop import Diverged, StageResult, train_stage
+    from .train.loop import Diverged, StageResult, TrainingStage, train_stage
 
 _HOMES = {
     "adapters.adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
@@ -43,7 +44,7 @@ _HOMES = {
     "errors": ("Interrupted", "UserError"),
     "fingerprint": ("checksum",),
     "tasks": ("Chat", "Classify", "Completion", "LanguageModel", "MaskedLM", "Regress", "Seq2Seq", "Task"),
-    "train.loop": ("Diverged", "StageResult", "train_stage"),
+    "train.loop": ("Diverged", "StageResult", "TrainingStage", "train_stage"),
     "planner.memory": ("memory_plan", "plan_lines"),
     "run_directory": ("RunDirectory", "read_metrics"),
 }
@@ -68,6 +69,7 @@ __all__ = [
     "StageResult",
     "Task",
     "Train",
+    "TrainingStage",
     "UserError",
     "attach_adapter",
     "checksum",

@@ -13,7 +13,7 @@ from finetune.models.backbone import load_backbone
 from finetune.models.fingerprint import checksum
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import RegularizerConfig, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -54,17 +54,19 @@ def _train(config: RegularizerConfig, folder: Path, run: RunDirectory, *, stop: 
         train_stage(
             model,
             PadOnly(),
-            stage="fine-tune",
-            task=task,
-            batches=RandomBatches(accumulate=2),
-            dev=[],
-            optimizer=Optimizer(lr=1e-2, schedule="constant"),
-            train=Train(steps=STEPS),
-            evaluate=Evaluate(batch_size=2),
-            regularizer=build(config),
-            run=run,
-            seed=0,
-            stop=stop,
+            TrainingStage(
+                name="fine-tune",
+                task=task,
+                batches=RandomBatches(accumulate=2),
+                dev=[],
+                optimizer=Optimizer(lr=1e-2, schedule="constant"),
+                train=Train(steps=STEPS),
+                evaluate=Evaluate(batch_size=2),
+                regularizer=build(config),
+                run=run,
+                seed=0,
+                stop=stop,
+            ),
         )
     finally:
         assert checksum(model) == before

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config import Evaluate
 from finetune.errors import Interrupted
 from finetune.run_directory import RunDirectory
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import Plain, build
 from tests.finetune_models import PadOnly
 
@@ -31,11 +31,13 @@ def run_or_stop(
         train_stage(
             model,
             PadOnly(),
-            stage="fine-tune",
-            run=run,
-            on_step=lambda line: last.__setitem__(0, line["step"]),
-            stop=lambda: last[0] == stop_at,
-            **{**usual, **stage},
+            TrainingStage(
+                name="fine-tune",
+                run=run,
+                on_step=lambda line: last.__setitem__(0, line["step"]),
+                stop=lambda: last[0] == stop_at,
+                **{**usual, **stage},
+            ),
         )
     except Interrupted:
         return None

@@ -62,28 +62,31 @@ def _stage(model: Any, tokenizer: Any, task: Any, batches: Any, device: str, ste
     from finetune.config import Evaluate, Optimizer, Train
     from finetune.run_directory import RunDirectory
     from finetune.stacked.together import stage_work
+    from finetune.train.stage import TrainingStage
     from regularizers import Plain, build
 
     return stage_work(
         model,
         tokenizer,
-        stage="fine-tune",
-        task=task,
-        batches=batches,
-        dev=[],
-        optimizer=Optimizer(lr=2e-3 if steps < NEVER else 1e-4, warmup=0.05),
-        train=Train(
-            steps=steps,
-            precision="bf16",
-            accumulate=batches.accumulate,
-            max_length=batches.max_length,
-            save_every=0,
-            device=device,
+        TrainingStage(
+            name="fine-tune",
+            task=task,
+            batches=batches,
+            dev=[],
+            optimizer=Optimizer(lr=2e-3 if steps < NEVER else 1e-4, warmup=0.05),
+            train=Train(
+                steps=steps,
+                precision="bf16",
+                accumulate=batches.accumulate,
+                max_length=batches.max_length,
+                save_every=0,
+                device=device,
+            ),
+            evaluate=Evaluate(),
+            regularizer=build(Plain()),
+            run=RunDirectory.create(folder),
+            seed=SEED,
         ),
-        evaluate=Evaluate(),
-        regularizer=build(Plain()),
-        run=RunDirectory.create(folder),
-        seed=SEED,
     )
 
 

@@ -129,7 +129,7 @@ def trained(
     from finetune.config import Adapter, Evaluate, Optimizer, Train
     from finetune.models.backbone import load_backbone
     from finetune.run_directory import RunDirectory
-    from finetune.train.loop import train_stage
+    from finetune.train.loop import TrainingStage, train_stage
     from regularizers import build, config
 
     known: dict[str, Any] = {"plain": config.Plain(), "ggpo": config.GGPO(), "mgpo": config.MGPO()}
@@ -148,20 +148,27 @@ def trained(
     train_stage(
         model,
         made.tokenizer,
-        stage="fine-tune",
-        task=made.task,
-        batches=made.batches,
-        dev=[],
-        optimizer=Optimizer(lr=1e-3, warmup=0.0, eps=EPS),
-        train=Train(
-            steps=updates, precision=precision, accumulate=2, save_every=save_every, keep=2, device=device, threads=None
+        TrainingStage(
+            name="fine-tune",
+            task=made.task,
+            batches=made.batches,
+            dev=[],
+            optimizer=Optimizer(lr=1e-3, warmup=0.0, eps=EPS),
+            train=Train(
+                steps=updates,
+                precision=precision,
+                accumulate=2,
+                save_every=save_every,
+                keep=2,
+                device=device,
+                threads=None,
+            ),
+            evaluate=Evaluate(),
+            regularizer=build(known[regularizer]),
+            run=RunDirectory.open(folder) if folder.exists() else RunDirectory.create(folder),
+            seed=SEED,
+            on_step=note,
         ),
-        evaluate=Evaluate(),
-        regularizer=build(known[regularizer]),
-        run=RunDirectory.open(folder) if folder.exists() else RunDirectory.create(folder),
-        seed=SEED,
-        label_names=made.labels,
-        on_step=note,
     )
     return losses, {name: p.detach().cpu().double() - start[name] for name, p in trainable(model).items()}
 

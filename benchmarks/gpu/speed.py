@@ -60,30 +60,33 @@ class Updates:
         from finetune.run_directory import RunDirectory
         from finetune.stacked.together import stage_work
         from finetune.tasks import LanguageModel
+        from finetune.train.stage import TrainingStage
         from regularizers import Plain, build
 
         self._stage = stage_work(
             adapted(case.shape, device, rank=case.rank, checkpointing=case.checkpointing),
             Padder(),  # type: ignore[arg-type]
-            stage="fine-tune",
-            task=LanguageModel(pack=False),
-            batches=batches(case.shape, rows=case.rows, sequence=case.sequence),
-            dev=[],
-            optimizer=Optimizer(lr=1e-4),
-            train=Train(
-                steps=NEVER,
-                batch_size=case.rows,
-                max_length=case.sequence,
-                precision="bf16",
-                checkpointing=case.checkpointing,
-                compile=case.way == "compiled",
-                save_every=0,
-                device=device,
+            TrainingStage(
+                name="fine-tune",
+                task=LanguageModel(pack=False),
+                batches=batches(case.shape, rows=case.rows, sequence=case.sequence),
+                dev=[],
+                optimizer=Optimizer(lr=1e-4),
+                train=Train(
+                    steps=NEVER,
+                    batch_size=case.rows,
+                    max_length=case.sequence,
+                    precision="bf16",
+                    checkpointing=case.checkpointing,
+                    compile=case.way == "compiled",
+                    save_every=0,
+                    device=device,
+                ),
+                evaluate=Evaluate(),
+                regularizer=build(regularizer or Plain()),
+                run=RunDirectory.create(folder),
+                seed=SEED,
             ),
-            evaluate=Evaluate(),
-            regularizer=build(regularizer or Plain()),
-            run=RunDirectory.create(folder),
-            seed=SEED,
         )
         self._work = next(self._stage)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 
-class Task(Protocol):
+class Bar(Protocol):
     """One piece of long work."""
 
     def __call__(self, done: int, note: str = "") -> None:
@@ -38,36 +38,36 @@ class Console:
             print(line, file=sys.stderr, flush=True)
 
     @contextmanager
-    def task(self, label: str, total: int, unit: str = "") -> Iterator[Task]:
+    def task(self, label: str, total: int, unit: str = "") -> Iterator[Bar]:
         """A progress bar (terminal) or a line every ten seconds and at the end (elsewhere)."""
         if self.terminal:
             yield from self._bar(label, total, unit)
         else:
             yield from self._lines(label, total, unit)
 
-    def _bar(self, label: str, total: int, unit: str) -> Iterator[Task]:
+    def _bar(self, label: str, total: int, unit: str) -> Iterator[Bar]:
+        from rich import progress as bars
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns: tuple[Any, ...] = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}", style="dim"),
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[rate]}"),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[note]}", style="dim"),
         )
         start = time.monotonic()
-        with Progress(*columns, console=RichConsole(stderr=True)) as progress:
-            task = progress.add_task(label, total=total, note="", rate="")
+        with bars.Progress(*columns, console=RichConsole(stderr=True)) as shown:
+            task = shown.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
                 rate = done / max(time.monotonic() - start, 1e-9)
-                progress.update(task, completed=done, note=note, rate=f"{rate:.3g} {unit}/s" if unit else "")
+                shown.update(task, completed=done, note=note, rate=f"{rate:.3g} {unit}/s" if unit else "")
 
             yield update
 
-    def _lines(self, label: str, total: int, unit: str) -> Iterator[Task]:
+    def _lines(self, label: str, total: int, unit: str) -> Iterator[Bar]:
         start = last = time.monotonic()
         latest = (0, "")
 

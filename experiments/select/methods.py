@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 
 from experiments.recipe.config import Recipe, Select
-from experiments.run.console import Console, Task
+from experiments.run.console import Bar, Console
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.tasks import LanguageModel
@@ -144,7 +144,7 @@ def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """A selector's `progress(stage, done, total)` as one task of the console after another."""
     start = time.monotonic()
     stage: tuple[str, int] | None = None
-    update: Task | None = None
+    update: Bar | None = None
     with ExitStack() as shown:
 
         def progress(name: str, done: int, total: int) -> None:

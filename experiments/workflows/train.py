@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
-from experiments.run.console import Console
+from experiments.run.console import Bar, Console
 from experiments.run.resumable_directory import unfinished
 from experiments.select.select import select_into
 from experiments.workflows.build import judge_splits, lost_lines
@@ -79,7 +79,7 @@ from finetune.planner.memory import mesh_lines, plan_lines
 from finetune.run_directory import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
 from finetune.tasks import Task
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import build as build_regularizer
 
 LABEL_NOISE = "label_noise.json"
@@ -313,27 +313,9 @@ def _stage(context: RunContext, plan: StagePlan) -> Path:
         engine.load_adapter(plan.previous, partial=True)
     else:
         settle_beginning(path, recipe, engine, console.say)
-    arguments = stage_arguments(context, plan, engine, tokenizer)
+    stage = training_stage(context, plan, engine, tokenizer)
     with console.task(plan.name, plan.train.steps, "steps") as bar:
-        rates: list[str] = [""]
-
-        def on_step(line: dict[str, Any]) -> None:
-            rates[0] = rate_text(line) or rates[0]
-            loss = "left out" if line.get("skipped") else f"loss {line['loss']:.3f}"
-            bar(line["step"], ", ".join(filter(None, [loss, rates[0]])))
-            if context.probe is not None and plan.name == FINE_TUNE:
-                context.probe.step(line)
-
-        result = train_stage(
-            engine,
-            tokenizer,
-            **arguments,
-            on_step=on_step,
-            stop=context.stop,
-            track=context.trackers.log,
-            peak_tflops=context.peak_tflops,
-            say=console.say,
-        )
+        result = train_stage(engine, tokenizer, dataclasses.replace(stage, on_step=_shows(context, plan, bar)))
     if result.skipped or result.rewinds:
         console.say(
             f"{plan.name}: {result.skipped} updates were left out, {result.rewinds} spikes gone back from (log.txt has "
@@ -342,8 +324,23 @@ def _stage(context: RunContext, plan: StagePlan) -> Path:
     return adapter
 
 
-def stage_arguments(context: RunContext, plan: StagePlan, engine: Engine, tokenizer: Any) -> dict[str, Any]:
-    """What `train_stage` is told of a stage; says what there is to know of it before step 1."""
+def _shows(context: RunContext, plan: StagePlan, bar: Bar) -> Callable[[dict[str, Any]], None]:
+    """What tells the progress bar and the probe of an update's line."""
+    rate = ""
+
+    def on_step(line: dict[str, Any]) -> None:
+        nonlocal rate
+        rate = rate_text(line) or rate
+        loss = "left out" if line.get("skipped") else f"loss {line['loss']:.3f}"
+        bar(line["step"], ", ".join(filter(None, [loss, rate])))
+        if context.probe is not None and plan.name == FINE_TUNE:
+            context.probe.step(line)
+
+    return on_step
+
+
+def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokenizer: Any) -> TrainingStage:
+    """What the loop is told of a stage; says what there is to know of it before step 1."""
     recipe, prepared, task, train = context.recipe, plan.prepared, plan.task, plan.train
     say, last = context.console.say, plan.name == FINE_TUNE
     seed = derive(train.seed, plan.name)
@@ -386,20 +383,23 @@ def stage_arguments(context: RunContext, plan: StagePlan, engine: Engine, tokeni
             f"its bias stays 0 ({', '.join(fresh)})"
         )
     say(first_batch_panel(batches.at(0)[0], tokenizer, task, label_names=prepared.label_names, units=prepared.units))
-    return {
-        "stage": plan.name,
-        "task": task,
-        "batches": batches,
-        "dev": prepared.dev if last else [],
-        "optimizer": plan.optimizer,
-        "train": train,
-        "evaluate": recipe.eval,
-        "regularizer": build_regularizer(recipe.regularizer),
-        "run": context.run,
-        "seed": seed,
-        "label_names": prepared.label_names,
-        "recording": recording_of(recipe, prepared) if last else None,
-    }
+    return TrainingStage(
+        name=plan.name,
+        task=task,
+        batches=batches,
+        dev=prepared.dev if last else [],
+        optimizer=plan.optimizer,
+        train=train,
+        evaluate=recipe.eval,
+        regularizer=build_regularizer(recipe.regularizer),
+        run=context.run,
+        seed=seed,
+        recording=recording_of(recipe, prepared) if last else None,
+        stop=context.stop,
+        track=context.trackers.log,
+        peak_tflops=context.peak_tflops,
+        say=say,
+    )
 
 
 def _evaluate(context: RunContext, prepared: Prepared, adapter: Path) -> dict[str, dict[str, Any]]:

@@ -53,7 +53,7 @@ Context = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 class Passes(Protocol):
-    """The forward and backward passes of an update (`finetune.train.stage.Work`)."""
+    """The forward and backward passes of an update (`finetune.train.stage.ForwardBackward`)."""
 
     def compute(self) -> Tensor:
         """Do them; returns the loss, float32 scalar."""

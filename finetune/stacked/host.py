@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from ..data.batches import MicroBatch
     from ..tasks import Task
-    from ..train.stage import Work
+    from ..train.stage import ForwardBackward
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -203,7 +203,7 @@ class Host:
 
     # ------------------------------------------------------------------ computing
 
-    def compute(self, asked: Mapping[int, Work]) -> dict[int, Tensor]:
+    def compute(self, asked: Mapping[int, ForwardBackward]) -> dict[int, Tensor]:
         """Do the work of these seats; each one's loss, float32 scalar, and its gradients in its engine's parameters.
 
         Raises:
@@ -245,7 +245,7 @@ class Host:
         return self.seats[seat].group.number, self.seats[seat].place
 
     def _together(
-        self, seats: list[int], micros: Mapping[int, MicroBatch], asked: Mapping[int, Work], index: int
+        self, seats: list[int], micros: Mapping[int, MicroBatch], asked: Mapping[int, ForwardBackward], index: int
     ) -> tuple[dict[int, Tensor], dict[int, set[str]]]:
         """One forward and backward pass: the losses, and which gradients were written."""
         counts = torch.tensor([float(asked[seat].count) for seat in seats], device=self.backbone.device)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Interrupted
-from ..train.stage import Work
+from ..train.stage import ForwardBackward
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..train.stage import StageResult
+    from ..train.stage import StageResult, TrainingStage
     from .host import Host
 
 
@@ -33,8 +33,8 @@ class _Closed(BaseException):
 
 
 @dataclass(frozen=True)
-class _Handed(Work):
-    """Work that somebody else may do."""
+class _Handed(ForwardBackward):
+    """ForwardBackward that somebody else may do."""
 
     inside: Callable[..., Any] = lambda call: call()
     """Calls a function among the context variables of the stage."""
@@ -72,7 +72,7 @@ class Stage:
             raise error
         return found
 
-    def compute(self, work: Work) -> Tensor:
+    def compute(self, work: ForwardBackward) -> Tensor:
         """`Engine.compute` of a stage whose passes somebody else does."""
         fields = {field.name: getattr(work, field.name) for field in dataclasses.fields(work)}
         return self.pause(_Handed(**fields, inside=copy_context().run))  # type: ignore[no-any-return]
@@ -131,8 +131,8 @@ class Stage:
         raise StopIteration(value)
 
 
-def stage_work(model: Any, tokenizer: Any, **arguments: Any) -> Stage:
-    """`finetune.train.loop.train_stage` with these arguments, as a stage that pauses with the `Work` of each update:
+def stage_work(model: Any, tokenizer: Any, told: TrainingStage) -> Stage:
+    """`finetune.train.loop.train_stage` of the stage that is told of, pausing with the `ForwardBackward` of each update
     to be sent its loss once the gradients lie in the engine's parameters."""
     from ..parallel.engine import Engine
     from ..train.loop import train_stage
@@ -142,7 +142,7 @@ def stage_work(model: Any, tokenizer: Any, **arguments: Any) -> Stage:
     def run(stage: Stage) -> StageResult:
         engine.compute = stage.compute  # type: ignore[method-assign]
         try:
-            return train_stage(engine, tokenizer, **arguments)
+            return train_stage(engine, tokenizer, told)
         finally:
             del engine.compute
 
@@ -163,7 +163,7 @@ def run_together(
     Raises:
         Interrupted: `stop` said so, or Ctrl-C; all stages that have not ended are closed.
     """
-    waiting: dict[int, Work] = {}
+    waiting: dict[int, ForwardBackward] = {}
     try:
         for seat, stage in enumerate(stages):
             yield from _resume(seat, stage, None, waiting)
@@ -185,7 +185,7 @@ def run_together(
 
 
 def _resume(
-    seat: int, stage: Stage, loss: Tensor | None, waiting: dict[int, Work]
+    seat: int, stage: Stage, loss: Tensor | None, waiting: dict[int, ForwardBackward]
 ) -> Iterator[tuple[int, StageResult | ValueError]]:
     """Let a stage go on until it asks for more work; its end, if it comes first."""
     try:

@@ -1,6 +1,6 @@
 """Callbacks with the names of transformers' `Trainer`, for stages that are trained from Python.
 
-    train_stage(model, tokenizer, ..., callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])
+    TrainingStage(name="fine-tune", ..., callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])
 
 Any `transformers.TrainerCallback` is told of these events: `on_train_begin`, `on_step_begin`,
 `on_pre_optimizer_step` (gradients are clipped; not for updates that are left out), `on_step_end`, `on_log` (after every
@@ -20,15 +20,14 @@ state (`ExportableState`) finds it again when the stage is resumed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import Optimizer, Train
 from ..errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from .stage import TrainingStage
 
 _EVENTS = frozenset(
     f"on_{event}"
@@ -72,27 +71,12 @@ class Arguments:
 class Callbacks:
     """Tells callbacks of a stage's events and collects what they ask for."""
 
-    def __init__(
-        self,
-        callbacks: Sequence[TrainerCallback],
-        *,
-        train: Train,
-        optimizer: Optimizer,
-        judged: bool,
-        by_accuracy: bool,
-        output: str,
-        is_main: bool,
-        log: Callable[[str], None],
-        about: Mapping[str, Any],
-    ) -> None:
-        """
-        Args:
-            judged: whether there are dev rows.
-            by_accuracy: whether the best step is the most accurate.
-            about: `model`, `processing_class` and `optimizer`, handed to every event.
-        """
-        self.callbacks = list(callbacks)
-        self._about, self._log = dict(about), log
+    def __init__(self, stage: TrainingStage, *, is_main: bool, about: Mapping[str, Any]) -> None:
+        """about: `model`, `processing_class` and `optimizer`, handed to every event."""
+        train, optimizer, judged = stage.train, stage.optimizer, bool(stage.dev)
+        by_accuracy = stage.task.accuracy and train.best != "loss"
+        self.callbacks = list(stage.callbacks)
+        self._about, self._log = dict(about), stage.run.log
         if not self.callbacks:
             return
         from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
@@ -108,7 +92,7 @@ class Callbacks:
             is_world_process_zero=is_main,
         )
         self.args = Arguments(
-            output_dir=output,
+            output_dir=str(stage.run.path),
             max_steps=train.steps,
             per_device_train_batch_size=train.batch_size,
             gradient_accumulation_steps=train.accumulate,

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..config import Optimizer, Train
 from ..launch import watchdog
 from ..parallel.engine import Engine
-from ..run_directory import METRICS, RunDirectory, last_attempt, read_metrics
+from ..run_directory import METRICS, last_attempt, read_metrics
 from .checkpoint import (
     Checkpoint,
     clone,
@@ -28,7 +27,7 @@ from .data_order import batch_index, leave_out, way_back
 from .optimizer import AdapterOptimizer
 
 if TYPE_CHECKING:
-    from regularizers.protocol import Regularizer
+    from .stage import TrainingStage
 
 
 @dataclass
@@ -68,20 +67,10 @@ class Progress:
 class Keeper:
     """Saves and restores a stage; every rank of a mesh calls both verbs, the main one writes."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        optimizer: AdapterOptimizer,
-        regularizer: Regularizer,
-        run: RunDirectory,
-        *,
-        stage: str,
-        train: Train,
-        settings: Optimizer,
-        seed: int,
-    ) -> None:
-        self.engine, self.optimizer, self.regularizer = engine, optimizer, regularizer
-        self.run, self.stage, self.train, self.settings, self.seed = run, stage, train, settings, seed
+    def __init__(self, engine: Engine, optimizer: AdapterOptimizer, stage: TrainingStage) -> None:
+        self.engine, self.optimizer, self.regularizer = engine, optimizer, stage.regularizer
+        self.run, self.stage, self.train = stage.run, stage.name, stage.train
+        self.settings, self.seed = stage.optimizer, stage.seed
         self.progress = Progress()
         self.saved_step = -1
         """Update of the newest checkpoint; −1 without one."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +22,16 @@ from regularizers.layers.fused import FusedLayers
 from ..atomic import write_json
 from ..compute import attention
 from ..compute.fused_loss import with_kernel
-from ..compute.numerics import seeded, uses_dropout, without_input_casts
-from ..compute.precision import autocast, settled
-from ..config import Evaluate, Optimizer, Train
+from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
+from ..compute.precision import autocast, float32_products, settled
+from ..data.prefetch import fed
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
 from ..figures import rate_text
 from ..launch import watchdog
 from ..models.compiled import Compiled
 from ..parallel.engine import Engine
-from ..run_directory import SPIKE, RunDirectory, disk_full_interrupts
+from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive
 from .callbacks import Callbacks
 from .checkpoint import clone
@@ -41,65 +41,28 @@ from .deferred_metrics import Line, Unread, read
 from .dev_loss import dev_figures
 from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, learning_rate
-from .out_of_memory import noted
+from .out_of_memory import Shortage, noted
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict
-from .stage import StageResult as StageResult  # users know it by this module's name
-from .stage import Work, check_best, check_length, ended, on_device
+from .stage import ForwardBackward, check_best, check_length, ended
+from .stage import StageResult as StageResult  # users know these by this module's name
+from .stage import TrainingStage as TrainingStage
 from .throughput import Meter
-from .trace.recorder import Recorder, Recording
+from .trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
-
-    from regularizers.protocol import Regularizer
-
-    from ..data.batches import Batches
-    from ..data.example import Example
-    from ..tasks import Task
+    from transformers import PreTrainedTokenizerBase
 
 
-def train_stage(
-    model: PeftModel | Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    stage: str,
-    task: Task,
-    batches: Batches,
-    dev: Sequence[Example],
-    optimizer: Optimizer,
-    train: Train,
-    evaluate: Evaluate,
-    regularizer: Regularizer,
-    run: RunDirectory,
-    seed: int,
-    label_names: tuple[str, ...] | None = None,
-    on_step: Callable[[dict[str, Any]], None] | None = None,
-    stop: Callable[[], bool] | None = None,
-    recording: Recording | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
-    track: Callable[[dict[str, Any]], None] | None = None,
-    peak_tflops: float | None = None,
-    say: Callable[[str], None] | None = None,
-) -> StageResult:
+def train_stage(model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage) -> StageResult:
     """Train `model`'s adapter for `train.steps` updates; afterwards `model` holds the stage's adapter.
 
     On a mesh every rank calls this with its `Engine`; the main rank writes.
 
-    That is the best on dev where there are dev rows, else the last; it lies in `stages/<stage>/adapter`, and
-    `done.json` beside it says how the stage ended. Continues from the newest valid checkpoint of this stage in `run`;
-    a stage that is done is only read back. `regularizer` is attached for the stage and detached after it.
-
-    Args:
-        batches: `at(step)` gives the micro-batches of an update.
-        on_step: called after every update with its line of metrics.jsonl.
-        stop: asked after every update; True saves a checkpoint and raises Interrupted.
-        recording: what goes into the run's trace.jsonl at which steps; in one process only.
-        callbacks: objects of `transformers.TrainerCallback` (`finetune.train.callbacks` says which events there are).
-        track: takes every line of metrics.jsonl, on the main rank (`finetune.train.trackers`).
-        peak_tflops: of one device, for the MFU; by default `train.peak_tflops`.
-        say: told what a CUDA device decided, in lines; by default the run's log.
+    The adapter is the best on dev where there are dev rows, else the last; it lies in `stages/<name>/adapter`, and
+    `done.json` beside it says how the stage ended. Continues from the newest valid checkpoint of this stage in its run
+    directory; a stage that is done is only read back. The regularizer is attached for the stage and detached after it.
 
     Raises:
         Interrupted: `stop` said so, Ctrl-C, or a full disk; running it again continues.
@@ -109,139 +72,108 @@ def train_stage(
             another adapter, a recording on a mesh.
     """
     engine = model if isinstance(model, Engine) else Engine.alone(model)
-    train = settled(train, engine.model)
-    check_length(engine, batches)
-    check_best(train, task)
-    done = ended(run, stage, train)
-    if done is not None:
-        engine.load_adapter(run.stage(stage) / "adapter")
+    stage = replace(stage, train=settled(stage.train, engine.model))
+    check_length(engine, stage.batches)
+    check_best(stage.train, stage.task)
+    if (done := ended(stage)) is not None:
+        engine.load_adapter(stage.folder / "adapter")
         return done
-    say = say or run.log
-    with on_device(engine, batches, train=train, optimizer=optimizer, run=run, stage=stage, say=say) as (source, short):
-        loop = _Loop(
-            engine, tokenizer, stage, task, source, dev, optimizer, train, evaluate, regularizer, run, seed, recording
-        )
-        short.keeper = loop.keeper
-        loop.head = with_kernel(engine, loop.head, source, task=task, train=train, folder=run.stage(stage), say=say)
-        loop.listen(callbacks, track or (lambda line: None), peak_tflops or train.peak_tflops)
+    with on_device(engine, stage) as (stage, shortage):
+        loop = _Loop(engine, tokenizer, stage, shortage)
         loop.attach()
         try:
             loop.keeper.restore()
-            plain = without_input_casts(engine.model, train)
-            with plain, watchdog.hurried(stage), attention.known(engine.model, engine.device):
-                loop.run_to_end(on_step or (lambda line: None), stop or (lambda: False))
+            plain = without_input_casts(engine.model, stage.train)
+            with plain, watchdog.hurried(stage.name), attention.known(engine.model, engine.device):
+                loop.run_to_end()
         except KeyboardInterrupt as error:
             inside = loop.keeper.progress.step + 1
             raise Interrupted(
-                f"{stage} stopped inside update {inside}; resuming continues from the newest checkpoint"
+                f"{stage.name} stopped inside update {inside}; resuming continues from the newest checkpoint"
             ) from error
         finally:
-            regularizer.detach()
+            stage.regularizer.detach()
         return loop.finish()
+
+
+@contextlib.contextmanager
+def on_device(engine: Engine, stage: TrainingStage) -> Iterator[tuple[TrainingStage, Shortage]]:
+    """What the device asks for around a stage: threads, fixed algorithms, float32 products, batches made ahead, and
+    what is told when memory runs out. Gives the stage with the batches to take, and who must be told of the step."""
+    train = stage.train
+    with (
+        cpu_threads(train.threads),
+        deterministic(train, engine.device),
+        float32_products(train, engine.device),
+        fed(stage.batches, engine, train=train, say=stage.say or stage.run.log) as source,
+        Shortage(engine, stage) as shortage,
+    ):
+        yield replace(stage, batches=source), shortage
 
 
 class _Loop:
     """The state of one stage while it runs."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        stage: str,
-        task: Task,
-        batches: Batches,
-        dev: Sequence[Example],
-        optimizer: Optimizer,
-        train: Train,
-        evaluate: Evaluate,
-        regularizer: Regularizer,
-        run: RunDirectory,
-        seed: int,
-        recording: Recording | None,
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage, shortage: Shortage
     ) -> None:
         from ..data.pack import refuse_leaks
 
-        self.engine, self.stage, self.task, self.batches, self.dev = engine, stage, task, batches, dev
-        self.settings, self.train, self.evaluate, self.regularizer = optimizer, train, evaluate, regularizer
-        self.run, self.seed, self.device, self.parameters = run, seed, engine.device, engine.parameters
-        self.tokenizer, self.pad_id = tokenizer, int(tokenizer.pad_token_id)
-        self.optimizer = AdapterOptimizer(self.parameters, optimizer)
+        train, batches = stage.train, stage.batches
+        self.engine, self.stage, self.train, self.regularizer = engine, stage, train, stage.regularizer
+        self.run, self.device, self.parameters = stage.run, engine.device, engine.parameters
+        self.pad_id = int(tokenizer.pad_token_id)
+        self.optimizer = AdapterOptimizer(self.parameters, stage.optimizer)
         self.random = uses_dropout(engine.model)
-        self.dropout = engine.dropout(derive(seed, "dropout")) if self.random else None
+        self.dropout = engine.dropout(derive(stage.seed, "dropout")) if self.random else None
         self.scale = LossScale(on=train.precision == "fp16")
         self.compiled = Compiled(engine.model) if train.compile else None
         self.fused = None if train.compile else FusedLayers(engine.model)  # the compiler fuses PEFT's forward itself
-        self.keeper = Keeper(
-            engine, self.optimizer, regularizer, run, stage=stage, train=train, settings=optimizer, seed=seed
-        )
-        self.guard = Guard(engine, self.keeper, run, stage=stage, train=train)
+        self.keeper = Keeper(engine, self.optimizer, stage)
+        self.guard = Guard(engine, self.keeper, stage)
         self.unread = Unread(engine.world)
-        self.on_step: Callable[[dict[str, Any]], None] = lambda line: None
+        self.on_step, self.stop = stage.on_step or (lambda line: None), stage.stop or (lambda: False)
         with self._precision():
             if batches.packed:
                 # bf16 rounds differently where shapes differ; a leak moves logits by far more than that
                 refuse_leaks(engine.judged, tolerance=1e-3 if train.precision == "fp32" else 0.1)
-            self.head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=task)
+            head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=stage.task)
         engine.settle()
-        self.recorder = Recorder(
-            recording,
-            engine,
-            self.optimizer,
-            task=task,
-            settings=optimizer,
-            train=train,
-            evaluate=evaluate,
-            head=self.head,
-            pad_id=self.pad_id,
-            run=run,
-            stage=stage,
-            seed=seed,
+        self.recorder = Recorder(stage, engine, self.optimizer, head=head, pad_id=self.pad_id)
+        shortage.keeper = self.keeper
+        self.head = with_kernel(
+            engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=stage.say or stage.run.log
         )
-
-    def listen(
-        self, callbacks: Sequence[TrainerCallback], track: Callable[[dict[str, Any]], None], peak: float | None
-    ) -> None:
-        """Whom to tell of what happens, and what the device can do at most, TFLOP/s."""
-        self.meter = Meter(self.engine, peak_tflops=peak)
+        self.meter = Meter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
         if self.compiled is not None:
-            self.meter.ahead(self.batches.at(0)[0], task=self.task, head=self.head, around=self._precision())
-            self.engine.settle()
-        self.track = track if self.engine.is_main else lambda line: None
-        self.callbacks = Callbacks(
-            callbacks,
-            train=self.train,
-            optimizer=self.settings,
-            judged=bool(self.dev),
-            by_accuracy=self.task.accuracy and self.train.best != "loss",
-            output=str(self.run.path),
-            is_main=self.engine.is_main,
-            log=self.run.log,
-            about={"model": self.engine.model, "processing_class": self.tokenizer, "optimizer": self.optimizer.inner},
-        )
+            self.meter.ahead(batches.at(0)[0], task=stage.task, head=self.head, around=self._precision())
+            engine.settle()
+        about = {"model": engine.model, "processing_class": tokenizer, "optimizer": self.optimizer.inner}
+        self.callbacks = Callbacks(stage, is_main=engine.is_main, about=about)
 
     def attach(self) -> None:
         """Give the regularizer the model, as before the first step."""
         self.regularizer.attach(
             self.engine.model,
-            seed=derive(self.seed, "regularizer"),
+            seed=derive(self.stage.seed, "regularizer"),
             total_steps=self.train.steps,
             placement=self.engine.placement,
         )
 
     def log(self, **line: Any) -> dict[str, Any]:
         """A line of metrics.jsonl, told to trackers and callbacks too, behind all lines of updates before it."""
-        self.run.log_metrics(self.stage, **line)
-        told = {"stage": self.stage, **line}
-        self.track(told)
+        self.run.log_metrics(self.stage.name, **line)
+        told = {"stage": self.stage.name, **line}
+        if self.stage.track is not None and self.engine.is_main:
+            self.stage.track(told)
         self.callbacks.logged(told)
         return told
 
     # ------------------------------------------------------------------ training
 
-    def run_to_end(self, on_step: Callable[[dict[str, Any]], None], stop: Callable[[], bool]) -> None:
+    def run_to_end(self) -> None:
         """Updates until `train.steps`, or the end of patience; the last thing done is a checkpoint."""
         state, train = self.keeper.progress, self.train
-        self.on_step = on_step
         started = time.monotonic() - state.seconds
         self.engine.model.train()
         self.callbacks.restore(state.callbacks)
@@ -269,30 +201,31 @@ class _Loop:
             found.end = {"time_s": round(state.seconds, 4)}
             self.unread.add(found)
             last = state.step == train.steps
-            asked = self.tell() if self.unread.at_once else self._told(stop)
+            asked = self.tell() if self.unread.at_once else self._told()
             self.callbacks.fire("step_end")
             wanted = self._asked("evaluate")
-            if self.dev and (last or wanted or _every(train.eval_every, state.step)):
+            if self.stage.dev and (last or wanted or _every(train.eval_every, state.step)):
                 asked |= self.tell()
                 self.judge(started)
             state.stopped_early |= self._asked("training_stop") and not last
             self.recorder.at(state, self.keeper.attempt)
             state.seconds = time.monotonic() - started
             if self.unread.at_once:
-                asked = self.engine.world.any(stop())
+                asked = self.engine.world.any(self.stop())
             due = last or state.stopped_early or _every(train.save_every, state.step)
             if asked or due or self._asked("save"):
                 asked |= self.tell()
                 self.save()
             if asked and not (last or state.stopped_early):
-                raise Interrupted(f"{self.stage} stopped after step {state.step} of {train.steps}; its state is saved")
+                where = f"{self.stage.name} stopped after step {state.step} of {train.steps}"
+                raise Interrupted(f"{where}; its state is saved")
         self.save()  # stopped early or finished in an earlier attempt: already there
         self.callbacks.fire("train_end")
 
-    def _told(self, stop: Callable[[], bool]) -> bool:
+    def _told(self) -> bool:
         """Where a read makes the host wait: lines are told once they are due, and whether to stop is asked with them,
         which one process knows at once."""
-        state, asked = self.keeper.progress, stop()
+        state, asked = self.keeper.progress, self.stop()
         self.unread.ask(asked)
         due = self.unread.due or bool(self.callbacks.callbacks) or self.recorder.wants(state)
         return (due or (asked and self.engine.world.size == 1) or state.step == self.train.steps) and self.tell()
@@ -329,11 +262,11 @@ class _Loop:
         Whether it is made at all is decided by figures that are the same on every rank.
         """
         state = self.keeper.progress
-        step, place = state.step, batch_index(state.step, state.left_out)
-        self.engine.beat = partial(watchdog.progress, step, self.stage)
+        step, place, task = state.step, batch_index(state.step, state.left_out), self.stage.task
+        self.engine.beat = partial(watchdog.progress, step, self.stage.name)
         self.engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
-        count = self.batches.supervised(place)
-        rate = learning_rate(step, steps=self.train.steps, optimizer=self.settings)
+        count = self.stage.batches.supervised(place)
+        rate = learning_rate(step, steps=self.train.steps, optimizer=self.stage.optimizer)
         verdict, overflowed = None, True
         while overflowed:
             losses: list[torch.Tensor] = []
@@ -341,9 +274,9 @@ class _Loop:
             try:
                 with self.regularizer.step(step, loss_scale=self.scale.value) as passes:
                     for _ in passes:
-                        micros, context = self.batches.at(place), partial(self._context, step)
+                        micros, context = self.stage.batches.at(place), partial(self._context, step)
                         how = (self.meter, self.compiled, self.fused)
-                        work = Work(self.engine, self.task, micros, count, self.head, context, *how)
+                        work = ForwardBackward(self.engine, task, micros, count, self.head, context, *how)
                         losses.append(self.engine.compute(work))
                     if self.scale.on and (overflowed := self.scale.overflows(losses, self.engine.clip)):
                         raise Undone
@@ -355,7 +288,7 @@ class _Loop:
                 self.optimizer.drop_gradients()
         self.scale.undo(self.parameters.values())
         with self.recorder.update(step + 1):
-            norm = self.engine.clip(self.settings.clip)
+            norm = self.engine.clip(self.stage.optimizer.clip)
             line = Line(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": rate, "grad_norm": None})
             line.scalars = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
             if self.guard.watches or self.scale.on:  # read already
@@ -406,7 +339,7 @@ class _Loop:
         self.regularizer.micro(micro)
         index, width = self.engine.stream
         who = (index,) if width > 1 else ()
-        draws = seeded(derive(self.seed, "dropout", step, micro, *who), self.device) if self.random else None
+        draws = seeded(derive(self.stage.seed, "dropout", step, micro, *who), self.device) if self.random else None
         with draws or contextlib.nullcontext(), self._precision():
             yield
 
@@ -421,9 +354,9 @@ class _Loop:
         with watchdog.unhurried("dev evaluation"), noted(f"the dev evaluation after update {state.step}"):
             figures = dev_figures(
                 self.engine,
-                self.dev,
-                task=self.task,
-                batch_size=self.evaluate.batch_size,
+                self.stage.dev,
+                task=self.stage.task,
+                batch_size=self.stage.evaluate.batch_size,
                 pad_id=self.pad_id,
                 head=self.head,
                 precision=self._precision,
@@ -466,18 +399,18 @@ class _Loop:
             state.best_accuracy,
         )
         rates = self.meter.whole()
-        folder = self.run.stage(self.stage)
-        with disk_full_interrupts(f"saving the adapter of {self.stage}"):
+        folder = self.stage.folder
+        with disk_full_interrupts(f"saving the adapter of {self.stage.name}"):
             self.engine.save_adapter(folder / "adapter")
             if self.engine.is_main:
-                self.run.sync_metrics(self.stage)
+                self.run.sync_metrics(self.stage.name)
                 told = {"target_steps": self.train.steps, **asdict(result), "seconds": round(state.seconds, 3)}
                 write_json(folder / DONE, {**told, "rates": rates, FILES: adapter_sums(folder)})
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
         mishaps += [f"went back from {result.rewinds} spikes"] if result.rewinds else []
         line = ", ".join([f"{result.tokens} supervised tokens", *mishaps, *filter(None, [rate_text(rates)])])
-        self.run.log(f"{self.stage}: done after step {result.steps}, {line}")
+        self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")
         return result
 
 

@@ -31,8 +31,8 @@ from .checkpoint import steps
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
-    from ..run_directory import RunDirectory
     from .checkpointer import Keeper
+    from .stage import TrainingStage
 
 _WORTH = 0.03
 """Share of the plan that a change saves at least to be named."""
@@ -193,8 +193,8 @@ class Shortage(contextlib.AbstractContextManager["Shortage"]):
     Cells of a stack, which keep nothing, keep their own error too.
     """
 
-    def __init__(self, engine: Engine, *, train: Train, optimizer: Optimizer, run: RunDirectory, stage: str) -> None:
-        self._engine, self._train, self._optimizer, self._run, self._stage = engine, train, optimizer, run, stage
+    def __init__(self, engine: Engine, stage: TrainingStage) -> None:
+        self._engine, self._stage = engine, stage
         self.keeper: Keeper | None = None
         """Knows the step; None until the stage has one."""
 
@@ -210,13 +210,13 @@ class Shortage(contextlib.AbstractContextManager["Shortage"]):
         raise self._told(error, vars(error).get("place", step)) from error
 
     def _told(self, error: Exception, where: str) -> OutOfMemory:
-        engine, run = self._engine, self._run
+        engine, stage, run = self._engine, self._stage, self._stage.run
         measured = measure(engine.device)
-        run.log(f"{self._stage}: out of memory in {where}: {str(error).strip()}")
+        run.log(f"{stage.name}: out of memory in {where}: {str(error).strip()}")
         _let_go(error, engine)
-        plan = planned(engine, train=self._train, optimizer=self._optimizer, measured=measured)
-        options = changes(engine, plan, train=self._train, optimizer=self._optimizer)
-        told = message(engine, self._stage, where, error, measured, plan, options)
+        plan = planned(engine, train=stage.train, optimizer=stage.optimizer, measured=measured)
+        options = changes(engine, plan, train=stage.train, optimizer=stage.optimizer)
+        told = message(engine, stage.name, where, error, measured, plan, options)
         kept = max(steps(run.state), default=None)
         earlier = any((run.path / "stages").glob("*/done.json")) or (run.path / "selection" / "manifest.json").is_file()
         if kept is None and not earlier:

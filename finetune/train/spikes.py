@@ -13,14 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..config import Train
 from ..errors import UserError
 from ..launch import watchdog
 from ..parallel.engine import Engine
-from ..run_directory import RunDirectory
 from .checkpointer import Keeper
 from .data_order import spike_limit
 from .deferred_metrics import read
+from .stage import TrainingStage
 
 
 class Diverged(UserError):
@@ -43,8 +42,10 @@ class Verdict:
 class Guard:
     """Judges the updates of one stage (`train.skip_nonfinite`, `train.spikes`); every rank calls it alike."""
 
-    def __init__(self, engine: Engine, keeper: Keeper, run: RunDirectory, *, stage: str, train: Train) -> None:
-        self._engine, self._keeper, self._run, self._stage, self._train = engine, keeper, run, stage, train
+    def __init__(self, engine: Engine, keeper: Keeper, stage: TrainingStage) -> None:
+        self._engine, self._keeper = engine, keeper
+        self._run, self._stage, self._train = stage.run, stage.name, stage.train
+        train = stage.train
         self.watches = train.skip_nonfinite > 0 or train.spikes is not None
         """Whether updates are judged before the regularizer's step is left; else what is no number ends the stage."""
         self.found: dict[str, float] = {}

@@ -1,10 +1,11 @@
-"""What a stage of training is to those that drive it: the work that it asks for, and how it ended."""
+"""What a stage of training is to those that drive it: what it is told, the passes that it asks for, how it ended."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,20 +15,23 @@ from regularizers.layers.fused import FusedLayers
 from ..adapters.soft_tokens import before_text
 from ..atomic import read_object
 from ..compute.loss import Head
-from ..compute.numerics import cpu_threads, deterministic
-from ..compute.precision import float32_products
-from ..config import Optimizer, Train
-from ..data.prefetch import fed
+from ..config import Evaluate, Optimizer, Train
+from ..digests import DONE
 from ..errors import UserError
 from ..models.compiled import Compiled
 from ..parallel.engine import Context, Engine
 from ..run_directory import RunDirectory
-from .out_of_memory import Shortage
 from .throughput import Meter
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from regularizers.protocol import Regularizer
+
     from ..data.batches import Batches, MicroBatch
+    from ..data.example import Example
     from ..tasks import Task
+    from .trace.recorder import Recording
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,45 @@ class StageResult:
     """Dev accuracy after `best_step`; None where there are no classes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingStage:
+    """What a stage trains and on what, where it writes, and who is told of it."""
+
+    name: str
+    """warm-up, fine-tune, …; names its folder in the run directory."""
+    task: Task
+    batches: Batches
+    """`at(step)` gives the micro-batches of an update."""
+    dev: Sequence[Example]
+    optimizer: Optimizer
+    train: Train
+    evaluate: Evaluate
+    regularizer: Regularizer
+    run: RunDirectory
+    seed: int
+    recording: Recording | None = None
+    """What goes into the run's trace.jsonl at which steps; in one process only."""
+    on_step: Callable[[dict[str, Any]], object] | None = None
+    """Called after every update with its line of metrics.jsonl."""
+    stop: Callable[[], bool] | None = None
+    """Asked after every update; True saves a checkpoint and raises Interrupted."""
+    callbacks: Sequence[TrainerCallback] = ()
+    """Objects of `transformers.TrainerCallback` (`finetune.train.callbacks` says which events there are)."""
+    track: Callable[[dict[str, Any]], object] | None = None
+    """Takes every line of metrics.jsonl, on the main rank (`finetune.train.trackers`)."""
+    peak_tflops: float | None = None
+    """Of one device, for the MFU; by default `train.peak_tflops`."""
+    say: Callable[[str], object] | None = None
+    """Told what a CUDA device decided, in lines; by default the run's log."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the stage's own files lie."""
+        return self.run.stage(self.name)
+
+
 @dataclass(frozen=True)
-class Work:
+class ForwardBackward:
     """One forward and backward pass over the micro-batches of an update, which a stage asks for."""
 
     engine: Engine
@@ -84,29 +125,6 @@ class Work:
             )
 
 
-@contextlib.contextmanager
-def on_device(
-    engine: Engine,
-    batches: Batches,
-    *,
-    train: Train,
-    optimizer: Optimizer,
-    run: RunDirectory,
-    stage: str,
-    say: Callable[[str], None],
-) -> Iterator[tuple[Any, Shortage]]:
-    """What the device asks for around a stage: threads, fixed algorithms, float32 products, batches made ahead, and
-    what is told when memory runs out. Gives the batches to take, and who must be told of the step."""
-    with (
-        cpu_threads(train.threads),
-        deterministic(train, engine.device),
-        float32_products(train, engine.device),
-        fed(batches, engine, train=train, say=say) as source,
-        Shortage(engine, train=train, optimizer=optimizer, run=run, stage=stage) as short,
-    ):
-        yield source, short
-
-
 def check_best(train: Train, task: Task) -> None:
     """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
     if train.best == "accuracy" and not task.accuracy:
@@ -125,12 +143,12 @@ def check_length(engine: Engine, batches: Batches) -> None:
         raise UserError(f"train.max_length: {batches.max_length}{padded} is above {room}")
 
 
-def ended(run: RunDirectory, stage: str, train: Train) -> StageResult | None:
+def ended(stage: TrainingStage) -> StageResult | None:
     """How a stage that is done ended; None where there is work left."""
-    file = run.path / "stages" / stage / "done.json"
+    file = stage.run.path / "stages" / stage.name / DONE
     if not file.is_file():
         return None
     record = read_object(file, "target_steps")
-    if record["target_steps"] != train.steps:  # asked to go on for longer: continue from its last checkpoint
+    if record["target_steps"] != stage.train.steps:  # asked to go on for longer: continue from its last checkpoint
         return None
     return StageResult(**{name: record[name] for name in StageResult.__dataclass_fields__ if name in record})

@@ -24,7 +24,7 @@ from finetune.parallel.fsdp import blocks, in_order
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import GGPO, FlatLora, Plain, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
@@ -65,16 +65,18 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
         train_stage(
             engine,
             PadOnly(),
-            stage="s",
-            task=LM,
-            batches=SharedBatches(engine.share),
-            dev=[],
-            optimizer=Optimizer(lr=1e-2),
-            train=Train(steps=STEPS, compile=compiled, threads=1),
-            evaluate=Evaluate(),
-            regularizer=build(REGULARIZERS[kind]),
-            run=run,
-            seed=0,
+            TrainingStage(
+                name="s",
+                task=LM,
+                batches=SharedBatches(engine.share),
+                dev=[],
+                optimizer=Optimizer(lr=1e-2),
+                train=Train(steps=STEPS, compile=compiled, threads=1),
+                evaluate=Evaluate(),
+                regularizer=build(REGULARIZERS[kind]),
+                run=run,
+                seed=0,
+            ),
         )
     own = [vars(block) for block in blocks(engine.model)]
     assert all("forward" not in names and not names.get("_compiled_call_impl") for names in own)

@@ -13,7 +13,7 @@ from finetune.parallel.build import build_engine
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
@@ -71,16 +71,18 @@ def train(source: str, folder: str, mesh: Mesh) -> dict[str, Any]:
     result = train_stage(
         engine,
         PadOnly(),  # type: ignore[arg-type]
-        stage="s",
-        task=TASK,
-        batches=Shared(engine.share),  # type: ignore[arg-type]
-        dev=[],
-        optimizer=Optimizer(lr=1e-2),
-        train=settings,
-        evaluate=Evaluate(),
-        regularizer=build(GGPO(sigma=0.02, refresh=3)),
-        run=RunDirectory(Path(folder), writes=world.is_main),
-        seed=0,
+        TrainingStage(
+            name="s",
+            task=TASK,
+            batches=Shared(engine.share),  # type: ignore[arg-type]
+            dev=[],
+            optimizer=Optimizer(lr=1e-2),
+            train=settings,
+            evaluate=Evaluate(),
+            regularizer=build(GGPO(sigma=0.02, refresh=3)),
+            run=RunDirectory(Path(folder), writes=world.is_main),
+            seed=0,
+        ),
     )
     return {"result": dataclasses.asdict(result), "adapter": engine.whole(engine.parameters)}
 

@@ -12,7 +12,7 @@ from finetune.data.example import Example
 from finetune.models.backbone import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Completion, LanguageModel
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone
 
@@ -52,16 +52,18 @@ def one_update(source, task, directory, *, batch_size, accumulate, clip=None):
     train_stage(
         model,
         PadOnly(),
-        stage="s",
-        task=task,
-        batches=batches,
-        dev=[],
-        optimizer=Optimizer(lr=1.0, eps=1e2, clip=clip, schedule="constant", warmup=0.0),
-        train=Train(steps=1, batch_size=batch_size, accumulate=accumulate, max_length=20),
-        evaluate=Evaluate(),
-        regularizer=build(Plain()),
-        run=RunDirectory.create(directory),
-        seed=0,
+        TrainingStage(
+            name="s",
+            task=task,
+            batches=batches,
+            dev=[],
+            optimizer=Optimizer(lr=1.0, eps=1e2, clip=clip, schedule="constant", warmup=0.0),
+            train=Train(steps=1, batch_size=batch_size, accumulate=accumulate, max_length=20),
+            evaluate=Evaluate(),
+            regularizer=build(Plain()),
+            run=RunDirectory.create(directory),
+            seed=0,
+        ),
     )
     (line,) = read_metrics(directory / "metrics.jsonl")
     return line, {n: start[n] - p.detach() for n, p in trainable(model).items()}

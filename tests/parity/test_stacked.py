@@ -23,7 +23,7 @@ from finetune.stacked.engine import cell_engine
 from finetune.stacked.host import Host
 from finetune.stacked.together import run_together, stage_work
 from finetune.tasks import Classify, Completion, LanguageModel
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.throughput import RATES
 from finetune.train.trace.files import read_trace
 from finetune.train.trace.recorder import Recording
@@ -70,7 +70,7 @@ class Made:
         # one cell's curvature, not too early: at first Adam's preconditioner of A is of the size of its ε
         record = Record(steps=(1, 8), sharpness=(16,) if self.seed == 3 else (), sharpness_rows=4)
         return {
-            "stage": "s",
+            "name": "s",
             "task": task,
             "batches": Batches(
                 examples, task=task, batch_size=self.rows, accumulate=self.accumulate, seed=self.seed, max_length=24,
@@ -123,7 +123,7 @@ def backbone_of(kind, task, directory, precision="fp32"):
 def alone(cell, kind, task, directory):
     model = attach_adapter(backbone_of(kind, task, directory, cell.precision), cell.adapter, task=task, seed=cell.seed)
     run = RunDirectory.create(directory / f"alone-{cell.rank}-{cell.seed}")
-    train_stage(model, PadOnly(), **cell.arguments(task, run))
+    train_stage(model, PadOnly(), TrainingStage(**cell.arguments(task, run)))
     return run, trainable(model)
 
 
@@ -133,7 +133,7 @@ def together(cells, kind, task, directory):
     engines = [cell_engine(backbone, c.adapter, task=task, train=c.train) for c in cells]
     runs = [RunDirectory.create(directory / f"stacked-{i}") for i in range(len(cells))]
     stages = [
-        stage_work(engine, PadOnly(), **cell.arguments(task, run))
+        stage_work(engine, PadOnly(), TrainingStage(**cell.arguments(task, run)))
         for cell, engine, run in zip(cells, engines, runs, strict=True)
     ]
     with Host(backbone, engines, task=task, pad_id=0) as host:
@@ -253,7 +253,7 @@ def test_the_backbone_is_left_as_it_was(tmp_path):
     cells = [Made(rank=2, steps=3), Made(rank=4, seed=1, steps=5)]
     engines = [cell_engine(backbone, c.adapter, task=task, train=c.train) for c in cells]
     stages = [
-        stage_work(engine, PadOnly(), **cell.arguments(task, RunDirectory.create(tmp_path / f"r{i}")))
+        stage_work(engine, PadOnly(), TrainingStage(**cell.arguments(task, RunDirectory.create(tmp_path / f"r{i}"))))
         for i, (cell, engine) in enumerate(zip(cells, engines, strict=True))
     ]
     with Host(backbone, engines, task=task, pad_id=0) as host:

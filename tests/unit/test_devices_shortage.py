@@ -18,7 +18,7 @@ from finetune.planner.memory import MemoryPlan, memory_plan
 from finetune.run_directory import RunDirectory
 from finetune.tasks import LanguageModel
 from finetune.train import out_of_memory
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.out_of_memory import Measured, asked_for, changes
 from flatshift import cli
 from regularizers import BAR, GGPO, LoraSAM, Plain, build
@@ -69,16 +69,18 @@ def fit(engine, directory, *, regularizer=None, optimizer=None, dev=(), **train)
     return train_stage(
         engine,
         PadOnly(),
-        stage="fine-tune",
-        task=LM,
-        batches=RandomBatches(rows=4),
-        dev=list(dev),
-        optimizer=optimizer or Optimizer(lr=1e-2),
-        train=settings,
-        evaluate=Evaluate(),
-        regularizer=regularizer or build(Plain()),
-        run=run,
-        seed=0,
+        TrainingStage(
+            name="fine-tune",
+            task=LM,
+            batches=RandomBatches(rows=4),
+            dev=list(dev),
+            optimizer=optimizer or Optimizer(lr=1e-2),
+            train=settings,
+            evaluate=Evaluate(),
+            regularizer=regularizer or build(Plain()),
+            run=run,
+            seed=0,
+        ),
     )
 
 

@@ -16,7 +16,7 @@ from finetune.models.backbone import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import steps as saved_steps
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone
 
@@ -41,19 +41,21 @@ def fit(source, directory, callbacks, *, steps=6, dev=(), lr=1e-2, stop_at=None,
     return train_stage(
         model,
         PadOnly(),
-        stage="s",
-        task=LM,
-        batches=RandomBatches(),
-        dev=list(dev),
-        optimizer=Optimizer(lr=lr, schedule="constant"),
-        train=Train(steps=steps, **train),
-        evaluate=Evaluate(),
-        regularizer=build(Plain()),
-        run=run,
-        seed=0,
-        callbacks=callbacks,
-        on_step=lambda line: seen.append(line["step"]),
-        stop=lambda: seen[-1] == stop_at,
+        TrainingStage(
+            name="s",
+            task=LM,
+            batches=RandomBatches(),
+            dev=list(dev),
+            optimizer=Optimizer(lr=lr, schedule="constant"),
+            train=Train(steps=steps, **train),
+            evaluate=Evaluate(),
+            regularizer=build(Plain()),
+            run=run,
+            seed=0,
+            callbacks=callbacks,
+            on_step=lambda line: seen.append(line["step"]),
+            stop=lambda: seen[-1] == stop_at,
+        ),
     )
 
 

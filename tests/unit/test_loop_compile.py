@@ -15,7 +15,7 @@ from finetune.models.compiled import REGULARIZERS, Compiled, refuse_compile
 from finetune.parallel.fsdp import blocks
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel, Seq2Seq
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from regularizers import GGPO, FlatLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -38,16 +38,18 @@ def fit(source, directory, config, *, compiled, backend, monkeypatch, steps=3):
     train_stage(
         model,
         PadOnly(),
-        stage="s",
-        task=LM,
-        batches=RandomBatches(),
-        dev=[],
-        optimizer=Optimizer(lr=1e-2),
-        train=Train(steps=steps, compile=compiled),
-        evaluate=Evaluate(),
-        regularizer=build(config),
-        run=run,
-        seed=0,
+        TrainingStage(
+            name="s",
+            task=LM,
+            batches=RandomBatches(),
+            dev=[],
+            optimizer=Optimizer(lr=1e-2),
+            train=Train(steps=steps, compile=compiled),
+            evaluate=Evaluate(),
+            regularizer=build(config),
+            run=run,
+            seed=0,
+        ),
     )
     assert len(made) == compiled and all(block._compiled_call_impl is None for block in blocks(model))
     lines = read_metrics(run.path / "metrics.jsonl")

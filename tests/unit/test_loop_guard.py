@@ -19,7 +19,7 @@ from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import steps as saved_steps
 from finetune.train.data_order import batch_index, leave_out, spike_limit, way_back
-from finetune.train.loop import Diverged, train_stage
+from finetune.train.loop import Diverged, TrainingStage, train_stage
 from finetune.train.optimizer import learning_rate
 from regularizers import ASAM, BAR, GGPO, LoraSAM, Plain, build
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
@@ -87,18 +87,20 @@ def fit(engine, directory, *, stop_at=None, regularizer=None, order=lambda step:
         result = train_stage(
             engine,
             PadOnly(),
-            stage="fine-tune",
-            task=LM,
-            batches=NumberedBatches(order),
-            dev=[],
-            optimizer=Optimizer(lr=1e-2, weight_decay=0.01),
-            train=Train(**{"steps": STEPS, "save_every": 2, "threads": 1, **train}),
-            evaluate=Evaluate(),
-            regularizer=regularizer or build(Plain()),
-            run=run,
-            seed=0,
-            on_step=lambda line: seen.append(line["step"]),
-            stop=lambda: seen[-1] == stop_at,
+            TrainingStage(
+                name="fine-tune",
+                task=LM,
+                batches=NumberedBatches(order),
+                dev=[],
+                optimizer=Optimizer(lr=1e-2, weight_decay=0.01),
+                train=Train(**{"steps": STEPS, "save_every": 2, "threads": 1, **train}),
+                evaluate=Evaluate(),
+                regularizer=regularizer or build(Plain()),
+                run=run,
+                seed=0,
+                on_step=lambda line: seen.append(line["step"]),
+                stop=lambda: seen[-1] == stop_at,
+            ),
         )
     except Interrupted:
         return None

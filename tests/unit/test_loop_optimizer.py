@@ -16,7 +16,7 @@ from finetune.run_directory import RunDirectory
 from finetune.tasks import LanguageModel
 from finetune.train import adam8bit
 from finetune.train.adam8bit import check_optimizer
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.optimizer import AdapterOptimizer
 from regularizers import Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
@@ -131,18 +131,20 @@ def test_a_stage_in_eight_bits_resumes_with_the_same_bits(tmp_path, monkeypatch)
             train_stage(
                 model,
                 PadOnly(),
-                stage="s",
-                task=LM,
-                batches=RandomBatches(),
-                dev=[],
-                optimizer=Optimizer(kind="adamw-8bit"),
-                train=Train(steps=8, save_every=3),
-                evaluate=Evaluate(),
-                regularizer=build(Plain()),
-                run=run,
-                seed=0,
-                on_step=lambda line: seen.append(line["step"]),
-                stop=lambda: seen[-1] == stop_at,
+                TrainingStage(
+                    name="s",
+                    task=LM,
+                    batches=RandomBatches(),
+                    dev=[],
+                    optimizer=Optimizer(kind="adamw-8bit"),
+                    train=Train(steps=8, save_every=3),
+                    evaluate=Evaluate(),
+                    regularizer=build(Plain()),
+                    run=run,
+                    seed=0,
+                    on_step=lambda line: seen.append(line["step"]),
+                    stop=lambda: seen[-1] == stop_at,
+                ),
             )
         except Interrupted:
             return None

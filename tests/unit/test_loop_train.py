@@ -21,7 +21,7 @@ from finetune.planner.memory import memory_plan, plan_lines
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel
 from finetune.train.checkpoint import steps as saved_steps
-from finetune.train.loop import Diverged, train_stage
+from finetune.train.loop import Diverged, TrainingStage, train_stage
 from regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, ListBatches, PadOnly, RandomBatches, save_backbone
 
@@ -59,18 +59,20 @@ def fit(
     return train_stage(
         model,
         PadOnly(),
-        stage="fine-tune",
-        task=task,
-        batches=batches or RandomBatches(),
-        dev=list(dev),
-        optimizer=Optimizer(lr=lr, schedule="constant"),
-        train=Train(steps=steps, **train),
-        evaluate=Evaluate(batch_size=2),
-        regularizer=build(regularizer),
-        run=run,
-        seed=0,
-        on_step=on_step,
-        stop=stop,
+        TrainingStage(
+            name="fine-tune",
+            task=task,
+            batches=batches or RandomBatches(),
+            dev=list(dev),
+            optimizer=Optimizer(lr=lr, schedule="constant"),
+            train=Train(steps=steps, **train),
+            evaluate=Evaluate(batch_size=2),
+            regularizer=build(regularizer),
+            run=run,
+            seed=0,
+            on_step=on_step,
+            stop=stop,
+        ),
     )
 
 
@@ -221,8 +223,8 @@ def test_the_checkpoint_of_another_stage_is_dropped_when_the_next_begins(sources
     model = model_of(sources["llama"])
     common = {"task": LM, "batches": RandomBatches(), "dev": [], "optimizer": Optimizer(), "evaluate": Evaluate()}
     for stage, count in (("warm-up", 6), ("fine-tune", 3)):
-        common |= {"stage": stage, "train": Train(steps=count), "regularizer": build(Plain())}
-        train_stage(model, PadOnly(), run=run, seed=1, **common)
+        common |= {"name": stage, "train": Train(steps=count), "regularizer": build(Plain())}
+        train_stage(model, PadOnly(), TrainingStage(run=run, seed=1, **common))
     assert saved_steps(run.state) == [3]
     assert {r["stage"] for r in read_metrics(run.path / "metrics.jsonl")} == {"warm-up", "fine-tune"}
 
@@ -246,17 +248,19 @@ def test_no_clipping_is_a_choice(sources, tmp_path):
         train_stage(
             model,
             PadOnly(),
-            stage="s",
-            task=LM,
-            batches=RandomBatches(),
-            dev=[],
-            # eps far above the gradient: the update is proportional to it
-            optimizer=Optimizer(lr=1.0, eps=1e3, clip=clip, schedule="constant", warmup=0.0),
-            train=Train(steps=1),
-            evaluate=Evaluate(),
-            regularizer=build(Plain()),
-            run=RunDirectory.create(tmp_path / str(clip)),
-            seed=0,
+            TrainingStage(
+                name="s",
+                task=LM,
+                batches=RandomBatches(),
+                dev=[],
+                # eps far above the gradient: the update is proportional to it
+                optimizer=Optimizer(lr=1.0, eps=1e3, clip=clip, schedule="constant", warmup=0.0),
+                train=Train(steps=1),
+                evaluate=Evaluate(),
+                regularizer=build(Plain()),
+                run=RunDirectory.create(tmp_path / str(clip)),
+                seed=0,
+            ),
         )
         moved = sum((p - start[n]).square().sum().item() for n, p in trainable(model).items()) ** 0.5
         norms[clip] = moved * 1e3

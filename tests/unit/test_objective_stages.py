@@ -24,8 +24,8 @@ from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked.engine import cell_engine
 from finetune.stacked.host import Host
 from finetune.tasks import Classify, MaskedLM, Regress
-from finetune.train.loop import train_stage
-from finetune.train.stage import Work
+from finetune.train.loop import TrainingStage, train_stage
+from finetune.train.stage import ForwardBackward
 from finetune.train.throughput import Meter
 from finetune.train.trace.examples import per_example
 from regularizers import Plain, build
@@ -70,10 +70,10 @@ def attempt(source, task, directory, *, stop_at=None):
     run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
     last = [0]
     train_stage(
-        model, PadOnly(), stage="s", task=task, batches=batches_of(task), dev=examples_of(task, 8, seed=5),
+        model, PadOnly(), TrainingStage(name="s", task=task, batches=batches_of(task), dev=examples_of(task, 8, seed=5),
         optimizer=Optimizer(lr=1e-2), train=Train(steps=8, eval_every=4, save_every=3, max_length=64, threads=1),
         evaluate=Evaluate(batch_size=4), regularizer=build(Plain()), run=run, seed=0,
-        on_step=lambda line: last.__setitem__(0, line["step"]), stop=lambda: last[0] == stop_at,
+        on_step=lambda line: last.__setitem__(0, line["step"]), stop=lambda: last[0] == stop_at),
     )  # fmt: skip
     return {name: p.detach().clone() for name, p in trainable(model).items()}, read_metrics(run.path / METRICS)
 
@@ -123,7 +123,7 @@ def test_a_stack_computes_what_each_cell_does_alone(name, source):
             head = engines[seat].find_head(batches.at(0)[0].inputs, task=task)
             meter = Meter(engines[seat], peak_tflops=None)
             plain = lambda index: torch.enable_grad()  # noqa: E731
-            asked[seat] = Work(engines[seat], task, batches.at(0), batches.supervised(0), head, plain, meter)
+            asked[seat] = ForwardBackward(engines[seat], task, batches.at(0), batches.supervised(0), head, plain, meter)
         losses = host.compute(asked)
     for seat, (loss, grads) in enumerate(alone):
         assert losses[seat].item() == pytest.approx(loss, rel=1e-5)

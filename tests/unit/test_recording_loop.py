@@ -20,7 +20,7 @@ from finetune.models.fingerprint import checksum
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import latest_checkpoint, unpack
-from finetune.train.loop import train_stage
+from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.trace.files import read_trace
 from finetune.train.trace.recorder import Recording
 from regularizers import GGPO, SAM, BiLora, NEFTune, Plain, build
@@ -58,18 +58,20 @@ def fit(source, run, record, *, regularizer=None, stop=None, precision="fp32", d
     train_stage(
         model,
         PadOnly(),
-        stage="fine-tune",
-        task=LM,
-        batches=RandomBatches(accumulate=2),
-        dev=list(dev),
-        optimizer=Optimizer(lr=1e-2, clip=0.05),
-        train=Train(steps=STEPS, save_every=3, precision=precision, **settings),
-        evaluate=Evaluate(batch_size=2),
-        regularizer=build(regularizer or Plain()),
-        run=run,
-        seed=0,
-        stop=stop,
-        recording=None if record is None else recording(record),
+        TrainingStage(
+            name="fine-tune",
+            task=LM,
+            batches=RandomBatches(accumulate=2),
+            dev=list(dev),
+            optimizer=Optimizer(lr=1e-2, clip=0.05),
+            train=Train(steps=STEPS, save_every=3, precision=precision, **settings),
+            evaluate=Evaluate(batch_size=2),
+            regularizer=build(regularizer or Plain()),
+            run=run,
+            seed=0,
+            stop=stop,
+            recording=None if record is None else recording(record),
+        ),
     )
     assert checksum(model) == before
     return {name: parameter.detach().clone() for name, parameter in trainable(model).items()}

@@ -32,7 +32,7 @@ from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
 from finetune.train.checkpoint import steps as saved_steps
 from finetune.train.deferred_metrics import Line, Unread
-from finetune.train.loop import Diverged, train_stage
+from finetune.train.loop import Diverged, TrainingStage, train_stage
 from regularizers import GGPO, BiLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 from tests.seq2seq_models import save_encoder_decoder
@@ -255,17 +255,19 @@ def fit(source, directory, *, regularizer=None, steps=12, on=None, dev=(), **tra
     train_stage(
         model,
         PadOnly(),
-        stage="fine-tune",
-        task=LM,
-        batches=RandomBatches(accumulate=2),
-        dev=list(dev),
-        optimizer=Optimizer(lr=1e-2, schedule="constant"),
-        train=Train(steps=steps, **train),
-        evaluate=Evaluate(batch_size=2),
-        regularizer=build(regularizer or Plain()),
-        run=run,
-        seed=0,
-        stop=stop,
+        TrainingStage(
+            name="fine-tune",
+            task=LM,
+            batches=RandomBatches(accumulate=2),
+            dev=list(dev),
+            optimizer=Optimizer(lr=1e-2, schedule="constant"),
+            train=Train(steps=steps, **train),
+            evaluate=Evaluate(batch_size=2),
+            regularizer=build(regularizer or Plain()),
+            run=run,
+            seed=0,
+            stop=stop,
+        ),
     )
     return run, {name: p.detach().clone() for name, p in trainable(model).items()}
 
@@ -470,17 +472,19 @@ def test_torch_counts_the_same_on_a_device(tmp_path):
             train_stage(
                 model,
                 PadOnly(),
-                stage="fine-tune",
-                task=LM,
-                batches=batches,
-                dev=[],
-                optimizer=Optimizer(),
-                train=Train(steps=20, save_every=0),
-                evaluate=Evaluate(batch_size=2),
-                regularizer=build(GGPO(refresh=2)),
-                run=RunDirectory.create(tmp_path / "run"),
-                seed=0,
-                stop=passed,
+                TrainingStage(
+                    name="fine-tune",
+                    task=LM,
+                    batches=batches,
+                    dev=[],
+                    optimizer=Optimizer(),
+                    train=Train(steps=20, save_every=0),
+                    evaluate=Evaluate(batch_size=2),
+                    regularizer=build(GGPO(refresh=2)),
+                    run=RunDirectory.create(tmp_path / "run"),
+                    seed=0,
+                    stop=passed,
+                ),
             )
         finally:
             torch.cuda.set_sync_debug_mode("default")

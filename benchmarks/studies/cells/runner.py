@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from benchmarks.studies.cells.files import Result, cell_file, is_final, read_result
 from benchmarks.studies.cells.study import RECIPE
-from experiments.run.console import Console, Task
+from experiments.run.console import Bar, Console
 from experiments.studies import start_worker
 from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_text
 from finetune.errors import UserError
@@ -205,7 +205,7 @@ class Runner:
 
 
 @contextmanager
-def _line(console: Console, label: str, before: int, total: int) -> Iterator[Task]:
+def _line(console: Console, label: str, before: int, total: int) -> Iterator[Bar]:
     """The live line of one batch of cells, counted over the whole study: its rate is this batch's own."""
     with console.task(f"{label} ({before} of {total} before)", max(total - before, 1), "cells") as bar:
         yield bar

@@ -20,7 +20,7 @@ from finetune.errors import UserError
 from finetune.lock import scratch
 from finetune.seeds import derive
 from finetune.tasks import Task
-from finetune.train.loop import Diverged, train_stage
+from finetune.train.loop import Diverged, TrainingStage, train_stage
 
 if TYPE_CHECKING:
     from finetune.data.example import Example
@@ -111,18 +111,19 @@ def train_examples(
         train_stage(
             engine,
             tokenizer,
-            stage=stage,
-            task=task,
-            batches=batches,
-            dev=[],  # judged once, after the last step
-            optimizer=optimizer,
-            train=train,
-            evaluate=recipe.eval,
-            regularizer=build(recipe.regularizer),
-            run=RunDirectory(folder),
-            seed=train.seed,
-            label_names=labels,
-            on_step=lambda line: clock.append(time.process_time()),
+            TrainingStage(
+                name=stage,
+                task=task,
+                batches=batches,
+                dev=[],  # judged once, after the last step
+                optimizer=optimizer,
+                train=train,
+                evaluate=recipe.eval,
+                regularizer=build(recipe.regularizer),
+                run=RunDirectory(folder),
+                seed=train.seed,
+                on_step=lambda line: clock.append(time.process_time()),
+            ),
         )
     taken = np.diff(clock)[_SETTLING:]
     return float(np.median(taken)) if len(taken) else None

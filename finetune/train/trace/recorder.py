@@ -18,14 +18,14 @@ from torch import Tensor
 from ...atomic import write_json
 from ...compute.loss import Head, batch_loss
 from ...compute.precision import autocast_dtype
-from ...config import Evaluate, Optimizer, Record, Train
+from ...config import Record
 from ...data.batches import iterate_eval
 from ...data.example import Example
 from ...data.rows import limit_rows
 from ...errors import UserError
 from ...launch import watchdog
 from ...parallel.engine import Engine
-from ...run_directory import RunDirectory, disk_full_interrupts
+from ...run_directory import disk_full_interrupts
 from ...seeds import derive
 from ..optimizer import AdapterOptimizer, learning_rate
 from .examples import Flipped, Judged, per_example, split_figures
@@ -33,8 +33,8 @@ from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figur
 from .files import ABOUT, about, recorded_steps
 
 if TYPE_CHECKING:
-    from ...tasks import Task
     from ..checkpointer import Progress
+    from ..stage import TrainingStage
 
 
 @dataclass(frozen=True)
@@ -94,23 +94,10 @@ class Recorder:
     """Drives a `Recording` through one stage; without one it does nothing."""
 
     def __init__(
-        self,
-        recording: Recording | None,
-        engine: Engine,
-        optimizer: AdapterOptimizer,
-        *,
-        task: Task,
-        settings: Optimizer,
-        train: Train,
-        evaluate: Evaluate,
-        head: Head | None,
-        pad_id: int,
-        run: RunDirectory,
-        stage: str,
-        seed: int,
+        self, stage: TrainingStage, engine: Engine, optimizer: AdapterOptimizer, *, head: Head | None, pad_id: int
     ) -> None:
         """Raises UserError on a mesh: what is recorded is of whole tensors in one process."""
-        self._recording = recording
+        self._recording = recording = stage.recording
         self._steps: frozenset[int] = frozenset()
         if recording is None:
             return
@@ -118,17 +105,15 @@ class Recorder:
             raise UserError(
                 "record: a run on a mesh is not recorded; leave every axis of mesh at 1, or leave the block out"
             )
-        self._engine, self._optimizer, self._task = engine, optimizer, task
-        self._settings, self._train, self._evaluate = settings, train, evaluate
-        self._head, self._pad_id, self._run, self._stage, self._seed = head, pad_id, run, stage, seed
-        self._steps = frozenset(recorded_steps(recording.record, train.steps))
+        self._stage, self._engine, self._optimizer = stage, engine, optimizer
+        self._head, self._pad_id, self._run = head, pad_id, stage.run
+        self._steps = frozenset(recorded_steps(recording.record, stage.train.steps))
         self._layers = AdaptedLayers(engine.model) if recording.record.dynamics else None
         self._update: dict[str, float | None] = {}
         notes = self._layers.notes if self._layers is not None else ()
-        with disk_full_interrupts(f"writing {run.path / ABOUT}"):
-            write_json(
-                run.path / ABOUT, about(recording, stage=stage, steps=train.steps, optimizer=settings, notes=notes)
-            )
+        told = about(recording, stage=stage.name, steps=stage.train.steps, optimizer=stage.optimizer, notes=notes)
+        with disk_full_interrupts(f"writing {stage.run.path / ABOUT}"):
+            write_json(stage.run.path / ABOUT, told)
 
     @contextlib.contextmanager
     def update(self, step: int) -> Iterator[None]:
@@ -157,9 +142,10 @@ class Recorder:
         with watchdog.unhurried("recording"):
             figures = self._figures(self._recording, progress.step)
         last = progress.step - 1
-        rate = learning_rate(last, steps=self._train.steps, optimizer=self._settings) if last >= 0 else None
+        stage = self._stage
+        rate = learning_rate(last, steps=stage.train.steps, optimizer=stage.optimizer) if last >= 0 else None
         self._run.log_trace(
-            self._stage,
+            stage.name,
             attempt=attempt,
             step=progress.step,
             tokens=progress.tokens,
@@ -183,11 +169,11 @@ class Recorder:
         return per_example(
             self._engine.model,
             examples,
-            task=self._task,
-            batch_size=self._evaluate.batch_size,
+            task=self._stage.task,
+            batch_size=self._stage.evaluate.batch_size,
             pad_id=self._pad_id,
             device=self._engine.device,
-            autocast_dtype=autocast_dtype(self._train),
+            autocast_dtype=autocast_dtype(self._stage.train),
             head=self._head,
         )
 
@@ -196,15 +182,16 @@ class Recorder:
 
         from .curvature import curvature_figures
 
+        task, size = self._stage.task, self._stage.evaluate.batch_size
         micros = [
             micro.to(self._engine.device)
-            for micro in iterate_eval(rows, task=self._task, batch_size=self._evaluate.batch_size, pad_id=self._pad_id)
+            for micro in iterate_eval(rows, task=task, batch_size=size, pad_id=self._pad_id)
         ]
         supervised = sum(micro.supervised for micro in micros)
 
         def loss() -> Iterator[Tensor]:
             for micro in micros:
-                yield batch_loss(self._engine.model, micro, task=self._task, head=self._head) / supervised
+                yield batch_loss(self._engine.model, micro, task=task, head=self._head) / supervised
 
         try:
             return curvature_figures(
@@ -212,8 +199,8 @@ class Recorder:
                 loss,
                 parameters=self._engine.parameters,
                 preconditioner=self._optimizer.preconditioner(),
-                seed=derive(self._seed, "record", "sharpness"),
+                seed=derive(self._stage.seed, "record", "sharpness"),
             )
         except RegularizerError as error:  # a figure that is missing is no reason to lose the run
-            self._run.log(f"warning: no curvature of {self._stage} here: {error}")
+            self._run.log(f"warning: no curvature of {self._stage.name} here: {error}")
             return {}
