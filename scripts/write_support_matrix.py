@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from finetune.config import Adapter, Mesh, Train
-from finetune.parallel.context import context_families
+from finetune.models.families import context_families, pipeline_families, tensor_plans
 from finetune.parallel.pipeline import bubble, schedules
-from finetune.parallel.pipeline.families import pipeline_families
 from finetune.parallel.pipeline.plan import virtual_stages
 from finetune.parallel.rules import RULES, Settings, broken_rule
-from finetune.parallel.tensor import tensor_plans
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
 from regularizers.config import GGPO, SAM, Plain, RegularizerConfig
 

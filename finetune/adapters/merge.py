@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..atomic import write_json
 from ..errors import UserError
+from ..models.anatomy import is_conv1d
 from ..models.safetensors_index import INDEX, SINGLE, Entry, read_index
 from .adapter import read_adapter
 from .patterns import by_pattern
@@ -210,7 +211,7 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Chang
             a, b, transposed = tensors[f"{owner}.lora_embedding_A"], tensors[f"{owner}.lora_embedding_B"], True
         else:
             a, b = tensors[f"{owner}.lora_A.weight"], tensors[f"{owner}.lora_B.weight"]
-            transposed = type(kind).__name__ == "Conv1D"
+            transposed = is_conv1d(kind)
         if not (isinstance(kind, nn.Linear | nn.Embedding) or transposed):
             raise NotByFiles(f"{owner} is a {type(kind).__name__}")
         if magnitude is not None and isinstance(kind, nn.Embedding):

@@ -115,7 +115,7 @@ class _Front:
 
     def enter_at(self, inject: tuple[int, ...]) -> None:
         """Let the k-th vector replace what lies at the first place when the k-th block of `inject` begins."""
-        from ..parallel.fsdp import blocks
+        from ..models.anatomy import blocks
 
         base = self.model.get_base_model()
         layers = blocks(base)

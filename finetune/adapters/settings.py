@@ -13,6 +13,7 @@ from torch import nn
 
 from ..config import Adapter
 from ..errors import UserError
+from ..models.anatomy import is_conv1d, is_linear
 from . import experts as mixtures
 from .patterns import by_pattern
 
@@ -76,7 +77,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
         use_rslora=adapter.rslora,
         use_dora=adapter.dora,
         init_lora_weights=True,
-        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in backbone.modules()),
+        fan_in_fan_out=any(is_conv1d(m) for m in backbone.modules()),
     )
 
 
@@ -146,7 +147,7 @@ def _ends(name: str, suffix: str) -> bool:
 
 
 def _can_have_lora(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D"
+    return isinstance(module, nn.Embedding) or is_linear(module)
 
 
 def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | list[str], task: Task) -> list[str]:

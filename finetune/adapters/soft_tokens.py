@@ -63,15 +63,6 @@ def attach_soft_tokens(
     return model
 
 
-def before_text(model: Any) -> str:
-    """What lies before the text of every row, as `2 soft tokens and 3 places of features`; empty where nothing does."""
-    taken = getattr(model, "soft_tokens", 0)
-    projector = getattr(model, "features_before", None)
-    places = 0 if projector is None else projector.places
-    counted = [(taken - places, "soft token", ""), (places, "place", " of features")]
-    return " and ".join(f"{n} {what}{'s' if n > 1 else ''}{of}" for n, what, of in counted if n)
-
-
 def _own_tokens_only(model: Any, **inputs: Any) -> Any:
     """The forward pass of PEFT's class without the logits of the soft tokens."""
     output = type(model).forward(model, **inputs)

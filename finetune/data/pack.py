@@ -71,7 +71,7 @@ def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None, star
     import torch
 
     from ..compute.numerics import evaluating
-    from ..evaluate.perplexity import vocabulary_size
+    from ..models.anatomy import vocabulary_size
 
     device = next(model.parameters()).device
     if tolerance is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from ..compute.loss import Head, aligned, find_head
 from ..compute.numerics import forward_precision
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
+from ..models.anatomy import vocabulary_size
 from ..parallel.share import ALONE, Share
 
 if TYPE_CHECKING:
@@ -118,9 +119,3 @@ def _by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) 
 
 def _no_cache(task: Task) -> dict[str, bool]:
     return {} if task.backbone == "encoder" else {"use_cache": False}  # an encoder has none
-
-
-def vocabulary_size(model: Any) -> int:
-    """V, as the width of the input embedding where this process has one."""
-    embeddings = getattr(model, "get_input_embeddings", None)
-    return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)

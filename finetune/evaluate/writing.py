@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..adapters.soft_tokens import before_text
 from ..compute.numerics import forward_precision
+from ..models.anatomy import before_text
 from ..parallel.share import ALONE, Share
 
 if TYPE_CHECKING:

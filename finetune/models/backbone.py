@@ -409,17 +409,3 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"train.device: {missing(name, look())}")
     return device
-
-
-def position_limit(model: torch.nn.Module) -> int | None:
-    """Longest row, tokens, that a table of learned positions allows; None where positions are computed (rotary, …)."""
-    tables = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Embedding)
-        and name.rsplit(".", 1)[-1] in {"wpe", "position_embeddings", "embed_positions", "position_embedding"}
-    ]
-    # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
-    used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
-    taken = getattr(model, "soft_tokens", 0)  # they lie before every row
-    return min((t.num_embeddings - u - taken for t, u in zip(tables, used, strict=True)), default=None)

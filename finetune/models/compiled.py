@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..compute.numerics import uses_dropout
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
-from ..parallel.fsdp import blocks
+from .anatomy import blocks
 
 if TYPE_CHECKING:
     from ..tasks import Task

@@ -138,7 +138,9 @@ def _kept_whole(skeleton: Any, kind: Quantization) -> list[str]:
 
 def _inputs(module: Any) -> int:
     """Columns of the weight of a layer that can be quantised; 0 for others."""
-    if type(module).__name__ == "Conv1D":
+    from .anatomy import is_conv1d  # imports torch
+
+    if is_conv1d(module):
         return int(module.nx)
     return int(module.in_features) if type(module).__name__ == "Linear" else 0
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compute.dropout import recomputed
 from ..errors import UserError
-from .fsdp import blocks
+from ..models.anatomy import attention_modules, blocks
 
 _NO_CACHE = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 _ENABLED = {
@@ -53,22 +53,6 @@ def checkpoint_activations(model: nn.Module, mode: Literal["none", "selective", 
     for module in chosen:
         _recompute(module)
     return len(chosen)
-
-
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention module of each block that has one."""
-    return [attention for block in blocks(model) for attention in _attention(block)]
-
-
-def _attention(block: nn.Module) -> list[nn.Module]:
-    """The outermost attention modules within a block."""
-    found: list[nn.Module] = []
-    for child in block.children():
-        if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
-            found.append(child)
-        else:
-            found += _attention(child)
-    return found
 
 
 def _recompute(module: nn.Module) -> None:

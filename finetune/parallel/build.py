@@ -22,6 +22,7 @@ from ..compute.precision import adapter_dtype
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import gib
+from ..models.anatomy import is_conv1d
 from ..models.backbone import load_backbone
 from ..models.quantize import describe, unwrap_packed
 from .activation_checkpoint import checkpoint_activations
@@ -236,6 +237,6 @@ def _set_magnitudes(engine: Engine, parameters: dict[str, torch.nn.Parameter]) -
             continue
         base = module.get_base_layer()
         weight = whole(base.weight, world=engine.world)
-        norms = torch.linalg.vector_norm(weight, dim=0 if type(base).__name__ == "Conv1D" else 1)
+        norms = torch.linalg.vector_norm(weight, dim=0 if is_conv1d(base) else 1)
         magnitude = parameters[f"{name}.lora_magnitude_vector.default.weight"]
         put(magnitude, norms.to(magnitude.dtype).reshape(magnitude.shape))

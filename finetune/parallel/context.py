@@ -28,17 +28,12 @@ from torch import Tensor, nn
 from ..compute.dropout import queries_from
 from ..compute.loss import IGNORED, Batch
 from ..errors import UserError
+from ..models.anatomy import backbone_of
+from ..models.families import context_families
 from .mesh import World
 from .tensor import borders
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "gpt2", "gpt_neox")
-"""Model types in which tokens meet in causal self-attention only, through transformers' attention interface."""
 _serial = itertools.count()
-
-
-def context_families() -> tuple[str, ...]:
-    """Model types whose tokens can be split."""
-    return _FAMILIES
 
 
 def check_context(model: nn.Module) -> None:
@@ -47,10 +42,10 @@ def check_context(model: nn.Module) -> None:
     Raises:
         UserError: its family is not known here, or its attention is not causal.
     """
-    config: Any = getattr(model, "get_base_model", lambda: model)().config
-    if config.model_type not in _FAMILIES:
+    config, known = backbone_of(model).config, context_families()
+    if config.model_type not in known:
         raise UserError(
-            f"mesh.cp: {config.model_type} models cannot be split by tokens ({', '.join(_FAMILIES)} can); use mesh.dp"
+            f"mesh.cp: {config.model_type} models cannot be split by tokens ({', '.join(known)} can); use mesh.dp"
         )
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         raise UserError("mesh.cp: the attention of this backbone is not causal; use mesh.dp")

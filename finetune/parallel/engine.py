@@ -35,7 +35,7 @@ from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
 from ..compute.loss import Head, batch_loss, find_head
 from ..errors import UserError
-from ..models.backbone import position_limit
+from ..models.anatomy import position_limit
 from .layout import Layout, Slice, canonical, local, put, whole_all
 from .mesh import DATA, TOKENS, World
 from .share import Share

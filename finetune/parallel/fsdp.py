@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..compute.capabilities import capabilities
 from ..config import Mesh
 from ..errors import UserError
+from ..models.anatomy import blocks
 from .layout import canonical, local
 from .mesh import World
 
@@ -108,18 +109,6 @@ def shard(model: nn.Module, *, mesh: Mesh, world: World, reshard: bool | None = 
         if hasattr(root, "generate"):  # it calls parts of the model, not the root whose weights it needs gathered
             register_fsdp_forward_method(root, "generate")
     return _report(model, expected=expected, ignored=ignored, whole=whole, world=world, each=mesh.zero == 2)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of any model of transformers: the members of its outermost module lists that have
-    parameters (encoder and decoder of T5; those of other pipeline stages have none)."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            found += [block for block in child if next(block.parameters(), None) is not None]
-        else:
-            found += blocks(child)
-    return found
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:

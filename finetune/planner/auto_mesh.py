@@ -22,6 +22,7 @@ from regularizers.config import RegularizerConfig
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import gib
+from ..models.families import FAMILIES, pipeline_families
 from ..parallel.rules import Settings, broken_rule, check_settings
 from .devices import Devices, at_hand
 from .footprint import Backbone, Footprint, footprint
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
-_GEMMAS = ("gemma", "gemma2", "gemma3_text")
-PIPELINES = frozenset({"bert", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "roberta", "t5", *_GEMMAS})
-TENSOR_PLANS = PIPELINES | {"vit"}
-"""Model types that can be cut into stages, and that have a tensor-parallel plan; the tables themselves need torch."""
-
 _HIDING_TOKENS = {"none": 8000, "selective": 8000, "full": 5333}
 """Tokens of a micro-batch on one rank under which gathering weights between nodes takes longer than computing, by
 `train.checkpointing`: X/W, with recomputation two thirds of it, for X = 400e12 FLOP/s and W = 50e9 bytes/s a device."""
@@ -145,11 +141,11 @@ def _allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Backbone, nod
         return False
     if option.tp > given.tp:
         parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary, node)
-        if sizes.kind not in TENSOR_PLANS or any(part % option.tp for part in parts):
+        if sizes.kind not in FAMILIES or any(part % option.tp for part in parts):
             return False
     if option.pp > given.pp:
         stages = option.pp * (option.virtual or 1)
-        if sizes.kind not in PIPELINES or stages > len(sizes.blocks):
+        if sizes.kind not in pipeline_families() or stages > len(sizes.blocks):
             return False
     # A is (rank × inputs): shards that divide neither pad every adapter up to their number
     shards = option.dp * option.cp

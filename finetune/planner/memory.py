@@ -24,9 +24,9 @@ from ..compute.numerics import SHORT, attention, without_input_casts
 from ..compute.precision import autocast, settled
 from ..config import WIDTHS, Mesh, Optimizer, OptimizerKind, Train
 from ..figures import gib
+from ..models.anatomy import blocks
 from ..models.quantize import scales
 from ..parallel.engine import Engine
-from ..parallel.fsdp import blocks
 from ..parallel.layout import local
 from ..parallel.pipeline.plan import bubble, full_pieces, pieces_per_micro, virtual_stages
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..parallel.fsdp import blocks
+from ..models.anatomy import blocks
 
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 

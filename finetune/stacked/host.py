@@ -15,6 +15,7 @@ from ..compute.capabilities import capabilities
 from ..compute.loss import Head, aligned, linear_cross_entropies
 from ..compute.numerics import attention, uses_dropout
 from ..data.encoding import IGNORE
+from ..models.anatomy import is_conv1d
 from ..parallel.engine import Engine
 from ..parallel.layout import canonical
 from .frozen import Distinct, blocks_below, once_a_row
@@ -118,7 +119,7 @@ class Host:
     def _check_modules(self) -> None:
         for name in self._lora:
             module = self.backbone.get_submodule(name)
-            if not (type(module) is nn.Linear or type(module).__name__ == "Conv1D"):
+            if not (type(module) is nn.Linear or is_conv1d(module)):
                 raise NotStackable(f"the adapted layer {name} is a {type(module).__name__}, not a plain linear layer")
         for name, parameters in self._heads.items():
             module = self.backbone.get_submodule(name)

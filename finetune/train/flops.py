@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compute.loss import Head
-from ..parallel.activation_checkpoint import attention_modules
+from ..models.anatomy import attention_modules, is_linear
 
 _FUSED = ("qkv", "query_key_value", "c_attn", "in_proj")
 
@@ -80,10 +80,10 @@ class Tally:
         for module in model.modules():
             if module in skipped:
                 continue
-            if _is_linear(getattr(module, "base_layer", None)) and hasattr(module, "lora_A"):
+            if is_linear(getattr(module, "base_layer", None)) and hasattr(module, "lora_A"):
                 skipped.update(module.modules())
                 counted[module] = self._adapted
-            elif _is_linear(module):
+            elif is_linear(module):
                 counted[module] = self._plain
         handles = [
             module.register_forward_hook(partial(self._count, hook), with_kwargs=True)
@@ -205,7 +205,3 @@ def attention_width(config: Any) -> int | None:
 
 def _named(config: Any, *names: str) -> int | None:
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-
-
-def _is_linear(module: Any) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

@@ -23,8 +23,8 @@ from torch import nn
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
 from ..figures import gib
+from ..models.anatomy import blocks
 from ..models.quantize import scales
-from ..parallel.fsdp import blocks
 from ..parallel.layout import local
 from ..planner.memory import MemoryPlan, memory_plan, state_bytes
 from .checkpoint import steps

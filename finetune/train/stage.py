@@ -12,12 +12,12 @@ import torch
 
 from regularizers.layers.fused import FusedLayers
 
-from ..adapters.soft_tokens import before_text
 from ..atomic import read_object
 from ..compute.loss import Head
 from ..config import Evaluate, Optimizer, Train
 from ..digests import DONE
 from ..errors import UserError
+from ..models.anatomy import before_text
 from ..models.compiled import Compiled
 from ..parallel.engine import Context, Engine
 from ..run_directory import RunDirectory

@@ -15,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from finetune.adapters.adapter import attach_adapter
 from finetune.compute.capabilities import capabilities
 from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
+from finetune.models.anatomy import blocks
 from finetune.models.backbone import load_backbone
 from finetune.models.compiled import Compiled
 from finetune.parallel import fsdp as sharding
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
-from finetune.parallel.fsdp import blocks, in_order
+from finetune.parallel.fsdp import in_order
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel

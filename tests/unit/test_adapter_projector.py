@@ -27,7 +27,8 @@ from finetune.errors import UserError
 from finetune.evaluate import ranking
 from finetune.evaluate.perplexity import document_nats
 from finetune.evaluate.writing import lacking_room
-from finetune.models.backbone import load_backbone, position_limit
+from finetune.models.anatomy import position_limit
+from finetune.models.backbone import load_backbone
 from finetune.models.compiled import refuse_compile
 from finetune.models.fingerprint import checksum
 from finetune.parallel.engine import Engine

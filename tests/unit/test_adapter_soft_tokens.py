@@ -8,7 +8,8 @@ import torch
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.config import Adapter, Mesh, Optimizer, Train
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone, position_limit
+from finetune.models.anatomy import position_limit
+from finetune.models.backbone import load_backbone
 from finetune.parallel.rules import Settings, check_settings
 from finetune.run_directory import read_metrics
 from finetune.tasks import Classify, Completion, LanguageModel

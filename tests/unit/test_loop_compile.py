@@ -10,9 +10,9 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from finetune.errors import UserError
 from finetune.models import compiled as compiling
+from finetune.models.anatomy import blocks
 from finetune.models.backbone import load_backbone
 from finetune.models.compiled import REGULARIZERS, Compiled, refuse_compile
-from finetune.parallel.fsdp import blocks
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel, Seq2Seq
 from finetune.train.loop import TrainingStage, train_stage

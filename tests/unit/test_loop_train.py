@@ -15,7 +15,8 @@ from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
-from finetune.models.backbone import load_backbone, position_limit
+from finetune.models.anatomy import position_limit
+from finetune.models.backbone import load_backbone
 from finetune.models.fingerprint import checksum
 from finetune.planner.memory import memory_plan, plan_lines
 from finetune.run_directory import RunDirectory, read_metrics

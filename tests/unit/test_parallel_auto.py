@@ -11,7 +11,6 @@ from finetune import assets
 from finetune.config import Adapter, Mesh, Train
 from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
-from finetune.planner import auto_mesh
 from finetune.planner.auto_mesh import AXES, resolve
 from finetune.planner.devices import Devices, visible
 from finetune.planner.footprint import Backbone, footprint
@@ -225,11 +224,12 @@ def test_a_damaged_weight_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- what it knows
 
 
-def test_its_model_types_are_those_of_the_tables() -> None:
-    from finetune.parallel.pipeline.families import pipeline_families
-    from finetune.parallel.tensor import tensor_plans
+def test_a_family_is_one_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.models.families import FAMILIES, context_families, pipeline_families, tensor_plans
 
-    assert set(tensor_plans()) == auto_mesh.TENSOR_PLANS and set(pipeline_families()) == auto_mesh.PIPELINES
+    monkeypatch.setitem(FAMILIES, "another", FAMILIES["llama"])
+    assert all("another" in known() for known in (tensor_plans, pipeline_families, context_families))
+    assert set(pipeline_families()) | {"vit"} == set(tensor_plans())
 
 
 def test_cuda_devices_as_a_process_sees_them() -> None:

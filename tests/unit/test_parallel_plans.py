@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from finetune.errors import UserError
-from finetune.parallel.tensor import check_tensor_plan, tensor_plans
+from finetune.models.families import tensor_plans
+from finetune.parallel.tensor import check_tensor_plan
 from finetune.parallel.tensor.plans import find
 from tests.tensor_models import KINDS, adapted, backbone
 

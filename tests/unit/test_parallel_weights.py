@@ -15,11 +15,12 @@ from finetune.adapters.adapter import attach_adapter
 from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Mesh
 from finetune.errors import UserError
+from finetune.models.anatomy import blocks
 from finetune.models.backbone import load_backbone
 from finetune.models.meta import build_skeleton
 from finetune.models.safetensors_index import read_index
 from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.parallel.fsdp import blocks, shard
+from finetune.parallel.fsdp import shard
 from finetune.parallel.layout import Layout, Slice, held, put, whole
 from finetune.parallel.mesh import World
 from finetune.parallel.weights import load_weights, materialize

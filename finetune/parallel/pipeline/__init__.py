@@ -1,7 +1,6 @@
 """Pipeline parallelism: the blocks of a model over several ranks, torch's schedules, HF's own forward on every stage.
 
 plan.py       schedules: which rank has which stages, how many pieces, the bubble
-families.py   where a model has its embeddings, blocks, final norm and head
 absent.py     what stands where a stage lacks a module
 cut.py        cost, split, check, and the cut of a (meta) model into one stage
 pieces.py     micro-batches → pieces of one shape

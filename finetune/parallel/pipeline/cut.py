@@ -15,10 +15,11 @@ from torch import nn
 
 from ...config import Mesh
 from ...errors import UserError
+from ...models.anatomy import Anatomy
+from ...models.families import Stack
 from ..layout import canonical
 from ..mesh import World
 from .absent import Absent, BiasOnly, Inlet, Outlet
-from .families import Anatomy, Stack
 from .plan import stages_of, virtual_stages
 from .stage import Parts
 

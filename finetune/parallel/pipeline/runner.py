@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ...compute.loss import Batch, Head, batch_loss, find_head
 from ...compute.numerics import evaluating
 from ...config import Mesh
+from ...models.anatomy import Anatomy
 from ..mesh import DATA, World
 from .absent import Absent
-from .families import Anatomy
 from .passing import Passing, StandIn
 from .pieces import cut_micros
 from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages

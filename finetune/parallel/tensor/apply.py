@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...models.anatomy import backbone_of, is_conv1d
 from ..layout import Layout, Slice, canonical
 from ..mesh import World
 from . import borders
 from .check import check_tensor_plan
-from .plans import Found, FoundRegion, backbone_of, find
+from .plans import Found, FoundRegion, find
 from .vocabulary import VocabularySlice, split_embedding, split_head
 
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
@@ -189,7 +190,7 @@ class Cutter:
     def columns(self, layer: Any, *, fused: int = 1) -> None:
         """Keep this rank's output rows of a column layer: of the weight, the bias and every adapter's B."""
         base = _base(layer)
-        self.cut(base.weight, 1 if _transposed(base) else 0, fused=fused)
+        self.cut(base.weight, 1 if is_conv1d(base) else 0, fused=fused)
         if base.bias is not None:
             self.cut(base.bias, 0, fused=fused)
         for up in getattr(layer, "lora_B", {}).values():
@@ -197,12 +198,12 @@ class Cutter:
             up.out_features //= self.width
         for down in getattr(layer, "lora_A", {}).values():
             self._partial(down.weight)
-        _resize(layer, base, "nf" if _transposed(base) else "out_features", "out_features", self.width)
+        _resize(layer, base, "nf" if is_conv1d(base) else "out_features", "out_features", self.width)
 
     def row(self, layer: Any) -> None:
         """Keep this rank's input columns of a row layer: of the weight and every adapter's A; the bias on rank 0."""
         base = _base(layer)
-        self.cut(base.weight, 0 if _transposed(base) else 1)
+        self.cut(base.weight, 0 if is_conv1d(base) else 1)
         if base.bias is not None and self.rank:
             # Outputs are summed over the ranks and the bias belongs into the sum once. A plain attribute: neither a
             # parameter nor a buffer, so that nothing is read into it.
@@ -215,7 +216,7 @@ class Cutter:
             down.in_features //= self.width
         for up in getattr(layer, "lora_B", {}).values():
             self._partial(up.weight)
-        _resize(layer, base, "nx" if _transposed(base) else "in_features", "in_features", self.width)
+        _resize(layer, base, "nx" if is_conv1d(base) else "in_features", "in_features", self.width)
 
     def summed(self, module: nn.Module) -> None:
         """Trainable parameters of `module` that stayed whole get a summand of their gradient on each rank."""
@@ -230,10 +231,6 @@ class Cutter:
 
 def _base(layer: Any) -> Any:
     return layer.base_layer if hasattr(layer, "lora_A") else layer
-
-
-def _transposed(base: nn.Module) -> bool:
-    return type(base).__name__ == "Conv1D"
 
 
 def _resize(layer: Any, base: Any, own: str, peft: str, width: int) -> None:

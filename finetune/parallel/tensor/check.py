@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from ...errors import UserError
-from .plans import Found, backbone_of, find, tensor_plans
+from ...models.anatomy import backbone_of, is_linear
+from ...models.families import FAMILIES
+from .plans import Found, find
 
 
 def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> None:
@@ -27,7 +29,7 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
         return
     found = find(model)
     if sequence_parallel and not found.plan.sequence_parallel:
-        kinds = [kind for kind, about in tensor_plans().items() if "sequence parallel" in about]
+        kinds = [kind for kind, family in FAMILIES.items() if family.tensor.sequence_parallel]
         raise UserError(
             f"mesh.sequence_parallel: not for model type {backbone_of(model).config.model_type!r}, only for "
             f"{', '.join(kinds)}; leave it off"
@@ -93,7 +95,7 @@ def _check_layer(name: str, layer: Any) -> None:
     base = getattr(layer, "base_layer", layer)
     whole = [p for n, p in layer.named_parameters() if p.requires_grad and ".lora_" not in f".{n}"]
     biased = [m for m in getattr(layer, "lora_B", {}).values() if m.bias is not None]
-    if whole or biased or not (isinstance(base, nn.Linear) or type(base).__name__ == "Conv1D"):
+    if whole or biased or not is_linear(base):
         raise UserError(
             f"mesh.tp: {name} trains more than the A and B of a LoRA adapter, which cannot be cut along tp; "
             "train adapters only or leave mesh.tp at 1"

@@ -16,7 +16,7 @@ from ...compute.loss import IGNORED, Head, aligned
 from ...compute.numerics import evaluating, forward_precision
 from ...data.batches import MicroBatch, iterate_eval
 from ...data.example import Example
-from ...evaluate.perplexity import vocabulary_size
+from ...models.anatomy import vocabulary_size
 
 if TYPE_CHECKING:
     from ...tasks import Task

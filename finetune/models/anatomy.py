@@ -1,0 +1,131 @@
+"""Where a model has its blocks, attention, positions, vocabulary and linear layers; what a pipeline cuts it by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import UserError
+from .families import FAMILIES, Stack, pipeline_families
+
+
+def backbone_of(model: nn.Module) -> Any:
+    """The transformers model inside PEFT's wrapper, or the model itself."""
+    get = getattr(model, "get_base_model", None)
+    return model if get is None else get()
+
+
+def is_conv1d(module: Any) -> bool:
+    """Whether a layer is transformers' Conv1D (GPT-2): linear, with its weight kept as (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D"
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a layer is linear, however it keeps its weight."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks of any model of transformers: the members of its outermost module lists that have
+    parameters (encoder and decoder of T5; those of other pipeline stages have none)."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            found += [block for block in child if next(block.parameters(), None) is not None]
+        else:
+            found += blocks(child)
+    return found
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The attention module of each block that has one."""
+    return [attention for block in blocks(model) for attention in _attention(block)]
+
+
+def _attention(block: nn.Module) -> list[nn.Module]:
+    """The outermost attention modules within a block."""
+    found: list[nn.Module] = []
+    for child in block.children():
+        if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
+            found.append(child)
+        else:
+            found += _attention(child)
+    return found
+
+
+def vocabulary_size(model: Any) -> int:
+    """V, as the width of the input embedding where this process has one."""
+    embeddings = getattr(model, "get_input_embeddings", None)
+    return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Longest row, tokens, that a table of learned positions allows; None where positions are computed (rotary, …)."""
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and name.rsplit(".", 1)[-1] in {"wpe", "position_embeddings", "embed_positions", "position_embedding"}
+    ]
+    # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
+    used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
+    taken = getattr(model, "soft_tokens", 0)  # they lie before every row
+    return min((t.num_embeddings - u - taken for t, u in zip(tables, used, strict=True)), default=None)
+
+
+def before_text(model: Any) -> str:
+    """What lies before the text of every row, as `2 soft tokens and 3 places of features`; empty where nothing does."""
+    taken = getattr(model, "soft_tokens", 0)
+    projector = getattr(model, "features_before", None)
+    places = 0 if projector is None else projector.places
+    counted = [(taken - places, "soft token", ""), (places, "place", " of features")]
+    return " and ".join(f"{n} {what}{'s' if n > 1 else ''}{of}" for n, what, of in counted if n)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model's parts, by their modules."""
+
+    causal: Any
+    """The backbone with its head, without PEFT around it."""
+    base: Any
+    """The backbone without its head; `causal` itself where the family has no such module."""
+    stacks: tuple[Stack, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Anatomy:
+        """Find the parts of a model, PEFT around it or not.
+
+        Raises:
+            UserError: its family is not known here.
+        """
+        causal = backbone_of(model)
+        kind = causal.config.model_type
+        if kind not in pipeline_families():
+            known = ", ".join(pipeline_families())
+            raise UserError(f"mesh.pp: {kind} models cannot be cut into pipeline stages ({known} can); use mesh.dp")
+        return cls(causal, getattr(causal, causal.base_model_prefix, causal), FAMILIES[kind].stacks)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """All blocks in order; the encoder's before the decoder's."""
+        return [block for stack in self.stacks for block in self.run(stack)]
+
+    def run(self, stack: Stack) -> nn.ModuleList:
+        """The blocks of one stack."""
+        return self.base.get_submodule(stack.blocks)
+
+    @property
+    def head(self) -> list[str]:
+        """Names of `causal`'s children with parameters behind the blocks."""
+        own = {name.split(".")[0] for stack in self.stacks for name in (stack.blocks, *stack.first, *stack.last)}
+        before = {*own, "shared"} if self.base is self.causal else {self.causal.base_model_prefix}
+        children = self.causal.named_children()
+        return [name for name, child in children if name not in before and next(child.parameters(), None) is not None]
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return int(self.causal.config.hidden_size)

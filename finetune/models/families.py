@@ -1,0 +1,178 @@
+"""The model families: one table by transformers' model type, with what each axis of a mesh has to know of it.
+
+A block has *regions*: an entry module whose input is whole, column layers that are cut by output rows, and one row
+layer that is cut by input columns and whose output is summed over the ranks. Everything else stays whole. Nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Region:
+    """Names are relative to the block. Of `columns` those that exist count (gated and plain feed-forward)."""
+
+    entry: str
+    columns: tuple[str, ...]
+    row: str
+    heads: bool = False
+    """Attention: rows come in heads."""
+    fused: int = 1
+    """Equal blocks of rows in a column layer, each cut apart (GPT-2's query, key and value)."""
+    counts: tuple[str, ...] = ()
+    """Attributes of the entry module that count heads or channels and become local."""
+    bias: str | None = None
+    """An embedding of the entry module with one column a head (T5's relative position bias)."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Names are suffixes of module names in the backbone; `*` is a number."""
+
+    about: str
+    blocks: str
+    regions: tuple[Region, ...]
+    embeddings: tuple[str, ...] = ()
+    """Embeddings over the vocabulary; a linear output head over it is cut as well."""
+    norm: str | None = None
+    """The norm after the last block; None where the residual stream cannot be split by tokens."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the residual stream may be split by tokens."""
+        return self.norm is not None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A run of blocks, as a pipeline cuts it; names are relative to the model without its head."""
+
+    blocks: str
+    """The nn.ModuleList."""
+    first: tuple[str, ...]
+    """Modules before the first block that have parameters."""
+    last: tuple[str, ...]
+    """Modules after the last block that have parameters."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of one architecture beyond what any model of transformers shows by itself."""
+
+    tensor: TensorPlan
+    """How its layers are cut along `mesh.tp`."""
+    stacks: tuple[Stack, ...] = ()
+    """What `mesh.pp` cuts, the encoder's blocks before the decoder's; empty where it cannot be cut."""
+    context: bool = False
+    """Whether `mesh.cp` may split its tokens: they meet in causal self-attention only, through transformers' attention
+    interface."""
+
+
+_GATED = Region("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
+_LLAMA = (
+    Region("self_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj", heads=True),
+    _GATED,
+)
+_SELF = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
+_BERT = (
+    Region(
+        "attention.self", _SELF, "attention.output.dense", heads=True, counts=("num_attention_heads", "all_head_size")
+    ),
+    Region("intermediate", ("intermediate.dense",), "output.dense"),
+)
+_VIT = (
+    Region(
+        "attention",
+        ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        "attention.o_proj",
+        heads=True,
+        counts=("num_attention_heads",),
+    ),
+    Region("mlp", ("mlp.fc1",), "mlp.fc2"),
+)
+_GPT2 = (
+    Region("attn", ("attn.c_attn",), "attn.c_proj", heads=True, fused=3, counts=("num_heads", "split_size")),
+    Region("mlp", ("mlp.c_fc",), "mlp.c_proj"),
+)
+_NEOX = (
+    # the rows of query_key_value are ordered by head, so an even cut keeps heads whole
+    Region("attention", ("attention.query_key_value",), "attention.dense", heads=True),
+    Region("mlp", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
+)
+
+
+def _t5_attention(entry: str) -> Region:
+    columns = tuple(f"{entry}.{name}" for name in ("q", "k", "v"))
+    counts = ("n_heads", "inner_dim")
+    return Region(entry, columns, f"{entry}.o", heads=True, counts=counts, bias="relative_attention_bias")
+
+
+def _t5_feed_forward(entry: str) -> Region:
+    return Region(entry, tuple(f"{entry}.{name}" for name in ("wi", "wi_0", "wi_1")), f"{entry}.wo")
+
+
+_T5 = (
+    _t5_attention("layer.0.SelfAttention"),
+    _t5_attention("layer.1.EncDecAttention"),
+    _t5_feed_forward("layer.1.DenseReluDense"),
+    _t5_feed_forward("layer.2.DenseReluDense"),
+)
+
+
+def _decoder(about: str, *, context: bool = True) -> Family:
+    plan = TensorPlan(about, "layers.*", _LLAMA, ("embed_tokens",), "norm")
+    return Family(plan, (Stack("layers", ("embed_tokens",), ("norm",)),), context)
+
+
+def _encoder(about: str) -> Family:
+    plan = TensorPlan(about, "encoder.layer.*", _BERT, ("word_embeddings",))
+    return Family(plan, (Stack("encoder.layer", ("embeddings",), ("pooler",)),))
+
+
+FAMILIES = {
+    "llama": _decoder("Llama 1 to 3: grouped heads, gated feed-forward, vocabulary; sequence parallel"),
+    "qwen2": _decoder("Qwen2 and 2.5: as Llama with biases; sequence parallel"),
+    "qwen3": _decoder("Qwen3: as Llama with norms on queries and keys; sequence parallel"),
+    "mistral": _decoder("Mistral: as Llama with sliding windows; sequence parallel"),
+    "gemma": _decoder("Gemma 1: as Llama with scaled embeddings; sequence parallel"),
+    "gemma2": _decoder("Gemma 2: norms before and after each region; sequence parallel", context=False),
+    "gemma3_text": _decoder("Gemma 3 (text): norms before and after each region; sequence parallel"),
+    "gpt2": Family(
+        TensorPlan("GPT-2: fused query, key and value, vocabulary", "h.*", _GPT2, ("wte",)),
+        (Stack("h", ("wte", "wpe"), ("ln_f",)),),
+        context=True,
+    ),
+    "gpt_neox": Family(
+        TensorPlan("GPT-NeoX and Pythia: query, key and value fused by head", "layers.*", _NEOX, ("embed_in",)),
+        (Stack("layers", ("embed_in",), ("final_layer_norm",)),),
+        context=True,
+    ),
+    "t5": Family(
+        TensorPlan("T5: encoder, decoder and cross attention", "block.*", _T5, ("shared", "embed_tokens")),
+        (
+            Stack("encoder.block", ("encoder.embed_tokens",), ("encoder.final_layer_norm",)),
+            Stack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
+        ),
+    ),
+    "bert": _encoder("BERT: encoder blocks and vocabulary; pooler and task head whole"),
+    "roberta": _encoder("RoBERTa: encoder blocks and vocabulary; task head whole"),
+    "vit": Family(TensorPlan("ViT: encoder blocks; patch embedding and task head whole", "layers.*", _VIT)),
+}
+"""Model type of transformers → what is known of it. A family is added by one entry here."""
+
+
+def tensor_plans() -> dict[str, str]:
+    """Model types that tensor parallelism can cut, and a sentence about each."""
+    return {kind: family.tensor.about for kind, family in FAMILIES.items()}
+
+
+def pipeline_families() -> tuple[str, ...]:
+    """Model types that can be cut into stages."""
+    return tuple(kind for kind, family in FAMILIES.items() if family.stacks)
+
+
+def context_families() -> tuple[str, ...]:
+    """Model types whose tokens can be split."""
+    return tuple(kind for kind, family in FAMILIES.items() if family.context)
