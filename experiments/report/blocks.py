@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -37,6 +37,13 @@ class Table:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     numeric: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, str]], caption: str = "", *, words: Sequence[str]) -> Table:
+        """Rows as column → text, each with the same columns; all are figures but those named in `words`."""
+        columns = list(rows[0]) if rows else []
+        numeric = frozenset(place for place, name in enumerate(columns) if name not in words)
+        return cls(columns, [[row[name] for name in columns] for row in rows], caption, numeric)
 
 
 @dataclass(frozen=True)

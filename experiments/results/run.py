@@ -339,11 +339,16 @@ def _read_study(path: Path) -> Study:
     return Study(cells, floors, {k: v for k, v in tree.items() if k not in ("cells", "floor")})
 
 
+_FILES = (
+    "recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json",
+    "comparison.json",
+)  # fmt: skip
+"""What a directory that can be shown has one of, or `cells`."""
+
+
 def is_run(path: Path) -> bool:
     """True if `path` holds any piece that the report can show."""
-    files = ("recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json")
-    files += ("comparison.json",)
-    return any((path / f).is_file() for f in files) or (path / "cells").is_dir()
+    return any((path / name).is_file() for name in _FILES) or (path / "cells").is_dir()
 
 
 def discover(paths: Sequence[Path]) -> list[Run]:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -331,3 +332,20 @@ def test_a_hidden_temporary_is_shown_under_its_own_name(demo, tmp_path):
     shutil.copytree(demo / "warmup" / "selection", run)
     _, page = page_of(tmp_path, run)
     assert "selection chosen" in page.words and ".tmp" not in page.words
+
+
+def test_the_directory_of_a_comparison_is_a_chapter_of_its_own(tmp_path):
+    kept = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "flat_comparison" / "comparison.json"
+    folder = tmp_path / "flat"
+    (folder / "cells").mkdir(parents=True)  # its cells are no grid
+    shutil.copyfile(kept, folder / "comparison.json")
+    text = build_report([folder], out=tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "comparison flat" in text and "Primary endpoint" in text and "Equal trials" in text
+    assert "cells finished" not in text
+
+
+def test_every_chapter_is_one_file_with_a_part():
+    from experiments.report import chapters
+
+    files = {path.stem for path in Path(chapters.__file__).parent.glob("*.py")} - {"__init__", "sweep_verdicts"}
+    assert {part.__module__.rpartition(".")[2] for part in chapters.PARTS} == files

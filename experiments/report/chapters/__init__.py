@@ -97,20 +97,16 @@ def _circumstances(run: Run) -> list[Section]:
     folded: list[Section] = []
     if isinstance(inputs, list) and inputs:
         rows = [
-            [
-                str(i.get("path", "")),
-                formats.number(i["rows"]) if isinstance(i.get("rows"), int) else "–",
-                formats.size(i["bytes"]) if isinstance(i.get("bytes"), int) else "–",
-                str(i.get("sha256", "")),
-            ]
+            {
+                "file": str(i.get("path", "")),
+                "rows": formats.number(i["rows"]) if isinstance(i.get("rows"), int) else "–",
+                "size": formats.size(i["bytes"]) if isinstance(i.get("bytes"), int) else "–",
+                "SHA-256": str(i.get("sha256", "")),
+            }
             for i in inputs
             if isinstance(i, dict)
         ]
-        folded.append(
-            Section(
-                "Inputs", [Table(["file", "rows", "size", "SHA-256"], rows, numeric=frozenset({1, 2}))], folded=True
-            )
-        )
+        folded.append(Section("Inputs", [Table.of(rows, words=("file", "SHA-256"))], folded=True))
     if run.environment:
         pairs = []
         for key, value in run.environment.items():

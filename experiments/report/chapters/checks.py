@@ -79,21 +79,23 @@ def _range(values: list[float]) -> str:
     return f"{_change(sum(values) / len(values))} ({_change(min(values))} to {_change(max(values))})"
 
 
+_WORDS = ("target", "id", "served", "nearest record")
+
+
 def _coverage(found: Any) -> list[Section]:
     if not isinstance(found, dict) or not found["worst"]:
         return []
     rows = [
-        [
-            worst["text"] or "(no text)",
-            worst["id"],
-            formats.signed(float(worst["g"])),
-            formats.number(float(worst["cost"])),
-            "no" if worst["unserved"] else "yes" if found["limit"] is not None else "–",
-            worst["nearest_text"] or worst["nearest"],
-        ]
+        {
+            "target": worst["text"] or "(no text)",
+            "id": worst["id"],
+            "potential g": formats.signed(float(worst["g"])),
+            "cost of nearest record": formats.number(float(worst["cost"])),
+            "served": "no" if worst["unserved"] else "yes" if found["limit"] is not None else "–",
+            "nearest record": worst["nearest_text"] or worst["nearest"],
+        }
         for worst in found["worst"]
     ]
-    columns = ["target", "id", "potential g", "cost of nearest record", "served", "nearest record"]
     if found["limit"] is None:
         lead = "Fewer than ten targets differ, so there is no telling what is far. Listed by potential, largest first."
     elif found["unserved"]:
@@ -119,4 +121,10 @@ def _coverage(found: Any) -> list[Section]:
         f"{which}The potential g_j, in units of cost: what it costs the pool to reach a target, beside the mean one. "
         "Nearest records are searched in the whole pool."
     )
-    return [Section("What the pool cannot serve", [Table(columns, rows, caption, frozenset({2, 3}))], lead)]
+    return [
+        Section(
+            "What the pool cannot serve",
+            [Table.of(rows, caption, words=_WORDS)],
+            lead,
+        )
+    ]

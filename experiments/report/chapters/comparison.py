@@ -102,38 +102,25 @@ def _primary(document: Document) -> list[Block]:
         mean, interval = formats.effect(primary, 100.0)
         boot = primary.get("bootstrap")
         rows.append(
-            [
-                name,
-                "confirmatory" if m["confirmatory"] else "exploratory",
-                str(primary["n"]),
-                ", ".join(primary["tasks"]),
-                mean,
-                interval,
-                formats.effect({"value": primary["value"], **boot}, 100.0)[1] if boot else "–",
-                formats.number(primary["p"]),
-                formats.number(primary["p_holm"]),
-                formats.number(_points(primary["detectable"])),
-                f"{primary['wins']}/{primary['n']}",
-            ]
+            {
+                "method": name,
+                "kind": "confirmatory" if m["confirmatory"] else "exploratory",
+                "seeds": str(primary["n"]),
+                "tasks": ", ".join(primary["tasks"]),
+                "points": mean,
+                "95 % t": interval,
+                "95 % bootstrap": formats.effect({"value": primary["value"], **boot}, 100.0)[1] if boot else "–",
+                "p": formats.number(primary["p"]),
+                "p (Holm)": formats.number(primary["p_holm"]),
+                "detectable": formats.number(_points(primary["detectable"])),
+                "seeds won": f"{primary['wins']}/{primary['n']}",
+            }
         )
-    table = Table(
-        [
-            "method",
-            "kind",
-            "seeds",
-            "tasks",
-            "points",
-            "95 % t",
-            "95 % bootstrap",
-            "p",
-            "p (Holm)",
-            "detectable",
-            "seeds won",
-        ],
+    table = Table.of(
         rows,
         f"Test accuracy minus {document['baseline']}'s, mean over tasks, percentage points. Detectable: the effect "
         "found with 80 % power at these seeds. With five seeds a sign-flip p cannot go below 0.0625.",
-        frozenset({2, 4, 5, 6, 7, 8, 9, 10}),
+        words=("method", "kind", "tasks"),
     )
     blocks: list[Block] = [Figures([forest(document)]), table]
     if document["controls"]:
@@ -141,22 +128,11 @@ def _primary(document: Document) -> list[Block]:
         for control in document["controls"]:
             mean, interval = formats.effect(control["difference"], 100.0)
             found = control["difference"]
-            body.append(
-                [
-                    f"{control['method']} − {control['control']}",
-                    mean,
-                    interval,
-                    formats.number(found["p"]) if found else "–",
-                ]
-            )
-        blocks.append(
-            Table(
-                ["contrast", "points", "95 % t", "p"],
-                body,
-                "What the idea itself adds: the method beside its control, same seeds and tasks; not corrected.",
-                frozenset({1, 2, 3}),
-            )
-        )
+            contrast = f"{control['method']} − {control['control']}"
+            p = formats.number(found["p"]) if found else "–"
+            body.append({"contrast": contrast, "points": mean, "95 % t": interval, "p": p})
+        caption = "What the idea itself adds: the method beside its control, same seeds and tasks; not corrected."
+        blocks.append(Table.of(body, caption, words=("contrast",)))
     return blocks
 
 
@@ -246,51 +222,32 @@ def _trials(document: Document) -> Block:
     for trial in document["trials"]:
         own = [f"{key.rpartition('.')[2]} = {value}" for key, value in trial["chosen"].items() if key != "optimizer.lr"]
         rows.append(
-            [
-                trial["task"],
-                trial["method"],
-                str(trial["trials"]),
-                str(trial["failed"]),
-                formats.number(trial["chosen"]["optimizer.lr"]),
-                f"{formats.number(trial['lowest_lr'])} to {formats.number(trial['highest_lr'])}",
-                ", ".join(own) or "–",
-                ", ".join(formats.number(value, 3) for value in trial["validation"]),
-                "yes" if trial["on_edge"] else "no",
-            ]
+            {
+                "task": trial["task"],
+                "method": trial["method"],
+                "trials": str(trial["trials"]),
+                "failed": str(trial["failed"]),
+                "learning rate": formats.number(trial["chosen"]["optimizer.lr"]),
+                "tried": f"{formats.number(trial['lowest_lr'])} to {formats.number(trial['highest_lr'])}",
+                "own settings": ", ".join(own) or "–",
+                "validation by seed": ", ".join(formats.number(value, 3) for value in trial["validation"]),
+                "still on an edge": "yes" if trial["on_edge"] else "no",
+            }
         )
-    return Table(
-        [
-            "task",
-            "method",
-            "trials",
-            "failed",
-            "learning rate",
-            "tried",
-            "own settings",
-            "validation by seed",
-            "still on an edge",
-        ],
-        rows,
-        "",
-        frozenset({2, 3, 4}),
-    )
+    words = ("task", "method", "tried", "own settings", "validation by seed", "still on an edge")
+    return Table.of(rows, words=words)
 
 
 def _failed(document: Document) -> Block:
     if not document["diverged"]:
         return Notes(["None: every trial and every final run ended."])
-    return Table(
-        ["kind", "method", "task", "seed", "settings", "how", "reason"],
-        [
-            [
-                r["kind"],
-                r["method"],
-                r["task"],
-                str(r["seed"]),
-                ", ".join(f"{key.rpartition('.')[2]} = {value}" for key, value in r["setting"].items()),
-                r["status"],
-                r["reason"],
-            ]
-            for r in document["diverged"]
-        ],
-    )
+    rows = [
+        {
+            **{name: str(run[name]) for name in ("kind", "method", "task", "seed")},
+            "settings": ", ".join(f"{key.rpartition('.')[2]} = {value}" for key, value in run["setting"].items()),
+            "how": run["status"],
+            "reason": run["reason"],
+        }
+        for run in document["diverged"]
+    ]
+    return Table.of(rows, words=list(rows[0]))

@@ -120,20 +120,17 @@ def evaluation_sections(run: Run) -> list[Section]:
                     cells = [formats.with_interval(c["value"], c.get("low"), c.get("high")) for c in pair]
                     change = pair[1]["value"] / pair[0]["value"] - 1
                     rows.append(
-                        [
-                            split,
-                            formats.metric_name(metric),
-                            *cells,
-                            ("+" if change > 0 else "") + formats.percent(change),
-                        ]
+                        {
+                            "split": split,
+                            "metric": formats.metric_name(metric),
+                            "cold backbone": cells[0],
+                            "after warm-up": cells[1],
+                            "change": ("+" if change > 0 else "") + formats.percent(change),
+                        }
                     )
         lead = "How far the warm-up moved the backbone towards the target's own texts, labels unseen."
-        table = Table(
-            ["split", "metric", "cold backbone", "after warm-up", "change"],
-            rows,
-            "Both are judged on the same rows; intervals are bootstrap intervals of each, not of the difference.",
-            frozenset({2, 3, 4}),
-        )
+        caption = "Both are judged on the same rows; intervals are bootstrap intervals of each, not of the difference."
+        table = Table.of(rows, caption, words=("split", "metric"))
         if rows:
             found.append(Section("The warm-up's shift", [table], lead))
     return found

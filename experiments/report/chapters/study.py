@@ -157,47 +157,34 @@ def study_sections(study: Study) -> list[Section]:
     for metric in metrics:
         for c in contrasts(study, metric):
             value, interval = formats.estimate(c.interval.value, c.interval.low, c.interval.high, plus=True)
-            verdict = (
-                "no interval"
-                if c.interval.low is None
-                else "excludes zero"
-                if c.interval.excludes_zero
-                else "holds zero"
-            )
+            said = "excludes zero" if c.interval.excludes_zero else "holds zero"
             against = c.group.removeprefix("against ") if c.group.startswith("against") else ""
-            pair = f"{c.name} − {against}" if against else c.name
-            differences.append([formats.metric_name(metric), pair, value, interval or "–", verdict, str(c.interval.n)])
+            differences.append(
+                {
+                    "metric": formats.metric_name(metric),
+                    "difference": f"{c.name} − {against}" if against else c.name,
+                    "mean": value,
+                    "95 % interval": interval or "–",
+                    "it": "no interval" if c.interval.low is None else said,
+                    "pairs": str(c.interval.n),
+                }
+            )
     blocks: list[Block] = [Figures(charts), table]
     blocks.append(Notes(_study_notes(study, differences)))
     target = study.about.get("target")
     title = f"Cold, random and GOT-D warm-up × plain and GGPO{f' on {target}' if target else ''}"
     found = [Section(title, [b for b in blocks if not (isinstance(b, Notes) and not b.sentences)], _described(study))]
     if differences:
-        paired = Table(
-            ["metric", "difference", "mean", "95 % interval", "it", "pairs"],
-            differences,
-            "Seed-paired differences. Not corrected for the number of comparisons.",
-            frozenset({2, 3, 5}),
-        )
+        caption = "Seed-paired differences. Not corrected for the number of comparisons."
+        paired = Table.of(differences, caption, words=("metric", "difference", "it"))
         found.append(Section("All paired differences", [paired], folded=True))
     tuned = study.about.get("tuned")
     if isinstance(tuned, dict) and tuned:
         keys = list(dict.fromkeys(k for v in tuned.values() if isinstance(v, dict) for k in v))
         cells = [[arm, *(formats.plain(v.get(k)) for k in keys)] for arm, v in tuned.items() if isinstance(v, dict)]
-        found.append(
-            Section(
-                "Learning rates, tuned on dev with a seed of their own",
-                [
-                    Table(
-                        ["arm", *(k.replace("_", " ") for k in keys)],
-                        cells,
-                        "Equal trials for every arm.",
-                        frozenset(range(1, len(keys) + 1)),
-                    )
-                ],
-                folded=True,
-            )
-        )
+        names, numeric = ["arm", *(k.replace("_", " ") for k in keys)], frozenset(range(1, len(keys) + 1))
+        rates = Table(names, cells, "Equal trials for every arm.", numeric)
+        found.append(Section("Learning rates, tuned on dev with a seed of their own", [rates], folded=True))
     return found
 
 
@@ -211,10 +198,10 @@ def _described(study: Study) -> str:
     )
 
 
-def _study_notes(study: Study, differences: list[list[str]]) -> list[str]:
+def _study_notes(study: Study, differences: list[dict[str, str]]) -> list[str]:
     notes = []
-    clear = sum(row[4] == "excludes zero" for row in differences)
-    asked = sum(row[4] != "no interval" for row in differences)
+    clear = sum(row["it"] == "excludes zero" for row in differences)
+    asked = sum(row["it"] != "no interval" for row in differences)
     if asked:
         notes.append(
             f"{clear} of {asked} intervals exclude zero; "

@@ -66,8 +66,8 @@ def interval_chart(
         if rule is not None:
             ax.axvline(rule, color=colour("ink"), linewidth=1.4, linestyle=(0, (3, 2)))
         if note is not None:
-            heavy = {} if note[1] == "muted" else {"weight": "bold"}
-            canvas.text(left, height - 9, note[0], colour=note[1], **heavy)
+            weight = "normal" if note[1] == "muted" else "bold"
+            canvas.text(left, height - 9, note[0], colour=note[1], weight=weight)
         return canvas.chart(key, title=title, caption=caption)
 
 
