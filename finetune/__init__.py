@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-    from .config import (
-        Adapter,
-        Data,
-        Evaluate,
-        Mesh,
-        Optimizer,
-        Train,
-    )
+    from .config import Adapter, Data, Evaluate, Mesh, Optimizer, Train
     from .errors import Interrupted, UserError
     from .models.backbone import load_backbone, load_tokenizer, resolve_backbone
     from .models.fingerprint import checksum
@@ -32,17 +25,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "adapters.adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
-    "backbone": ("load_backbone", "load_tokenizer", "resolve_backbone"),
-    "config": (
-        "Adapter",
-        "Data",
-        "Evaluate",
-        "Mesh",
-        "Optimizer",
-        "Train",
-    ),
+    "models.backbone": ("load_backbone", "load_tokenizer", "resolve_backbone"),
+    "config": ("Adapter", "Data", "Evaluate", "Mesh", "Optimizer", "Train"),
     "errors": ("Interrupted", "UserError"),
-    "fingerprint": ("checksum",),
+    "models.fingerprint": ("checksum",),
     "tasks": ("Chat", "Classify", "Completion", "LanguageModel", "MaskedLM", "Regress", "Seq2Seq", "Task"),
     "train.loop": ("Diverged", "StageResult", "TrainingStage", "train_stage"),
     "planner.memory": ("memory_plan", "plan_lines"),
