@@ -23,7 +23,7 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
     task = recipe.task
     if task.score != "generate":
         return
-    from finetune.evaluate.generate import check_room
+    from finetune.evaluate.answers import check_room
     from finetune.models.backbone import read_config
 
     counted = SimpleNamespace(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.results.metrics import METRICS
+from finetune.evaluate.metrics import metric_of
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -148,20 +148,10 @@ AXES = {
 """Axis of a sweep: its name with its unit, for a reader."""
 
 
-def metric_name(metric: str) -> str:
-    """`f1_macro` → `macro F1`."""
-    return METRICS.get(metric, (metric.replace("_", " "), ""))[0]
-
-
-def metric_unit(metric: str) -> str:
-    """Unit of a metric in words, empty if unknown."""
-    return METRICS.get(metric, ("", ""))[1]
-
-
 def figure_name(column: str) -> str:
     """`test.error` → `test error`; `train.f1_macro` → `train macro F1`."""
     split, dot, metric = column.partition(".")
-    return f"{split} {metric_name(metric)}" if dot else metric_name(column)
+    return f"{split} {metric_of(metric).title}" if dot else metric_of(column).title
 
 
 def axis_name(axis: str) -> str:

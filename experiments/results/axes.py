@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from experiments.results.metrics import FLOOR_NAMES, METRICS
 from experiments.results.table import SweepTable, encode
+from finetune.evaluate.metrics import METRICS
 
 SPLITS = ("train", "dev", "test")
 _RECORDED = ("grad.", "update.", "sharpness.")
@@ -26,7 +26,7 @@ def axes_of_table(table: pa.Table, declared: Iterable[str] | None) -> tuple[list
 
 def _is_figure(column: str) -> bool:
     head, _, tail = column.partition(".")
-    return column.startswith(_RECORDED) or (head in SPLITS and tail.split(".")[0] in (METRICS | FLOOR_NAMES))
+    return column.startswith(_RECORDED) or (head in SPLITS and tail.split(".")[0] in METRICS)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from experiments.results.axes import SPLITS, Together, axes_of_table, leading
 from experiments.results.cells import status_of
-from experiments.results.metrics import FLOORS
 from experiments.results.sweep_plan import (
     AGAIN,
     beta1,
@@ -35,6 +34,7 @@ from experiments.results.table import SweepTable, Where, floats
 from experiments.results.traces import STEP, late_traces
 from finetune.digests import unsealed
 from finetune.errors import UserError
+from finetune.evaluate.metrics import metric_of
 
 GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
 """Figures of a sweep that are computed from recorded ones."""
@@ -153,7 +153,7 @@ class SweepData(SweepTable):
     def majority_error(self, test: str) -> float | None:
         """Mean error of always saying the commonest class; None unless the column `test` is an error of classes."""
         split, _, metric = test.partition(".")
-        floor = f"{split}.{FLOORS['accuracy']}"
+        floor = f"{split}.{metric_of('accuracy').floor}"
         if metric != "error" or not self.has(floor):
             return None
         shares = self.column(floor)

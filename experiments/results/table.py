@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from experiments.results.metrics import bounds
 from experiments.statistics.curve import Lost
 from experiments.statistics.intervals import Interval, t_interval
+from finetune.evaluate.metrics import metric_of
 
 Where = Mapping[str, Any]
 """A setting: axis → value."""
@@ -257,7 +257,7 @@ def interval(column: str, values: Any) -> Interval | None:
     """t-interval of a figure's values, cut at what the figure can be; None for no values."""
     if values is None or not len(values):
         return None
-    return t_interval(values.tolist(), bounds=bounds(column.partition(".")[2]))
+    return t_interval(values.tolist(), bounds=metric_of(column.partition(".")[2]).bounds)
 
 
 def encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:

@@ -14,25 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe.config import Recipe
-from experiments.results.metrics import FLOORS
 from finetune import assets
 from finetune.atomic import read_object
 from finetune.data.formats import HUB, HubName
+from finetune.evaluate.metrics import METRICS, metric_of
 
-_METRICS = {
-    "accuracy": "accuracy",
-    "f1_macro": "f1",
-    "f1_micro": "f1",
-    "pearson": "pearsonr",
-    "spearman": "spearmanr",
-    "rmse": "rmse",
-    "mae": "mae",
-    "chrf": "chrf",
-    "matthews": "matthews_correlation",
-    "perplexity": "perplexity",
-    "exact_match": "exact_match",
-}
-"""Our figures by their names on the hub."""
 _LOCAL_PATH = re.compile(r"(?<![\w.~:/-])(?:~|\.\.?)?/[^\s,'\"\]}]*")
 
 
@@ -138,7 +124,7 @@ def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, jud
         pipeline_tag=recipe.task.pipeline_tag,
         tags=["lora", "flatshift", recipe.regularizer.kind],
         datasets=_hub_sources(recipe) or None,
-        metrics=list(dict.fromkeys(hub for ours, hub in _METRICS.items() if judged and ours in found)) or None,
+        metrics=list(dict.fromkeys(m.hub for m in METRICS.values() if judged and m.hub and m.name in found)) or None,
     )
     missing = [] if license is not None else ["# license: TO FILL IN, by its name on the hub (apache-2.0, mit, …)"]
     return "\n".join(["---", *data.to_yaml().strip().splitlines(), *missing, "---", ""])
@@ -178,9 +164,9 @@ def _figures(evaluation: dict[str, dict[str, Any]]) -> str:
     rows = []
     for split, metrics in evaluation.items():
         for name, m in metrics.items():
-            if name in FLOORS.values():
+            if metric_of(name).is_floor:
                 continue
-            beside = metrics.get(FLOORS.get(name, ""))
+            beside = metrics.get(metric_of(name).floor or "")
             floor = "" if beside is None else _number(beside["value"])
             interval = f"{_number(m['low'])} to {_number(m['high'])}"
             rows.append([split, name, _number(m["value"]), interval, floor, f"{m['n']:,}"])

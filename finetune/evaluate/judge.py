@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,10 @@ from ..data.batches import iterate_eval
 from ..data.example import IGNORE, Example
 from ..errors import UserError
 from ..parallel.share import ALONE, Share
+from .answers import generate_answers
 from .bootstrap import Interval, ratio_interval
-from .chrf import chrf as shared_characters
-from .generate import exact_matches, generate_answers
-from .metrics import judge_classes
+from .classes import judge_classes
+from .metrics import functions
 from .perplexity import document_nats
 from .ranking import rank_choices
 
@@ -93,23 +92,20 @@ class Judge:
         """Σ values / Σ counts."""
         return ratio_interval(values, counts, **self.draw)
 
-    def exponential(self, values: Any, counts: Any) -> Interval:
-        """exp(Σ values / Σ counts)."""
-        return ratio_interval(values, counts, transform=np.exp, **self.draw)
-
     def mean(self, values: Any) -> Interval:
         """The mean of one value an example."""
         return self.ratio(values, np.ones(len(values)))
 
-    def surprise(self, examples: Sequence[Example], nats: np.ndarray, tokens: np.ndarray) -> dict[str, Interval]:
-        """`loss` (nats per supervised token), `perplexity` (its exponential), `bits_per_byte` (nats / ln 2 / UTF-8
-        bytes of the supervised text)."""
+    def surprise(
+        self, examples: Sequence[Example], nats: np.ndarray, tokens: np.ndarray, *, of: str = "text"
+    ) -> dict[str, Interval]:
+        """The metrics that are judged by "text", or by the "hidden" tokens of one."""
         size = np.array([example.bytes for example in examples], dtype=np.float64)
-        return {
-            "loss": self.ratio(nats, tokens),
-            "perplexity": self.exponential(nats, tokens),
-            "bits_per_byte": self.ratio(nats, size * math.log(2.0)),
-        }
+        found = {}
+        for name, function in functions(of).items():
+            values, counts, transform = function(nats, tokens, size)
+            found[name] = ratio_interval(values, counts, transform=transform, **self.draw)
+        return found
 
     def ranked(self, examples: Sequence[Example]) -> dict[str, Interval]:
         """`surprise`, and `accuracy, f1_macro, matthews, majority_floor` of the likeliest choice."""
@@ -120,8 +116,9 @@ class Judge:
         figures = self.surprise(examples, nats, np.array([_supervised(example) for example in examples]))
         return figures | judge_classes(gold, scores.argmax(-1).tolist(), **self.draw)
 
-    def answers(self, examples: Sequence[Example], *, num_beams: int = 1, chrf: bool = False) -> dict[str, Interval]:
-        """`exact_match` of what the model writes, with `chrf` that too, over the examples that have an answer.
+    def answers(self, examples: Sequence[Example], *, num_beams: int = 1, of: str = "answers") -> dict[str, Interval]:
+        """The metrics that are judged by "answers" (or "seq2seq") of what the model writes, over the examples that have
+        one.
 
         Nothing where none has: conversations whose last answer `train.max_length` cut off.
         """
@@ -136,11 +133,8 @@ class Judge:
             num_beams=num_beams,
             **self.how,
         )
-        figures = {"exact_match": self.mean(exact_matches(answers, asked))}
-        if chrf:
-            pairs = zip(answers, asked, strict=True)
-            figures["chrf"] = self.mean([shared_characters(said, example.answer or "") for said, example in pairs])
-        return figures
+        pairs = [(said, example.answer or "") for said, example in zip(answers, asked, strict=True)]
+        return {name: self.mean([function(*pair) for pair in pairs]) for name, function in functions(of).items()}
 
 
 @torch.no_grad()

@@ -1,110 +1,156 @@
-"""Accuracy, macro F1 and Matthews correlation with bootstrap intervals, from cells of the confusion matrix.
+"""The metrics: one entry each, read by whatever judges, draws, sorts or writes about them. Imports nothing heavy.
 
-All metrics take weights of shape (R, U): how often each of U distinct (true, predicted) pairs occurs in each of R
-resamples. Definitions are scikit-learn's (`accuracy_score`, `f1_score(average="macro", zero_division=0)`,
-`matthews_corrcoef`), checked against it in the tests.
+To add one: a function beside its like, and an entry here. What a function takes depends on what it is judged by:
+
+    "text", "hidden"       (nats, tokens, bytes) of documents, (n,) each → (values, counts, transform or None)
+    "answers", "seq2seq"   (answer, reference), two strings → float
+    "classes"              (finetune.evaluate.classes.Pairs, weights (R, U)) → (R,)
+    "sets"                 (finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)
+    "numbers"              (true, predicted, mean of the training rows), (R, n) each → (R,)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import importlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..errors import UserError
-from .bootstrap import Interval, frequency_intervals
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """The distinct (true, predicted) pairs of a test set."""
-
-    true: NDArray[np.int64]
-    """(U,) classes, renumbered 0..K−1 over those that occur."""
-    predicted: NDArray[np.int64]
-    """(U,)"""
-    num_classes: int
-    """K: classes that occur as true or as predicted."""
-    kinds: NDArray[np.int64]
-    """(n,) which pair each item is."""
-
-    @classmethod
-    def of(cls, true: Sequence[int], predicted: Sequence[int]) -> Pairs:
-        """Pairs of two sequences of the same length n ≥ 1."""
-        if len(true) != len(predicted):
-            raise ValueError(f"{len(true)} labels but {len(predicted)} predictions")
-        if not len(true):
-            raise UserError("there is nothing to evaluate: the split has no examples")
-        classes, codes = np.unique(np.concatenate([true, predicted]), return_inverse=True)
-        pair, kinds = np.unique(codes[: len(true)] * len(classes) + codes[len(true) :], return_inverse=True)
-        return cls(pair // len(classes), pair % len(classes), len(classes), kinds)
-
-    def by_true(self, weights: NDArray) -> NDArray:
-        """(R, K) items of each true class."""
-        return weights @ np.eye(self.num_classes)[self.true]
-
-    def by_predicted(self, weights: NDArray) -> NDArray:
-        """(R, K) items of each predicted class."""
-        return weights @ np.eye(self.num_classes)[self.predicted]
-
-    def hits(self, weights: NDArray) -> NDArray:
-        """(R, K) items of each class that were predicted right."""
-        right = self.true == self.predicted
-        return weights[:, right] @ np.eye(self.num_classes)[self.true[right]]
+_SHARE = (0.0, 1.0)
+_SIGNED = (-1.0, 1.0)
+_POSITIVE = (0.0, math.inf)
 
 
-def accuracy(pairs: Pairs, weights: NDArray) -> NDArray:
-    """(R,) share of items predicted right."""
-    return weights[:, pairs.true == pairs.predicted].sum(-1) / weights.sum(-1)
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A figure of a model on a split, as eval.json, trace lines and tables of sweeps name it."""
+
+    name: str
+    title: str
+    """For a reader."""
+    unit: str = ""
+    """In words."""
+    lower: bool = False
+    """Whether lower is better."""
+    bounds: tuple[float, float] | None = None
+    """What it can be at all; None where nothing is known of it."""
+    shown_as_share: bool = False
+    """Drawn on the axis that all shares and correlations have in common."""
+    floor: str | None = None
+    """The figure beside it of a model that has learnt nothing but what is common."""
+    is_floor: bool = False
+    headline: int = 0
+    """Its turn in a headline, from 1 on; 0: after those, as it comes."""
+    tile: int = 0
+    """Its turn among the tiles of a run's page, from 1 on; 0: has none."""
+    hub: str | None = None
+    """Its name on the hub."""
+    by: Mapping[str, str] = field(default_factory=dict)
+    """What it is judged by: `module:function` of this package. Empty: recorded along the steps only."""
 
 
-def f1_macro(pairs: Pairs, weights: NDArray) -> NDArray:
-    """(R,) mean over the classes that occur in the resample, true or predicted, of 2·hits / (true + predicted)."""
-    hits, total = pairs.hits(weights), pairs.by_true(weights) + pairs.by_predicted(weights)
-    scores = np.divide(2.0 * hits, total, out=np.zeros_like(total), where=total > 0)
-    return scores.sum(-1) / (total > 0).sum(-1)
+_ALL = (
+    Metric(
+        name="loss", title="loss", unit="nats per supervised token or example", lower=True, bounds=_POSITIVE,
+        headline=9, tile=11, by={"text": "perplexity:loss", "hidden": "perplexity:loss"},
+    ),
+    Metric(
+        name="perplexity", title="perplexity", unit="exp of nats per token", lower=True, bounds=_POSITIVE,
+        headline=1, tile=7, hub="perplexity", by={"text": "perplexity:perplexity"},
+    ),
+    Metric(
+        name="pseudo_perplexity", title="pseudo-perplexity", unit="exp of nats per hidden token", lower=True,
+        bounds=_POSITIVE, headline=3, tile=8, by={"hidden": "perplexity:perplexity"},
+    ),
+    Metric(
+        name="bits_per_byte", title="bits per byte", unit="bits per byte of text", lower=True, bounds=_POSITIVE,
+        headline=2, tile=10, by={"text": "perplexity:bits_per_byte"},
+    ),
+    Metric(
+        name="accuracy", title="accuracy", unit="share correct", bounds=_SHARE, shown_as_share=True,
+        floor="majority_floor", headline=4, tile=1, hub="accuracy",
+        by={"classes": "classes:accuracy", "sets": "multilabel:accuracy"},
+    ),
+    Metric(
+        name="f1_micro", title="micro F1", unit="F1 over all classes together", bounds=_SHARE, shown_as_share=True,
+        floor="f1_floor", tile=2, hub="f1", by={"sets": "multilabel:f1_micro"},
+    ),
+    Metric(
+        name="f1_macro", title="macro F1", unit="mean F1 over classes", bounds=_SHARE, shown_as_share=True,
+        headline=6, tile=9, hub="f1", by={"classes": "classes:f1_macro", "sets": "multilabel:f1_macro"},
+    ),
+    Metric(
+        name="average_precision", title="average precision", unit="mean over classes", bounds=_SHARE,
+        shown_as_share=True, by={"sets": "multilabel:average_precision"},
+    ),
+    Metric(
+        name="exact_match", title="exact match", unit="share of answers", bounds=_SHARE, shown_as_share=True,
+        headline=5, tile=4, hub="exact_match", by={"answers": "answers:exact_match", "seq2seq": "answers:exact_match"},
+    ),
+    Metric(
+        name="chrf", title="chrF", unit="character n-gram F-score", bounds=_SHARE, shown_as_share=True, tile=6,
+        hub="chrf", by={"seq2seq": "answers:chrf"},
+    ),
+    Metric(
+        name="matthews", title="Matthews", unit="correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
+        hub="matthews_correlation", by={"classes": "classes:matthews"},
+    ),
+    Metric(
+        name="pearson", title="Pearson", unit="correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
+        hub="pearsonr", by={"numbers": "regression:pearson"},
+    ),
+    Metric(
+        name="spearman", title="Spearman", unit="rank correlation, −1 to 1", bounds=_SIGNED, shown_as_share=True,
+        headline=7, tile=3, hub="spearmanr", by={"numbers": "regression:spearman"},
+    ),
+    Metric(
+        name="rmse", title="RMSE", unit="in the target's units", lower=True, bounds=_POSITIVE, floor="mean_floor",
+        headline=8, tile=5, hub="rmse", by={"numbers": "regression:rmse"},
+    ),
+    Metric(
+        name="mae", title="mean absolute error", unit="in the target's units", lower=True, bounds=_POSITIVE,
+        hub="mae", by={"numbers": "regression:mae"},
+    ),
+    Metric(name="error", title="error", unit="share wrong", lower=True, bounds=_SHARE, shown_as_share=True),
+    Metric(
+        name="exact_error", title="exact-match error", unit="share of examples with anything wrong", lower=True,
+        bounds=_SHARE,
+    ),
+    Metric(name="error_clean", title="error on clean labels", unit="share wrong", lower=True, bounds=_SHARE),
+    Metric(name="error_noisy", title="error on noisy labels", unit="share wrong", lower=True, bounds=_SHARE),
+    Metric(name="memorised", title="noisy labels memorised", unit="share", lower=True, bounds=_SHARE),
+    Metric(name="recovered", title="noisy labels recovered", unit="share", bounds=_SHARE),
+    Metric(
+        name="majority_floor", title="majority floor", is_floor=True,
+        by={"classes": "classes:majority", "sets": "multilabel:majority"},
+    ),
+    Metric(name="f1_floor", title="F1 floor", is_floor=True, by={"sets": "multilabel:best_constant"}),
+    Metric(name="mean_floor", title="mean floor", is_floor=True, by={"numbers": "regression:always_mean"}),
+)  # fmt: skip
+METRICS = {metric.name: metric for metric in _ALL}
 
 
-def matthews(pairs: Pairs, weights: NDArray) -> NDArray:
-    """(R,) Matthews correlation for K classes, 0 where true or predicted is one class throughout.
-
-    (n·Σhits − Σ tₖpₖ) / √((n² − Σtₖ²)(n² − Σpₖ²)): Gorodkin, Comput. Biol. Chem. 28 (2004), eq. 8.
-    """
-    true, predicted, n = pairs.by_true(weights), pairs.by_predicted(weights), weights.sum(-1)
-    covariance = pairs.hits(weights).sum(-1) * n - (true * predicted).sum(-1)
-    scale = np.sqrt((n**2 - (true**2).sum(-1)) * (n**2 - (predicted**2).sum(-1)))
-    return np.divide(covariance, scale, out=np.zeros_like(scale), where=scale > 0)
+def metric_of(name: str) -> Metric:
+    """The metric of this name; for a figure that is none of ours, one of which nothing is known but its name."""
+    return METRICS.get(name) or Metric(name=name, title=name.replace("_", " "))
 
 
-def judge_classes(
-    true: Sequence[int], predicted: Sequence[int], *, resamples: int, confidence: float, seed: int
-) -> dict[str, Interval]:
-    """`accuracy, f1_macro, matthews`, and `majority_floor`: the accuracy of always saying these items' commonest class.
+def functions(judged_by: str) -> dict[str, Callable[..., Any]]:
+    """What computes each metric that is judged by, for example, "classes"; by name, in the order of the table."""
+    found = {}
+    for metric in _ALL:
+        if judged_by in metric.by:
+            module, _, name = metric.by[judged_by].partition(":")
+            found[metric.name] = getattr(importlib.import_module(f".{module}", __package__), name)
+    return found
 
-    Raises:
-        UserError: no item.
-    """
-    pairs = Pairs.of(true, predicted)
 
-    commonest = int(pairs.by_true(np.bincount(pairs.kinds)[None].astype(np.float64))[0].argmax())
+def in_headline_order(names: Iterable[str]) -> list[str]:
+    """Those that have a turn in a headline first; then the others as they come."""
+    return sorted(names, key=lambda name: metric_of(name).headline or math.inf)
 
-    def floor(weights: NDArray) -> NDArray:
-        return weights[:, pairs.true == commonest].sum(-1) / weights.sum(-1)
 
-    statistics: dict[str, Callable[[NDArray], NDArray]] = {
-        "accuracy": partial(accuracy, pairs),
-        "f1_macro": partial(f1_macro, pairs),
-        "matthews": partial(matthews, pairs),
-        "majority_floor": floor,
-    }
-    return frequency_intervals(
-        pairs.kinds,
-        statistics,
-        num_kinds=len(pairs.true),
-        resamples=resamples,
-        confidence=confidence,
-        seed=seed,
-    )
+def on_tiles(names: Iterable[str]) -> list[str]:
+    """Those that have a tile on a run's page, in their turn."""
+    return sorted((name for name in names if metric_of(name).tile), key=lambda name: metric_of(name).tile)

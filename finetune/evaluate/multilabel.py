@@ -9,41 +9,61 @@ All statistics take weights (R, n): how often each of n rows occurs in each of R
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .bootstrap import Interval, frequency_intervals
+from .metrics import functions
 
-Statistic = Callable[[NDArray], NDArray]
+
+@dataclass(frozen=True)
+class Sets:
+    """Rows with any number of classes, and what was said of them."""
+
+    true: NDArray[np.bool_]
+    """(n, C)"""
+    logits: NDArray[np.float64]
+    """(n, C)"""
+
+    @cached_property
+    def said(self) -> NDArray[np.bool_]:
+        """(n, C) classes whose logit is above 0."""
+        return np.asarray(self.logits > 0)
+
+    @cached_property
+    def commonest(self) -> NDArray[np.bool_]:
+        """(C,) the set of classes of most rows."""
+        (key, _), *_ = Counter(row.tobytes() for row in self.true).most_common(1) or [(b"", 0)]
+        return np.frombuffer(key, dtype=np.bool_)
+
+    @cached_property
+    def best(self) -> NDArray[np.bool_]:
+        """(C,) the set of classes that has the highest micro F1 if every row is answered with it: the k most frequent,
+        for the best k ≥ 1."""
+        counts = self.true.sum(axis=0)
+        order = np.argsort(-counts, kind="stable")
+        k = np.arange(1, len(counts) + 1)
+        f1 = 2.0 * np.cumsum(counts[order]) / (len(self.true) * k + counts.sum())
+        best = np.zeros(len(counts), dtype=np.bool_)
+        best[order[: int(f1.argmax()) + 1]] = True
+        return best
 
 
 def judge_sets(
     true: NDArray[np.bool_], logits: NDArray[np.float64], *, resamples: int, confidence: float, seed: int
 ) -> dict[str, Interval]:
-    """`accuracy, f1_micro, f1_macro, average_precision`, and two floors, of n rows with C classes.
-
-    `majority_floor` is the accuracy of always answering these rows' commonest set of classes, `f1_floor` the micro F1
-    of always answering the one set of classes that has the highest (some of the most frequent ones, no row looked at).
+    """The metrics that are judged by "sets", with intervals, of n rows with C classes.
 
     Arguments:
         true, logits: (n, C).
     Raises:
         UserError: no row.
     """
-    said = logits > 0
-    common = _commonest(true)
-    best = _best_constant(true)
-    statistics: Mapping[str, Statistic] = {
-        "accuracy": partial(_mean, (said == true).all(axis=1)),
-        "f1_micro": partial(f1_micro, true, said),
-        "f1_macro": partial(f1_macro, true, said),
-        "average_precision": partial(average_precision, true, logits),
-        "majority_floor": partial(_mean, (true == common).all(axis=1)),
-        "f1_floor": partial(f1_micro, true, np.broadcast_to(best, true.shape)),
-    }
+    sets = Sets(true, logits)
+    statistics = {name: partial(function, sets) for name, function in functions("sets").items()}
     return frequency_intervals(
         np.arange(len(true)),
         statistics,
@@ -54,21 +74,26 @@ def judge_sets(
     )
 
 
-def f1_micro(true: NDArray[np.bool_], said: NDArray[np.bool_], weights: NDArray) -> NDArray:
+def accuracy(sets: Sets, weights: NDArray) -> NDArray:
+    """(R,) share of rows whose whole set of classes is right."""
+    return _mean((sets.said == sets.true).all(axis=1), weights)
+
+
+def f1_micro(sets: Sets, weights: NDArray) -> NDArray:
     """(R,) 2·hits / (true + said) over all classes together; 0 where there is neither."""
-    hits, total = _hits(true, said, weights)
-    return _ratio(2.0 * hits.sum(-1), total.sum(-1))
+    return _f1_micro(sets.true, sets.said, weights)
 
 
-def f1_macro(true: NDArray[np.bool_], said: NDArray[np.bool_], weights: NDArray) -> NDArray:
+def f1_macro(sets: Sets, weights: NDArray) -> NDArray:
     """(R,) mean of 2·hits / (true + said) over the classes that occur in the resample, true or said."""
-    hits, total = _hits(true, said, weights)
+    hits, total = _hits(sets.true, sets.said, weights)
     return _ratio(_ratio(2.0 * hits, total).sum(-1), (total > 0).sum(-1))
 
 
-def average_precision(true: NDArray[np.bool_], scores: NDArray, weights: NDArray) -> NDArray:
+def average_precision(sets: Sets, weights: NDArray) -> NDArray:
     """(R,) mean over the classes that the resample has of Σ (recallₖ − recallₖ₋₁) · precisionₖ, over the distinct
     scores from the highest down."""
+    true, scores = sets.true, sets.logits
     total, classes = np.zeros(len(weights)), np.zeros(len(weights))
     for k in range(true.shape[1]):
         order = np.argsort(-scores[:, k], kind="stable")
@@ -83,6 +108,22 @@ def average_precision(true: NDArray[np.bool_], scores: NDArray, weights: NDArray
     return _ratio(total, classes)
 
 
+def majority(sets: Sets, weights: NDArray) -> NDArray:
+    """(R,) accuracy of always answering these rows' commonest set of classes."""
+    return _mean((sets.true == sets.commonest).all(axis=1), weights)
+
+
+def best_constant(sets: Sets, weights: NDArray) -> NDArray:
+    """(R,) micro F1 of always answering the one set of classes that has the highest (some of the most frequent ones, no
+    row looked at)."""
+    return _f1_micro(sets.true, np.broadcast_to(sets.best, sets.true.shape), weights)
+
+
+def _f1_micro(true: NDArray[np.bool_], said: NDArray[np.bool_], weights: NDArray) -> NDArray:
+    hits, total = _hits(true, said, weights)
+    return _ratio(2.0 * hits.sum(-1), total.sum(-1))
+
+
 def _mean(values: NDArray, weights: NDArray) -> NDArray:
     return (weights @ values.astype(np.float64)) / weights.sum(-1)
 
@@ -95,20 +136,3 @@ def _hits(true: NDArray[np.bool_], said: NDArray[np.bool_], weights: NDArray) ->
 def _ratio(top: NDArray, bottom: NDArray) -> NDArray:
     bottom = np.asarray(bottom, dtype=np.float64)
     return np.divide(top, bottom, out=np.zeros(np.broadcast(top, bottom).shape), where=bottom > 0)
-
-
-def _commonest(true: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    (key, _), *_ = Counter(row.tobytes() for row in true).most_common(1) or [(b"", 0)]
-    return np.frombuffer(key, dtype=np.bool_)
-
-
-def _best_constant(true: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The set of classes that has the highest micro F1 if every row is answered with it: the k most frequent, for the
-    best k ≥ 1."""
-    counts = true.sum(axis=0)
-    order = np.argsort(-counts, kind="stable")
-    k = np.arange(1, len(counts) + 1)
-    f1 = 2.0 * np.cumsum(counts[order]) / (len(true) * k + counts.sum())
-    best = np.zeros(len(counts), dtype=np.bool_)
-    best[order[: int(f1.argmax()) + 1]] = True
-    return best

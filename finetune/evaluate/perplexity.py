@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -119,3 +120,22 @@ def _by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) 
 
 def _no_cache(task: Task) -> dict[str, bool]:
     return {} if task.backbone == "encoder" else {"use_cache": False}  # an encoder has none
+
+
+Ratio = tuple[np.ndarray, np.ndarray, Callable[[Any], Any] | None]
+"""Σ values / Σ counts, and what is then done to it."""
+
+
+def loss(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
+    """Nats per supervised token."""
+    return nats, tokens, None
+
+
+def perplexity(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
+    """exp of nats per token."""
+    return nats, tokens, np.exp
+
+
+def bits_per_byte(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
+    """nats / ln 2 / UTF-8 bytes of the supervised text."""
+    return nats, size * math.log(2.0), None

@@ -6,18 +6,17 @@ Definitions are scipy's `pearsonr` and `spearmanr` (ties share their mean rank) 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .bootstrap import Interval, interval
+from .metrics import functions
 
 
 def judge_numbers(
     true: ArrayLike, predicted: ArrayLike, *, mean: float, resamples: int, confidence: float, seed: int
 ) -> dict[str, Interval]:
-    """`pearson, spearman, rmse, mae`, and `mean_floor`: the rmse of always answering `mean`, that of the training rows.
+    """The metrics that are judged by "numbers", with intervals; a floor answers `mean`, that of the training rows.
 
     A correlation with numbers that are all alike is not defined, so null.
 
@@ -27,18 +26,14 @@ def judge_numbers(
         UserError: no row.
     """
     true = np.asarray(true, dtype=np.float64)
-    draw: dict[str, Any] = {"resamples": resamples, "confidence": confidence, "seed": seed}
-    both = [true, predicted]
+    items = [true, predicted, np.full(len(true), mean)]
     return {
-        "pearson": interval(both, pearson, **draw),
-        "spearman": interval(both, spearman, **draw),
-        "rmse": interval(both, rmse, **draw),
-        "mae": interval(both, mae, **draw),
-        "mean_floor": interval([true, np.full(len(true), mean)], rmse, **draw),
+        name: interval(items, function, resamples=resamples, confidence=confidence, seed=seed)
+        for name, function in functions("numbers").items()
     }
 
 
-def pearson(true: NDArray, predicted: NDArray) -> NDArray:
+def pearson(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArray:
     """(R,) correlation of the rows of (R, n)."""
     a = true - true.mean(-1, keepdims=True)
     b = predicted - predicted.mean(-1, keepdims=True)
@@ -48,18 +43,23 @@ def pearson(true: NDArray, predicted: NDArray) -> NDArray:
         return np.where(alike, np.nan, (a * b).sum(-1) / scale)
 
 
-def spearman(true: NDArray, predicted: NDArray) -> NDArray:
+def spearman(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArray:
     """(R,) correlation of ranks."""
     from scipy.stats import rankdata
 
     return pearson(rankdata(true, axis=-1), rankdata(predicted, axis=-1))
 
 
-def rmse(true: NDArray, predicted: NDArray) -> NDArray:
+def rmse(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArray:
     """(R,) root of the mean squared error."""
     return np.sqrt(np.square(predicted - true).mean(-1))
 
 
-def mae(true: NDArray, predicted: NDArray) -> NDArray:
+def mae(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArray:
     """(R,) mean absolute error."""
     return np.abs(predicted - true).mean(-1)
+
+
+def always_mean(true: NDArray, predicted: NDArray, mean: NDArray) -> NDArray:
+    """(R,) the rmse of always answering the mean of the training rows."""
+    return rmse(true, mean)

@@ -142,7 +142,7 @@ class Classify(ByExample):
         `finetune.evaluate.multilabel.judge_sets`."""
         import numpy as np
 
-        from ..evaluate.metrics import judge_classes
+        from ..evaluate.classes import judge_classes
         from ..evaluate.multilabel import judge_sets
 
         nats, logits = judge.head(examples)

@@ -64,7 +64,7 @@ class MaskedLM(Objective):
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
         nats, tokens = judge.nats(examples)
-        return {"loss": judge.ratio(nats, tokens), "pseudo_perplexity": judge.exponential(nats, tokens)}
+        return judge.surprise(examples, nats, tokens, of="hidden")
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
         from ..data.encoding import Specials

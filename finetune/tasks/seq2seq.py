@@ -119,7 +119,7 @@ class Seq2Seq(Templated):
         """As a language model's; with `score: generate` also `exact_match` and `chrf`."""
         figures = super().judge(judge, examples)
         if self.score == "generate":
-            figures |= judge.answers(examples, num_beams=self.num_beams or 1, chrf=True)
+            figures |= judge.answers(examples, num_beams=self.num_beams or 1, of="seq2seq")
         return figures
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

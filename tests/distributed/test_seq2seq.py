@@ -34,7 +34,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     from finetune.config import Adapter, Evaluate, Train
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
-    from finetune.evaluate.generate import generate_answers
+    from finetune.evaluate.answers import generate_answers
     from finetune.evaluate.judge import evaluate
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World

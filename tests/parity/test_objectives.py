@@ -16,10 +16,9 @@ from finetune.data.batches import Batches, iterate_eval
 from finetune.data.encoding import encode
 from finetune.data.masking import Masking
 from finetune.data.units import Units
-from finetune.evaluate.chrf import chrf
-from finetune.evaluate.generate import generate_answers
+from finetune.evaluate.answers import chrf, generate_answers
 from finetune.evaluate.judge import evaluate
-from finetune.evaluate.multilabel import average_precision, f1_macro, f1_micro, judge_sets
+from finetune.evaluate.multilabel import Sets, average_precision, f1_macro, f1_micro, judge_sets
 from finetune.evaluate.regression import judge_numbers, mae, pearson, rmse, spearman
 from finetune.models.backbone import decoder_start, load_backbone
 from finetune.parallel.engine import Engine
@@ -150,13 +149,14 @@ def test_figures_of_sets_are_scikit_learns(n, classes, ties):
 
 def test_resamples_of_sets_are_what_scikit_learn_says_of_them():
     true, logits = drawn_sets(40, 4, 0, ties=True)
+    sets = Sets(true, logits)
     rng = np.random.default_rng(1)
     index = rng.integers(0, 40, size=(30, 40))
     weights = np.stack([np.bincount(row, minlength=40) for row in index]).astype(float)
     ours = {
-        "micro": f1_micro(true, logits > 0, weights),
-        "macro": f1_macro(true, logits > 0, weights),
-        "precision": average_precision(true, logits, weights),
+        "micro": f1_micro(sets, weights),
+        "macro": f1_macro(sets, weights),
+        "precision": average_precision(sets, weights),
     }
     for k, row in enumerate(index):
         t, s = true[row], logits[row]

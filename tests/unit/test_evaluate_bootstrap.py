@@ -10,7 +10,7 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.evaluate.bootstrap import frequency_intervals, interval, ratio_interval
-from finetune.evaluate.metrics import judge_classes
+from finetune.evaluate.classes import judge_classes
 
 
 def test_ratio_is_weighted_by_its_denominator():

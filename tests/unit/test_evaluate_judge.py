@@ -13,7 +13,7 @@ from finetune.config import Evaluate
 from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.evaluate import ranking
-from finetune.evaluate.generate import generate_answers
+from finetune.evaluate.answers import generate_answers
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.perplexity import document_nats, token_nats
 from finetune.evaluate.ranking import rank_choices

@@ -13,7 +13,7 @@ from finetune.config import Adapter
 from finetune.data.encoding import IGNORE, encode, end_token
 from finetune.data.example import Example
 from finetune.errors import UserError
-from finetune.evaluate.generate import generate_answers, prompt_of
+from finetune.evaluate.answers import generate_answers, prompt_of
 from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
 from finetune.evaluate.writing import written as run_prompts
 from finetune.models.backbone import load_backbone

@@ -18,7 +18,7 @@ from finetune.data.batches import Batches, iterate_eval
 from finetune.data.encoding import encode
 from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
-from finetune.evaluate.generate import generate_answers
+from finetune.evaluate.answers import generate_answers
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.perplexity import document_nats
 from finetune.models.backbone import decoder_start, load_backbone

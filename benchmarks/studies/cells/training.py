@@ -135,8 +135,8 @@ def judge_examples(
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
     from finetune.compute.numerics import evaluating
     from finetune.compute.precision import autocast_dtype
+    from finetune.evaluate.classes import judge_classes
     from finetune.evaluate.judge import head_scores
-    from finetune.evaluate.metrics import judge_classes
     from finetune.evaluate.perplexity import document_nats
 
     how: dict[str, Any] = {

@@ -8,15 +8,10 @@ from experiments.report import formats
 from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
 from experiments.report.charts.evaluation import evaluation
 from experiments.report.charts.training import small_multiples, training
-from experiments.results.metrics import FLOOR_NAMES, FLOORS, headline_metrics
 from experiments.results.run import Run
+from finetune.evaluate.metrics import in_headline_order, metric_of, on_tiles
 from finetune.figures import rate_text
 from finetune.run_directory import SPIKE
-
-_TILES = (
-    "accuracy", "f1_micro", "spearman", "exact_match", "rmse", "chrf", "perplexity", "pseudo_perplexity", "f1_macro",
-    "bits_per_byte", "loss",
-)  # fmt: skip
 
 
 def part(run: Run) -> Part | None:
@@ -33,14 +28,14 @@ def train_finding(run: Run) -> str:
     if split is None:
         steps = max((ln["step"] for ln in run.metrics.lines), default=0)
         return f"Not evaluated yet; {steps:,} updates logged." if steps else ""
-    metrics = {m: c for m, c in run.eval[split].items() if m not in FLOOR_NAMES}
-    order = ["accuracy", "exact_match", *headline_metrics(metrics)]
+    metrics = {m: c for m, c in run.eval[split].items() if not metric_of(m).is_floor}
+    order = ["accuracy", "exact_match", *in_headline_order(metrics)]
     metric = next((m for m in order if m in metrics), None)
     if metric is None:
         return ""
     cell = metrics[metric]
     value = formats.with_interval(cell["value"], cell.get("low"), cell.get("high"))
-    sentence = f"{split.capitalize()} {formats.metric_name(metric)} is {value}"
+    sentence = f"{split.capitalize()} {metric_of(metric).title} is {value}"
     floor = run.eval[split].get("majority_floor", {}).get("value")
     if metric == "accuracy" and floor is not None:
         low, high = cell.get("low"), cell.get("high")
@@ -63,17 +58,17 @@ def training_tiles(run: Run) -> list[Tile]:
     split = best_split(run.eval)
     if split is not None:
         cells = run.eval[split]
-        shown = [m for m in _TILES if m in cells]
+        shown = on_tiles(cells)
         for metric in shown[:2]:
             value, interval = formats.estimate(
                 cells[metric]["value"], cells[metric].get("low"), cells[metric].get("high")
             )
             note = f"{cells[metric]['n']:,} items" if cells[metric].get("n") else ""
-            floor = cells.get(FLOORS.get(metric, ""), {}).get("value")
+            floor = cells.get(metric_of(metric).floor or "", {}).get("value")
             if floor is not None:
-                named = FLOOR_NAMES[FLOORS[metric]]
+                named = metric_of(metric_of(metric).floor or "").title
                 note = ", ".join(filter(None, [f"{named} {formats.number(floor)}", note]))
-            tiles.append(Tile(f"{split} {formats.metric_name(metric)}", value, interval, note))
+            tiles.append(Tile(f"{split} {metric_of(metric).title}", value, interval, note))
     before, after = run.shift
     split = best_split(before)
     for metric in ("perplexity", "pseudo_perplexity"):
@@ -83,7 +78,7 @@ def training_tiles(run: Run) -> list[Tile]:
         value, interval = formats.estimate(cell["value"], cell.get("low"), cell.get("high"))
         cold = before[split][metric]
         shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
-        name = f"target {formats.metric_name(metric)} after warm-up"
+        name = f"target {metric_of(metric).title} after warm-up"
         tiles.append(Tile(name, value, interval, f"cold backbone {shown_cold}"))
     for stage, done in run.stages.items():
         if done.get("steps") and stage != "warm-up":
@@ -122,7 +117,7 @@ def evaluation_sections(run: Run) -> list[Section]:
                     rows.append(
                         {
                             "split": split,
-                            "metric": formats.metric_name(metric),
+                            "metric": metric_of(metric).title,
                             "cold backbone": cells[0],
                             "after warm-up": cells[1],
                             "change": ("+" if change > 0 else "") + formats.percent(change),
@@ -139,13 +134,13 @@ def evaluation_sections(run: Run) -> list[Section]:
 def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
     """Metrics down, splits across; a floor below the metric it belongs to."""
     rows = []
-    for metric in dict.fromkeys(m for cells in tree.values() for m in cells if m not in FLOOR_NAMES):
+    for metric in dict.fromkeys(m for cells in tree.values() for m in cells if not metric_of(m).is_floor):
         cells = [tree[split].get(metric) for split in tree]
         shown = [formats.with_interval(c["value"], c.get("low"), c.get("high")) if c else "–" for c in cells]
-        rows.append([formats.metric_name(metric), *shown])
-        floors = [tree[split].get(FLOORS.get(metric, "")) for split in tree]
+        rows.append([metric_of(metric).title, *shown])
+        floors = [tree[split].get(metric_of(metric).floor or "") for split in tree]
         if any(floors):
-            named = FLOOR_NAMES[FLOORS[metric]]
+            named = metric_of(metric_of(metric).floor or "").title
             rows.append([named, *(formats.number(float(f["value"])) if f else "–" for f in floors)])
     counts = [max((int(c.get("n") or 0) for c in cells.values()), default=0) for cells in tree.values()]
     rows.append(["items", *(formats.number(n) if n else "–" for n in counts)])

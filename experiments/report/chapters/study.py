@@ -9,9 +9,9 @@ from experiments.report.blocks import Block, Figures, Notes, Part, Section, Tabl
 from experiments.report.charts.intervals import Row, interval_chart
 from experiments.report.charts.training import slug
 from experiments.report.figure import Chart
-from experiments.results.metrics import LOWER_IS_BETTER, bounds, headline_metrics
 from experiments.results.run import Run, Study
 from experiments.statistics.intervals import Interval, paired_difference, t_interval, t_quantile
+from finetune.evaluate.metrics import in_headline_order, metric_of
 
 WARMUPS = {"cold": "cold", "random": "random warm-up", "gotd": "GOT-D warm-up"}
 REGULARIZERS = {"plain": "plain", "ggpo": "GGPO"}
@@ -43,7 +43,7 @@ def study_differences(study: Study) -> list[tuple[str, Interval]]:
         return []
     ours, base = question
     pairs = [
-        (m, paired_difference(study.values(*ours, m), study.values(*base, m))) for m in headline_metrics(study.metrics)
+        (m, paired_difference(study.values(*ours, m), study.values(*base, m))) for m in in_headline_order(study.metrics)
     ]
     return [(m, d) for m, d in pairs if d is not None]
 
@@ -55,7 +55,7 @@ def study_finding(study: Study) -> str:
         return f"{len(study.cells)} runs; no two arms share a seed, so nothing can be compared in pairs."
     parts = []
     for metric, d in differences[:2]:
-        name = formats.metric_name(metric)
+        name = metric_of(metric).title
         if d.low is None:
             parts.append(f"{name} differs by {formats.signed(d.value)} on a single seed, which proves nothing")
         elif not d.excludes_zero:
@@ -132,12 +132,12 @@ def study_tiles(study: Study) -> list[Tile]:
         note = f"{ours} − {base}, {d.n} paired seeds" if d.n > 1 else f"{ours} − {base}, one seed: no interval"
         if d.low is not None and not d.excludes_zero:
             note += "; the interval holds zero"
-        tiles.append(Tile(f"Δ {formats.metric_name(metric)}", value, interval, note))
+        tiles.append(Tile(f"Δ {metric_of(metric).title}", value, interval, note))
     return tiles
 
 
 def study_sections(study: Study) -> list[Section]:
-    metrics = headline_metrics(study.metrics)
+    metrics = in_headline_order(study.metrics)
     charts = [c for m in metrics[:3] for c in study_charts(study, m)]
     rows = []
     for arm in arms(study):
@@ -146,10 +146,10 @@ def study_sections(study: Study) -> list[Section]:
         for metric in metrics:
             values = list(study.values(*arm, metric).values())
             count = max(count, len(values))
-            mean = t_interval(values, bounds=bounds(metric)) if values else None
+            mean = t_interval(values, bounds=metric_of(metric).bounds) if values else None
             row.append(formats.with_interval(mean.value, mean.low, mean.high) if mean else "–")
         rows.append([*row, str(count)])
-    names = [formats.metric_name(m) for m in metrics]
+    names = [metric_of(m).title for m in metrics]
     table = Table(
         ["arm", *names, "seeds"], rows, "Mean over seeds with its 95 % t-interval.", frozenset(range(1, len(names) + 2))
     )
@@ -161,7 +161,7 @@ def study_sections(study: Study) -> list[Section]:
             against = c.group.removeprefix("against ") if c.group.startswith("against") else ""
             differences.append(
                 {
-                    "metric": formats.metric_name(metric),
+                    "metric": metric_of(metric).title,
                     "difference": f"{c.name} − {against}" if against else c.name,
                     "mean": value,
                     "95 % interval": interval or "–",
@@ -192,9 +192,7 @@ def _described(study: Study) -> str:
     """What each metric was measured on, where the study says so."""
     said = study.about.get("describe")
     return (
-        " ".join(f"{formats.metric_name(k).capitalize()}: {v}" for k, v in said.items())
-        if isinstance(said, dict)
-        else ""
+        " ".join(f"{metric_of(k).title.capitalize()}: {v}" for k, v in said.items()) if isinstance(said, dict) else ""
     )
 
 
@@ -235,7 +233,7 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     found = {arm: values for arm in arms(study) if (values := list(study.values(*arm, metric).values()))}
     if not found:
         return None
-    means = {arm: t_interval(values, bounds=bounds(metric)) for arm, values in found.items()}
+    means = {arm: t_interval(values, bounds=metric_of(metric).bounds) for arm, values in found.items()}
     places = formats.common_decimals([(m.value, m.low, m.high) for m in means.values()])
     rows = [
         Row(
@@ -247,8 +245,8 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     floor = study.floor.get(metric)
     seeds = sorted({len(values) for values in found.values()})
     count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-    better = "lower is better" if metric in LOWER_IS_BETTER else "higher is better"
-    name = formats.metric_name(metric)
+    better = "lower is better" if metric_of(metric).lower else "higher is better"
+    name = metric_of(metric).title
     return interval_chart(
         f"study-{slug(metric)}",
         rows,
@@ -269,7 +267,7 @@ def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | Non
     """Seed-paired differences with intervals; those that exclude zero in colour."""
     if not shown:
         return None
-    lower = metric in LOWER_IS_BETTER
+    lower = metric_of(metric).lower
     places = formats.common_decimals([(c.interval.value, c.interval.low, c.interval.high) for c in shown])
     rows: list[Row | str] = []
     for number, contrast in enumerate(shown):
@@ -284,10 +282,10 @@ def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | Non
     return interval_chart(
         f"study-{slug(metric)}-differences",
         rows,
-        title=f"Paired differences in {formats.metric_name(metric)}",
+        title=f"Paired differences in {metric_of(metric).title}",
         caption=f"Mean difference over {seeds} paired seeds with its 95 % t-interval. Green: better, orange: worse, "
         "grey: the interval holds zero. Each interval stands alone; nothing is corrected for their number.",
-        x=f"difference in {formats.metric_name(metric)}",
+        x=f"difference in {metric_of(metric).title}",
         width=540,
         height=height,
         left=206,

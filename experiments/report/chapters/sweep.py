@@ -29,6 +29,7 @@ from experiments.results.run import Run
 from experiments.results.sweep import Failure, SweepData
 from experiments.results.traces import STEP
 from experiments.results.verdicts import is_judged
+from finetune.evaluate.metrics import metric_of
 
 _TOGETHER = 12
 """Verdicts that one table at the top has."""
@@ -95,7 +96,7 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
         at = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.whole(where).items())
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
-        tiles.append(Tile(f"lowest {split} {formats.metric_name(metric)}", shown, interval, f"at {at}; {best.n} runs"))
+        tiles.append(Tile(f"lowest {split} {metric_of(metric).title}", shown, interval, f"at {at}; {best.n} runs"))
         floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from experiments.report import formats
 from experiments.report.charts.scale import Scale, scale
 from experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
-from experiments.results.metrics import bounds
 from experiments.results.sweep import INTERPOLATION, SweepData
 from experiments.results.table import SweepTable, Where
 from experiments.statistics.intervals import Interval
+from finetune.evaluate.metrics import metric_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ def train_and_test(table: SweepTable, kind: str) -> list[Series]:
 
 def unit_of(kind: str) -> str:
     """What a figure is counted in, for an axis."""
-    return {"error": "error (share wrong)", "loss": "loss (nats)"}.get(kind, formats.metric_name(kind))
+    return {"error": "error (share wrong)", "loss": "loss (nats)"}.get(kind, metric_of(kind).title)
 
 
 def curve_chart(
@@ -103,7 +103,7 @@ def curve_chart(
                 kept = [(place.at[x], y) for x, y in zip(xs, ys, strict=True) if x in place.at]
                 dots(ax, [x for x, _ in kept], [y for _, y in kept], token=line.token, size=2.6, alpha=0.5, gid="runs")
             last = points[-1][1].value
-            _, most = bounds(line.column.partition(".")[2]) or (0.0, math.inf)
+            _, most = metric_of(line.column.partition(".")[2]).bounds or (0.0, math.inf)
             figure = f"{last:.2f}" if math.isfinite(most) else formats.number(last, 2)
             ends.append((points[-1][0], last, f"{line.name} {figure}", line.token))
         place.draw(ax, width - 152)

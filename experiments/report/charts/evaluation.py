@@ -9,13 +9,15 @@ from experiments.report import formats
 from experiments.report.charts.intervals import Row, draw_row, horizontal
 from experiments.report.charts.training import SPLIT_COLOUR, capitalised, slug
 from experiments.report.figure import Canvas, Chart, colour
-from experiments.results.metrics import METRICS, SHARES
+from finetune.evaluate.metrics import METRICS, metric_of
 
 
 def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) -> list[Chart]:
     """Dots with intervals: shares (accuracy, F1 …) on one axis with the majority floor, others on their own."""
-    metrics = list(dict.fromkeys(m for split in tree.values() for m in split if m in METRICS))
-    shares = [m for m in SHARES if m in metrics]
+    metrics = list(
+        dict.fromkeys(m for split in tree.values() for m in split if m in METRICS and not METRICS[m].is_floor)
+    )
+    shares = [m for m in METRICS if METRICS[m].shown_as_share and m in metrics]
     groups = [("shares", shares)] if shares else []
     groups += [(m, [m]) for m in metrics if m not in shares]
     floors = {s: t["majority_floor"]["value"] for s, t in tree.items() if "majority_floor" in t}
@@ -37,7 +39,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
                 right=66,
                 top=30,
                 bottom=40,
-                x="share" if name == "shares" else loss_unit if name == "loss" else formats.metric_unit(name),
+                x="share" if name == "shares" else loss_unit if name == "loss" else metric_of(name).unit,
             )
             horizontal(ax)
             ticks, y = [], -1.0
@@ -52,7 +54,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
                 ticks.append((y, metric))
             ax.set_ylim(y + 0.7, -0.7)
             middles = [[at for at, m in ticks if m == metric] for metric in dict.fromkeys(m for _, m in ticks)]
-            names = [formats.metric_name(m) for m in dict.fromkeys(m for _, m in ticks)]
+            names = [metric_of(m).title for m in dict.fromkeys(m for _, m in ticks)]
             ax.set_yticks([sum(at) / len(at) for at in middles], names, color=colour("ink"))
             if name == "shares":
                 low = min([0.0, *(r[2].get("low") or r[2]["value"] for r in rows)])

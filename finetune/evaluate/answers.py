@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,10 @@ from .writing import lacking_room, written
 
 if TYPE_CHECKING:
     import torch
+
+
+_BETA2 = 4.0
+_LONGEST = 6
 
 
 def generate_answers(
@@ -71,9 +76,35 @@ def generate_answers(
     return [answers[i] for i in range(len(examples))]
 
 
-def exact_matches(answers: Sequence[str], examples: Sequence[Example]) -> list[float]:
+def exact_match(answer: str, reference: str) -> float:
     """1.0 where the stripped answer is the stripped completion of the row, else 0.0."""
-    return [float(answer == (example.answer or "").strip()) for answer, example in zip(answers, examples, strict=True)]
+    return float(answer == reference.strip())
+
+
+def chrf(answer: str, reference: str) -> float:
+    """How much of a text's character n-grams an answer shares with the given one, in [0, 1].
+
+    Popović, chrF: character n-gram F-score for automatic MT evaluation, WMT 2015, with β = 2, n = 1 … 6, blanks left
+    out. The mean is over the F-scores of the orders, as in NLTK's `sentence_chrf(beta=2)`, checked against it in the
+    tests (sacreBLEU takes the F-score of mean precision and recall); orders that a text is too short for do not count,
+    but for n = 1, so that a right answer of three letters scores 1.
+    """
+    said, given = "".join(answer.split()), "".join(reference.split())
+    scores = []
+    for n in range(1, _LONGEST + 1):
+        ours, theirs = _grams(said, n), _grams(given, n)
+        if n > 1 and not (ours and theirs):
+            continue
+        shared = sum((ours & theirs).values())
+        precision = shared / sum(ours.values()) if ours else 0.0
+        recall = shared / sum(theirs.values()) if theirs else 0.0
+        total = _BETA2 * precision + recall
+        scores.append((1 + _BETA2) * precision * recall / total if total else 0.0)
+    return sum(scores) / len(scores)
+
+
+def _grams(text: str, n: int) -> Counter[str]:
+    return Counter(text[i : i + n] for i in range(len(text) - n + 1))
 
 
 def prompt_of(example: Example) -> list[int]:

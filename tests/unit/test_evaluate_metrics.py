@@ -1,0 +1,39 @@
+"""The table of metrics: what is in it can be computed, and it is read without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from finetune.evaluate.metrics import METRICS, functions, in_headline_order, metric_of, on_tiles
+
+FAMILIES = ("text", "hidden", "answers", "seq2seq", "classes", "sets", "numbers")
+
+
+@pytest.mark.parametrize("judged_by", FAMILIES)
+def test_every_function_is_there(judged_by):
+    assert all(callable(function) for function in functions(judged_by).values()) and functions(judged_by)
+
+
+def test_every_entry_is_complete():
+    for name, metric in METRICS.items():
+        assert set(metric.by) <= set(FAMILIES), name
+        assert metric.floor is None or METRICS[metric.floor].is_floor, name
+        assert metric.is_floor or metric.bounds, name
+
+
+def test_turns_are_used_once():
+    for turn in ("headline", "tile"):
+        taken = [getattr(metric, turn) for metric in METRICS.values() if getattr(metric, turn)]
+        assert sorted(taken) == list(range(1, len(taken) + 1))
+
+
+def test_a_figure_that_is_no_metric_has_a_name_and_comes_last():
+    assert metric_of("made_up").title == "made up" and metric_of("made_up").bounds is None
+    assert in_headline_order(["made_up", "loss", "perplexity"]) == ["perplexity", "loss", "made_up"]
+    assert on_tiles(["made_up", "loss", "accuracy"]) == ["accuracy", "loss"]
+
+
+def test_the_table_is_read_without_torch():
+    code = "import sys, finetune.evaluate.metrics; print({'numpy', 'torch'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
