@@ -16,22 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatshift import installation
+from flatshift import commands, installation
 
-_COMMANDS = {
-    "demo": "the three journeys on shipped samples; ends with a report",
-    "select": "choose warm-up data from a pool for a target",
-    "train": "fine-tune an adapter by a recipe, or resume a run",
-    "sweep": "a resumable grid over recipe keys and seeds",
-    "compare": "training methods against a baseline by one fair protocol",
-    "eval": "judge a run directory on dev, test or your own rows",
-    "generate": "let a finished run write: prompts in, answers out",
-    "report": "one offline HTML page from run directories",
-    "merge": "fold a run's adapter into its backbone",
-    "export": "a run's adapter as a hub-ready folder with a card",
-    "recipes": "list, show or copy the shipped recipes",
-    "doctor": "environment, versions, devices, shadowed names",
-}
 _KEEPS = {"demo", "select", "train", "sweep", "compare"}
 """Commands that go on with what an earlier try left in their directory."""
 _USERS_PATH = {
@@ -46,8 +32,8 @@ _EPILOGUE = """
 
 
 def _usage() -> str:
-    width = max(map(len, _COMMANDS))
-    rows = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in _COMMANDS.items())
+    width = max(map(len, commands.SUMMARIES))
+    rows = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in commands.SUMMARIES.items())
     return f"usage: flatshift COMMAND [...]\n\n{rows}\n{_EPILOGUE}"
 
 
@@ -122,9 +108,9 @@ def run(argv: Sequence[str]) -> int:
         print(f"flatshift {__version__}")
         return 0
     name = argv[0]
-    if name not in _COMMANDS:
-        close = difflib.get_close_matches(name[:80], _COMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_COMMANDS)}"
+    if name not in commands.SUMMARIES:
+        close = difflib.get_close_matches(name[:80], commands.SUMMARIES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(commands.SUMMARIES)}"
         return _fail(f"error: unknown command {name[:80]!a}; {hint}", 2)
 
     if (foreign := installation.foreign()) is not None:
@@ -137,8 +123,6 @@ def run(argv: Sequence[str]) -> int:
 
     try:
         _refuse_encoding(argv)
-        from flatshift import commands
-
         return commands.run(name, list(argv[1:]))
     except (UserError, SelectionError, RegularizerError) as error:
         return _end(f"error: {sentence(str(error))}", 2)

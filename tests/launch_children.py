@@ -16,7 +16,8 @@ from experiments.run.console import graceful_stop
 from finetune.config import Mesh
 from finetune.errors import Interrupted, UserError
 from finetune.launch import consistency, spawn, watchdog
-from flatshift import cli, commands
+from flatshift import cli
+from flatshift.commands import train
 
 STEPS, MOMENT = 600, 5
 
@@ -67,6 +68,6 @@ def happen(scenario: str) -> None:
 
 if __name__ == "__main__":
     scenario, folder, stall = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
-    commands._RUN["train"] = lambda _argv: body(scenario, folder, stall)
+    train.run = lambda _argv: body(scenario, folder, stall)
     sys.argv = ["flatshift", "train"]
     cli.main()

@@ -105,12 +105,12 @@ def test_recipes_copy_refuses_to_overwrite(tmp_path: Path) -> None:
 
 
 def test_a_bug_of_ours_shows_its_traceback(monkeypatch, capsys) -> None:
-    from flatshift import cli, commands
+    from flatshift import cli
 
     def broken(_argv: list[str]) -> int:
         raise RuntimeError("ours")
 
-    monkeypatch.setitem(commands._RUN, "doctor", broken)
+    monkeypatch.setattr("flatshift.commands.doctor.run", broken)
     assert cli.run(["doctor"]) == 70
     assert "RuntimeError: ours" in capsys.readouterr().err
 
@@ -120,14 +120,14 @@ def test_a_path_that_the_system_refuses_is_a_mistake_in_the_input(name: str, mon
     import errno
     import os
 
-    from flatshift import cli, commands
+    from flatshift import cli
 
     code = getattr(errno, name)
 
     def refused(_argv: list[str]) -> int:
         raise OSError(code, os.strerror(code), "runs/x")
 
-    monkeypatch.setitem(commands._RUN, "train", refused)
+    monkeypatch.setattr("flatshift.commands.train.run", refused)
     assert cli.run(["train"]) == 2
     assert capsys.readouterr().err == f"flatshift: error: runs/x: {os.strerror(code)}\n"
 
@@ -152,12 +152,12 @@ def test_a_name_that_is_too_long_is_a_mistake_in_the_input(arguments: list[str],
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.EFBIG])
 @pytest.mark.parametrize(("command", "ends"), [("train", 3), ("sweep", 3), ("report", 2), ("merge", 2)])
 def test_a_disk_that_fails_is_said_in_one_sentence(monkeypatch, capsys, code: int, command: str, ends: int) -> None:
-    from flatshift import cli, commands
+    from flatshift import cli
 
     def fail(_argv: list[str]) -> int:
         raise OSError(code, os.strerror(code), "runs/x")
 
-    monkeypatch.setitem(commands._RUN, command, fail)
+    monkeypatch.setattr(f"flatshift.commands.{command}.run", fail)
     assert cli.run([command]) == ends
     (said,) = capsys.readouterr().err.splitlines()
     assert "runs/x" in said and len(said) < 300
@@ -185,12 +185,12 @@ def test_the_words_of_safetensors_are_those_of_the_system() -> None:
 
 def test_a_mistake_is_one_line_of_at_most_300_characters(monkeypatch, capsys) -> None:
     from finetune.errors import UserError
-    from flatshift import cli, commands
+    from flatshift import cli
 
     def refuse(_argv: list[str]) -> int:
         raise UserError(f"{'d/' * 400}rows.jsonl:12: column {'x' * 400!r}\nis no \x1b[31mtext; name another")
 
-    monkeypatch.setitem(commands._RUN, "train", refuse)
+    monkeypatch.setattr("flatshift.commands.train.run", refuse)
     assert cli.run(["train"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert len(said.removeprefix("flatshift: error: ")) <= 300

@@ -1,0 +1,134 @@
+"""How every command reads its command line.
+
+Dotted flags (`--train.steps 100`) and plain recipe keys (`--backbone gpt2`) are laid over the recipe's YAML tree and
+go through the same strict builder; a command's own flags are a dataclass, its docstrings the help texts, read by tyro.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+from experiments.recipe import from_override, refuse_contradictions
+from experiments.recipe.config import Recipe
+from finetune.errors import UserError, shortened
+from finetune.launch import spawn
+from finetune.models.quantize import check_available
+from finetune.parallel.rules import Settings, check_settings
+
+_RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
+
+
+def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]:
+    """Take recipe keys out of a command line: `--a.b value`, `--a.b=value`, and undotted recipe fields."""
+    own = {field.name for field in dataclasses.fields(flags)}
+    rest: list[str] = []
+    overrides = []
+    tokens = iter(argv)
+    for token in tokens:
+        name, has_value, value = token.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        head = key.split(".", 1)[0]
+        if not token.startswith("--") or key in own or ("." not in key and head not in _RECIPE_KEYS):
+            rest.append(token)
+            continue
+        if not has_value:
+            try:
+                value = next(tokens)
+            except StopIteration:
+                raise UserError(f"--{name} needs a value") from None
+        overrides.append(from_override(key, value, f"--{name}"))
+    refuse_contradictions(overrides)
+    return rest, overrides
+
+
+def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
+    """The `flags` of the command `name` from its command line; whole numbers may be written `1e9`.
+
+    Raises:
+        UserError: what cannot be read, in one sentence that names the flag. SystemExit: `--help` was asked for.
+    """
+    said = io.StringIO()
+    hints = get_type_hints(flags)
+    kinds = {one.name: set(_parts(hints[one.name])) for one in dataclasses.fields(flags)}
+    try:
+        with contextlib.redirect_stderr(said), _wide(argv):
+            return tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        text = said.getvalue()
+    raise UserError(f"{_told(text, kinds)}; see `flatshift {name} --help`")
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    yield hint
+    for inner in get_args(hint) if get_origin(hint) is not Literal else ():
+        yield from _parts(inner)
+
+
+def _whole(argv: Sequence[str], kinds: dict[str, set[Any]]) -> list[str]:
+    """`argv` with `1e9` behind a flag that takes a whole number written out, as in a recipe."""
+    found, flag = [], ""
+    for token in argv:
+        head, equals, value = token.partition("=")
+        if token.startswith("--"):
+            flag = head
+        kind = kinds.get(flag.removeprefix("--").replace("-", "_"), set())
+        text = value if token.startswith("--") else token
+        if int in kind and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]{1,2}", text):
+            with contextlib.suppress(ValueError):
+                if (number := float(text)).is_integer():
+                    text = str(int(number))
+        found.append(head + equals + text if token.startswith("--") else text)
+    return found
+
+
+@contextlib.contextmanager
+def _wide(argv: Sequence[str]) -> Iterator[None]:
+    """A terminal on which no word is broken."""
+    before = os.environ.get("COLUMNS")
+    if not {"--help", "-h"} & set(argv):
+        os.environ["COLUMNS"] = "100000"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("COLUMNS", None)
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def _told(text: str, kinds: dict[str, set[Any]]) -> str:
+    """What the parser says in a box of several lines, as a clause."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [re.sub(r"^[│|]\s*|\s*[│|]$", "", line.strip()) for line in text.splitlines()]
+    said = [line for line in lines[1:] if line.strip("╰╯─+- ")] or ["this command line cannot be read"]
+    odd = re.search(r"Error parsing (\S+): .* from \[(.*?)\]", said[0])
+    if odd is not None:
+        kind = kinds.get(odd[1].removeprefix("--").replace("-", "_"), set())
+        wanted = "a whole number" if int in kind else "a number" if float in kind else "another value"
+        return f"{odd[1]} must be {wanted}, got {shortened(odd[2])}"
+    if said[0].startswith("Missing from"):
+        return f"{said[1]} is missing" + (f": {said[2].split('. (')[0]}" if len(said) > 2 else "")
+    first = re.sub(r", 'None'|'None', ", "", said[0].rstrip(".")).replace(". Expected", "; expected")
+    near = next((line.split()[0].rstrip(",") for line in said[1:] if line.startswith("--")), None)
+    return first[:1].lower() + shortened(first[1:], 160) + (f" (did you mean {near}?)" if near else "")
+
+
+def spawn_ranks(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
+    """The same command line once more, as the ranks of the recipe's mesh."""
+    check_settings(Settings.of(recipe))
+    check_available(recipe.train.quantization)
+    return spawn.spawn(
+        ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
+    )

@@ -1,0 +1,29 @@
+"""The commands, one a file: `Flags`, its docstrings being the help texts, and `run`, which hands over to the workflow.
+
+A new command is its file and its line here. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+SUMMARIES = {
+    "demo": "the three journeys on shipped samples; ends with a report",
+    "select": "choose warm-up data from a pool for a target",
+    "train": "fine-tune an adapter by a recipe, or resume a run",
+    "sweep": "a resumable grid over recipe keys and seeds",
+    "compare": "training methods against a baseline by one fair protocol",
+    "eval": "judge a run directory on dev, test or your own rows",
+    "generate": "let a finished run write: prompts in, answers out",
+    "report": "one offline HTML page from run directories",
+    "merge": "fold a run's adapter into its backbone",
+    "export": "a run's adapter as a hub-ready folder with a card",
+    "recipes": "list, show or copy the shipped recipes",
+    "doctor": "environment, versions, devices, shadowed names",
+}
+
+
+def run(name: str, argv: list[str]) -> int:
+    """Run the command `name` with its arguments; returns the exit code."""
+    code: int = import_module(f"{__name__}.{name}").run(argv)
+    return code

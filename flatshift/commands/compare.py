@@ -1,0 +1,55 @@
+"""Training methods against a baseline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from finetune.errors import UserError
+from flatshift.command_line import parse, split_overrides
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Compare training methods by a recipe's `comparison` block: equal trials, paired seeds, one primary endpoint."""
+
+    recipe: Positional[str]
+    """Recipe file or shipped recipe (flat-comparison)."""
+    out: Path | None = None
+    """Directory to make or to continue (required); finished cells are never run again."""
+    data: Path | None = None
+    """Directory of the files that the block names."""
+    methods: tuple[str, ...] = ()
+    """Only these methods and the baseline."""
+    tasks: tuple[str, ...] = ()
+    """Only these tasks."""
+    jobs: int = 2
+    """Worker processes, one thread each."""
+    json: bool = False
+    """Print comparison.json when done."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift compare`."""
+    rest, overrides = split_overrides(argv, Flags)
+    flags: Flags = parse(Flags, "compare", rest)
+    if flags.out is None:
+        raise UserError("--out is missing: name the directory to make or continue")
+    from experiments.studies.compare.command import compare, summary
+
+    document = compare(
+        flags.recipe,
+        flags.out,
+        data=flags.data,
+        overrides=overrides,
+        methods=flags.methods,
+        tasks=flags.tasks,
+        jobs=flags.jobs,
+    )
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary(document)))
+    if not flags.json:
+        print(flags.out / "report.html")
+    return 1 if any(run["status"] == "failed" for run in document["diverged"]) else 0

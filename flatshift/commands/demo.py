@@ -1,0 +1,26 @@
+"""The three journeys on shipped samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatshift import api
+from flatshift.command_line import parse
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Select, train, compare and sweep on the shipped samples; ends with a report and its path."""
+
+    out: Path = Path("flatshift-demo")
+    """Directory to make; must not exist or be empty."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift demo`."""
+    flags = parse(Flags, "demo", argv)
+    from experiments.workflows.demo import demo
+
+    print(demo(flags.out, draw=api.draw))
+    return 0

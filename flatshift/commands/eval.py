@@ -1,0 +1,128 @@
+"""A finished run judged again, measured for sharpness, or given to lm-eval."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+from experiments.recipe import resume_recipe
+from experiments.recipe.mesh import mesh_flags, named_axes
+from finetune.errors import UserError
+from finetune.launch import failure, spawn
+from flatshift import api
+from flatshift.command_line import parse, spawn_ranks, split_overrides
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Judge a finished run again, on its own dev and test rows or on other files; on another mesh by --mesh.dp N, …
+
+    With --sharpness: measure instead how the loss rises around the trained weights, and write sharpness.json, charts
+    and the report into the run directory.
+    """
+
+    run: Positional[Path]
+    """Run directory."""
+    data: tuple[str, ...] = ()
+    """Files to judge on instead; the split is called `data`."""
+    json: bool = False
+    """Print exactly what eval.json would hold, or what sharpness.json holds."""
+    sharpness: bool = False
+    """Measure sharpness: λ_max, trace, mean and highest rises, slices, in adapter space and full weight space."""
+    sharpness_batches: int | None = None
+    """Batches of train.batch_size rows to measure on; 2 by default."""
+    sharpness_split: Literal["dev", "test", "train"] | None = None
+    """Where those rows come from; by default the first of dev, test and train that the run has."""
+    sharpness_spaces: tuple[Literal["adapter", "full"], ...] | None = None
+    """Spaces to measure in; both by default."""
+    sharpness_sigmas: tuple[float, ...] | None = None
+    """Noise radii relative to the row norms; 0.02 0.05 0.1 by default."""
+    sharpness_rhos: tuple[float, ...] | None = None
+    """Radii of the balls for the highest rise; 0.01 0.05 0.1 by default."""
+    sharpness_draws: int | None = None
+    """Antithetic pairs of noise at each σ; 8 by default."""
+    sharpness_seed: int | None = None
+    """Seed of rows and directions; 0 by default."""
+    harness: tuple[str, ...] = ()
+    """Tasks of EleutherAI's lm-eval to run instead (extra `harness`); writes harness.json into the run directory."""
+    harness_limit: int | None = None
+    """Items of each task; all by default."""
+    harness_shots: int | None = None
+    """Worked examples before each item; the task's own number by default."""
+    harness_batch_size: int | None = None
+    """Rows at once; 8 by default."""
+    harness_seed: int | None = None
+    """Seed of the worked examples and of what tasks draw; 0 by default."""
+    harness_include: Path | None = None
+    """Directory with task files of your own."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift eval`."""
+    rest, overrides = split_overrides(argv, Flags)
+    flags: Flags = parse(Flags, "eval", rest)
+    if flags.harness:
+        return _harness(flags, overrides)
+    if given := [name for name in _fields(flags, "harness_") if getattr(flags, name) is not None]:
+        raise UserError(f"--{given[0].replace('_', '-')} has a meaning with --harness only; add that, or leave it out")
+    if flags.sharpness:
+        return _sharpness(flags, overrides)
+    if given := [name for name in _fields(flags, "sharpness_") if getattr(flags, name) is not None]:
+        flag = given[0].replace("_", "-")
+        raise UserError(f"--{flag} has a meaning with --sharpness only; add that, or leave it out")
+    recipe = resume_recipe(flags.run, overrides).recipe
+    if chosen := mesh_flags(recipe, given=named_axes(overrides)):
+        return run([*argv, *chosen])
+    if spawn.wants_ranks(recipe.mesh):
+        return spawn_ranks("eval", argv, recipe, flags.run)
+    from experiments.workflows.evaluate import evaluate_run, render
+
+    result = evaluate_run(flags.run, data=flags.data, overrides=overrides, quiet=flags.json)
+    if failure.rank() == 0:
+        print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    return 0
+
+
+def _fields(flags: Flags, prefix: str) -> list[str]:
+    """The fields that only `--sharpness`, or only `--harness`, reads."""
+    return [field.name for field in dataclasses.fields(flags) if field.name.startswith(prefix)]
+
+
+def _sharpness(flags: Flags, overrides: list[Any]) -> int:
+    """`eval --sharpness`; what was not given is left to the study's own defaults."""
+    from regularizers.sharpness.config import Sharpness
+
+    given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields(flags, "sharpness_")}
+    given = {name: value for name, value in given.items() if value is not None}
+    own = {field.name for field in dataclasses.fields(Sharpness)}
+    settings = Sharpness(**{name: value for name, value in given.items() if name in own})
+    from experiments.workflows.sharpness import measure_run, render
+
+    rest = {name: value for name, value in given.items() if name not in own}
+    result = measure_run(
+        flags.run, settings, data=flags.data, overrides=overrides, quiet=flags.json, draw=api.draw, **rest
+    )
+    print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    return 0
+
+
+def _harness(flags: Flags, overrides: list[Any]) -> int:
+    """`flatshift eval --harness`; what was not given is left to the study's own defaults."""
+    odd = [field.name for field in dataclasses.fields(flags) if field.name.startswith(("sharpness", "data"))]
+    if given := [name for name in odd if getattr(flags, name)]:
+        raise UserError(f"--{given[0].replace('_', '-')} does not go with --harness; leave one of them out")
+    for tree in overrides:
+        if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:
+            raise UserError(f"{tree.where} does not go with --harness, which runs in one process; leave it out")
+    own = {name.removeprefix("harness_"): getattr(flags, name) for name in _fields(flags, "harness_")}
+    from experiments.workflows.lm_eval import render, run_harness
+
+    given_own = {name: value for name, value in own.items() if value is not None}
+    record = run_harness(flags.run, flags.harness, overrides=overrides, quiet=flags.json, **given_own)
+    print(json.dumps(record, indent=2, ensure_ascii=False) if flags.json else render(record))
+    return 0

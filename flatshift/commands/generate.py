@@ -1,0 +1,87 @@
+"""A finished run writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional, UseAppendAction
+
+from experiments.recipe import from_override
+from finetune.errors import UserError
+from flatshift.command_line import parse
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Let a finished run write: prompts in, answers out. Greedy unless --temperature says otherwise."""
+
+    run: Positional[Path]
+    """Run directory."""
+    prompt: UseAppendAction[tuple[str, ...]] = ()
+    """A prompt, read by the model as it stands; may be given several times. Without --prompt and --data: the lines of
+    standard input."""
+    data: tuple[str, ...] = ()
+    """Files whose rows are prompts, through the run's own template."""
+    max_new_tokens: int | None = None
+    """Longest answer, tokens; by default the task's own, else 64."""
+    temperature: float | None = None
+    """Draw from the softmax of logits / temperature; by default nothing is drawn."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability."""
+    top_k: int | None = None
+    """Draw among so many of the likeliest tokens."""
+    seed: int | None = None
+    """Seed of the draws; 0 by default. The batch size does not change them."""
+    num_beams: int | None = None
+    """Beams; 1 by default."""
+    batch_size: int = 16
+    """Prompts at once."""
+    device: str | None = None
+    """auto, cpu, cuda or cuda:N; by default the run's own."""
+    out: Path | None = None
+    """JSONL file to write: id, prompt, text, tokens, ended."""
+    json: bool = False
+    """Print these records as JSON."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift generate`."""
+    flags: Flags = parse(Flags, "generate", argv)
+    prompts = flags.prompt
+    if not prompts and not flags.data and not sys.stdin.isatty():
+        prompts = _lines_of_input()
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "num_beams")
+    given = {name: getattr(flags, name) for name in names}
+    from experiments.workflows.generate import generate_from_run, render
+
+    records = generate_from_run(
+        flags.run,
+        prompts=prompts,
+        data=flags.data,
+        decoding={name: value for name, value in given.items() if value is not None},
+        batch_size=flags.batch_size,
+        overrides=[] if flags.device is None else [from_override("train.device", flags.device, "--device")],
+        out=flags.out,
+        quiet=flags.json,
+    )
+    if flags.json:
+        print(json.dumps(records, indent=2, ensure_ascii=False))
+    else:
+        print(render(records) if flags.out is None else f"{flags.out}: {len(records):,} answers")
+    return 0
+
+
+def _lines_of_input() -> tuple[str, ...]:
+    """The lines of standard input that are not blank."""
+    from finetune.data.formats import has_half_pair
+
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that the line can be named
+    lines = [(number, line.rstrip("\n")) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
+    for number, line in lines:
+        if has_half_pair(line):
+            raise UserError(f"standard input:{number}: not valid UTF-8; write it in that encoding")
+    return tuple(line for _, line in lines)

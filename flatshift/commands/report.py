@@ -1,0 +1,37 @@
+"""One page from directories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from finetune.errors import UserError
+from flatshift.command_line import parse
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Make one offline HTML page from run, selection, sweep or study directories."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Directories."""
+    out: Path | None = None
+    """HTML file; by default report.html in the first directory."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift report`."""
+    flags: Flags = parse(Flags, "report", argv)
+    if not flags.runs:
+        raise UserError("report needs a DIRECTORY: a run, selection, sweep or study, or a folder of several")
+    if flags.out is not None and flags.out.is_dir():
+        raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
+    from experiments.report import build_report
+    from finetune.lock import owned
+
+    out = flags.out or flags.runs[0] / "report.html"
+    with owned(out):
+        print(build_report(flags.runs, out=out))
+    return 0

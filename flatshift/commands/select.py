@@ -1,0 +1,108 @@
+"""Warm-up data from a pool for a target."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from experiments.recipe import from_override, load_recipe, refuse_contradictions
+from finetune.errors import UserError
+from flatshift.command_line import parse, split_overrides
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Choose warm-up records from a pool for a target, by a recipe's `select` block or by flags."""
+
+    recipe: Positional[str | None] = None
+    """Recipe file or shipped recipe; optional when --pool, --target and --budget are given."""
+    pool: tuple[str, ...] = ()
+    """Candidate files: JSONL (.gz .xz .zst), CSV, Parquet; globs; `sample:pool`."""
+    target: tuple[str, ...] = ()
+    """Files with samples of the task."""
+    budget: int | None = None
+    """Records to choose."""
+    out: Path | None = None
+    """Directory to make (required): not there, empty, or with what this same command left when it was killed."""
+    method: str | None = None
+    """How records are scored: gotd, knn, dsir, random or another kind of `select.method` (docs/recipes.md)."""
+    negative: tuple[str, ...] = ()
+    """Files with examples of what must not be learnt (gotd-contrast)."""
+    embedder: str | None = None
+    """tfidf, backbone, static:PATH (word vectors), or the directory or hub name of an encoder."""
+    pool_features: str | None = None
+    """Your own features of the pool: .npy, row i for record i."""
+    target_features: str | None = None
+    """Your own features of the target: .npy."""
+    negative_features: str | None = None
+    """Your own features of the negative examples: .npy."""
+    epsilon: float | None = None
+    """Entropic regularisation, as a multiple of the mean cost (gotd)."""
+    memory: float | None = None
+    """What the transport solver may hold beside the features, GiB (gotd)."""
+    seed: int | None = None
+    """Seed of every random draw."""
+    text_column: str | None = None
+    """Column that holds the text."""
+    id_column: str | None = None
+    """Column that holds a record's id."""
+    domain_column: str | None = None
+    """Column that names a record's domain."""
+    bad_rows: Literal["refuse", "skip"] | None = None
+    """Stop at a malformed record, or skip and count it."""
+    json: bool = False
+    """Print the manifest as JSON."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift select`."""
+    rest, overrides = split_overrides(argv, Flags)
+    flags: Flags = parse(Flags, "select", rest)
+    if flags.out is None:
+        raise UserError("--out is missing: name the directory to make")
+    if flags.recipe is None and not (flags.pool and flags.target and flags.budget is not None):
+        raise UserError("select needs a RECIPE, or --pool, --target and --budget together")
+    own = {
+        "select.pool.files": (flags.pool or None, "--pool"),
+        "select.target.files": (flags.target or None, "--target"),
+        "select.negative.files": (flags.negative or None, "--negative"),
+        "select.budget": (flags.budget, "--budget"),
+        "select.method.kind": (flags.method, "--method"),
+        "select.method.epsilon": (flags.epsilon, "--epsilon"),
+        "select.method.memory_gib": (flags.memory, "--memory"),
+        "select.columns.text": (flags.text_column, "--text-column"),
+        "select.columns.id": (flags.id_column, "--id-column"),
+        "select.domain_column": (flags.domain_column, "--domain-column"),
+        "select.bad_rows": (flags.bad_rows, "--bad-rows"),
+        "train.seed": (flags.seed, "--seed"),
+    }
+    if flags.embedder in (None, "tfidf", "backbone"):
+        own["select.embedder.kind"] = (flags.embedder, "--embedder")
+    else:
+        static = flags.embedder.startswith("static:")
+        own["select.embedder.kind"] = ("static" if static else "encoder", "--embedder")
+        own["select.embedder.path"] = (flags.embedder.removeprefix("static:"), "--embedder")
+    if flags.pool_features or flags.target_features or flags.negative_features:
+        if not (flags.pool_features and flags.target_features):
+            raise UserError("--pool-features and --target-features belong together: give both")
+        if flags.embedder is not None:
+            raise UserError("--embedder and --pool-features exclude each other: keep one of them")
+        own["select.embedder.kind"] = ("features", "--pool-features")
+        own["select.embedder.pool"] = (flags.pool_features, "--pool-features")
+        own["select.embedder.target"] = (flags.target_features, "--target-features")
+        own["select.embedder.negative"] = (flags.negative_features, "--negative-features")
+    for key, (value, where) in own.items():
+        if value is not None:
+            overrides.append(from_override(key, value, where))
+    refuse_contradictions(overrides)
+    resolved = load_recipe(flags.recipe, overrides)
+    from experiments.select.select import select
+
+    manifest = select(resolved, flags.out, quiet=flags.json)
+    if flags.json:
+        print(json.dumps(manifest, indent=2, ensure_ascii=False))
+    return 0

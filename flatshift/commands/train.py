@@ -1,0 +1,72 @@
+"""A recipe into a run directory, in this process or as the ranks of a mesh; or a run resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import Positional
+
+from experiments.recipe import load_recipe, resume_recipe
+from experiments.recipe.mesh import axis_flags, mesh_flags, named_axes
+from finetune.errors import UserError
+from finetune.launch import consistency, failure, spawn
+from finetune.run_directory import RECIPE, refuse_old
+from flatshift import api
+from flatshift.command_line import parse, spawn_ranks, split_overrides
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Fine-tune an adapter by a recipe. Any recipe key is a flag: --train.steps 100 --adapter.rank 4."""
+
+    recipe: Positional[str | None] = None
+    """Recipe file or shipped recipe (`flatshift recipes list`)."""
+    out: Path | None = None
+    """Run directory to make; by default runs/DATE-TIME-NAME."""
+    resume: Path | None = None
+    """Continue this run directory exactly where it stopped."""
+    json: bool = False
+    """Print eval.json when done."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift train`."""
+    rest, overrides = split_overrides(argv, Flags)
+    flags: Flags = parse(Flags, "train", rest)
+    if (flags.recipe is None) == (flags.resume is None):
+        raise UserError("train needs either a RECIPE (`flatshift recipes list`) or --resume RUN_DIR")
+    if flags.resume is not None:
+        if flags.out is not None:
+            raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
+        found = resume_recipe(flags.resume, overrides)
+        if chosen := mesh_flags(found.recipe, given=named_axes(overrides)):
+            return run([*argv, *chosen])
+        if spawn.wants_ranks(found.recipe.mesh):
+            return spawn_ranks("train", argv, found.recipe, flags.resume)
+        return _trained(flags, lambda: api.resume(flags.resume, overrides, quiet=flags.json))
+    resolved = load_recipe(flags.recipe, overrides)
+    if chosen := mesh_flags(resolved.recipe):
+        return run([*argv, *chosen])
+    if spawn.wants_ranks(resolved.recipe.mesh):
+        if flags.out is None:
+            with consistency.dated_directory("runs", resolved.name) as new:
+                return spawn_ranks("train", [*argv, "--out", str(new)], resolved.recipe, new)
+        refuse_old(flags.out, resumable=True)
+        return spawn_ranks("train", argv, resolved.recipe, flags.out)
+    if flags.out is not None and spawn.restarted() and (flags.out / RECIPE).is_file():
+        _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
+        return _trained(flags, lambda: api.resume(flags.out, axes, quiet=flags.json))
+    if flags.out is None and failure.several() and spawn.restarts_allowed():
+        raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
+    return _trained(flags, lambda: api.train(resolved, flags.out, quiet=flags.json))
+
+
+def _trained(flags: Flags, train: Callable[[], dict[str, Any]]) -> int:
+    result = train()
+    if flags.json and failure.rank() == 0:
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+    return 0
