@@ -60,9 +60,9 @@ from experiments.workflows.run_parts import (
 )
 from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
+from finetune.compute.attention import refuse_leaks
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
-from finetune.data.pack import refuse_leaks
 from finetune.data.panel import first_batch_panel
 from finetune.data.rows import describe
 from finetune.data.units import fold_units

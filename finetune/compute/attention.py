@@ -6,7 +6,10 @@ dimensions through to every attention layer as it is: here that is no mask but t
 (1, 1, L, N + 1) for N samples of at most L tokens in the rows of a micro-batch laid end to end (a view; L is read off
 the shape, so no layer asks the device). Any other call computes what `sdpa` does, to the bit: evaluation, padded rows.
 
-Whether a backbone really keeps its samples apart so is measured by `refuse_leaks`, like for the dense mask.
+Whether a backbone really keeps its samples apart so is measured by `refuse_leaks`, like for the dense mask, which
+transformers derives from the restarts of positions: block-diagonal and causal, in every attention implementation and
+with sliding windows, provided that no mask and no cache is passed. Models that build their masks otherwise (recurrent
+ones, ALiBi) would leak in silence.
 
 **Masks.** transformers looks into every mask, and into positions, for whether anything is masked and whether rows hold
 several samples; on a GPU each look waits for the device. The host made the rows and knows: of rows of one sample each
@@ -32,8 +35,9 @@ from torch import Tensor, nn
 
 from ..config import Train
 from ..errors import UserError
+from ..models.anatomy import vocabulary_size
 from .capabilities import capabilities
-from .numerics import dropout_rates
+from .numerics import dropout_rates, evaluating
 from .precision import autocast
 from .presence import is_cuda, product_dtype
 
@@ -192,10 +196,46 @@ def rows_apart(
         base.set_attn_implementation(before)
 
 
+def refuse_leaks(model: torch.nn.Module, *, tolerance: float | None = None, starts: bool = False) -> None:
+    """Check on the model itself that a packed sample sees nothing of its neighbours.
+
+    Runs eight tokens alone and behind eight others, in evaluation mode and without gradients, called as the loop calls
+    it: a model whose `config.use_cache` is on does leak, because transformers then overlooks the restarts.
+
+    Arguments:
+        tolerance: share of the largest logit that rounding may move; by default 1e-3, and 5e-2 for half precision.
+            A leak moves logits by their own size.
+        starts: tell the model where samples begin (`as_mask`), as the loop does on CUDA.
+    Raises:
+        UserError: the logits differ by more than `tolerance`, or the model takes no positions; names the setting that
+            turns packing off.
+    """
+    device = next(model.parameters()).device
+    if tolerance is None:
+        halved = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+        tolerance = 5e-2 if halved else 1e-3
+    vocabulary = vocabulary_size(model)
+    tokens = torch.arange(16, device=device).mul_(7).add_(3).remainder_(vocabulary)[None]  # B=1 T=16
+    positions = torch.arange(8, device=device)[None]
+    advice = "set task.pack: false"
+    told = {}
+    if starts:
+        told = {"attention_mask": as_mask(torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)}
+    with evaluating(model), torch.no_grad():
+        try:
+            packed = model(input_ids=tokens, position_ids=positions.repeat(1, 2), **told).logits[:, 8:]
+        except TypeError as error:
+            raise UserError(f"this backbone takes no position_ids, so samples cannot be packed; {advice}") from error
+        alone = model(input_ids=tokens[:, 8:], position_ids=positions).logits
+    worst = (packed.float() - alone.float()).abs().max() / alone.float().abs().max().clamp_min(1e-12)
+    if not worst <= tolerance:
+        raise UserError(
+            f"this backbone lets packed samples see each other (logits move by {worst:.1e} of their size); {advice}"
+        )
+
+
 def _broken(engine: Engine, train: Train, device: torch.device) -> str | None:
     """What is wrong with the kernel on this backbone, tried out; None where samples do not see each other."""
-    from ..data.pack import refuse_leaks
-
     try:
         with autocast(train, device):
             refuse_leaks(engine.judged, tolerance=_ROUNDING, starts=True)

@@ -3,10 +3,14 @@
 The samples of epoch e come in a permutation keyed by derive(seed, "order", e); epochs follow each other without a gap,
 so nothing is dropped and a batch may straddle two epochs. A mixture (`finetune.data.mixture`) has such epochs for each
 of its sources. `Batches.at(step)` needs nothing but the step: resuming exactly is calling it with the next one.
+
+`pack_order` decides which samples share a packed row, in which each has positions 0, 1, 2, …; that none sees another is
+measured on the model at hand (`finetune.compute.attention.refuse_leaks`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
@@ -23,11 +27,11 @@ from .columns import Examples
 from .example import IGNORE, Example
 from .masking import Masking, unmasked
 from .mixture import Epochs, Mixed, Mixture
-from .pack import pack_order
 
 if TYPE_CHECKING:
     from ..tasks import Task
 
+_OPEN_ROWS = 64
 _GROUPED = 50
 """Micro-batches of a window whose rows are grouped by length."""
 
@@ -204,6 +208,40 @@ class _Answers:
             ids[r, :length] = _run(self.read, self.starts[i], length)
             labels[r, :length] = _run(self.written, self.label_starts[i], length)
         return ids, labels
+
+
+def pack_order(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Rows of sample positions, best fit over a window of 64 open rows.
+
+    Samples are taken in order; each goes to the open row that it fills best, else opens a new row; with 64 open the
+    fullest is closed. Rows come out as they are closed, so the order stays close to the samples' own.
+
+    Arguments:
+        lengths: tokens of each sample, each ≤ `max_length`.
+    Returns:
+        Every index of `lengths` exactly once, each row with at most `max_length` tokens.
+    """
+    done: list[list[int]] = []
+    rows: dict[int, list[int]] = {}  # serial → samples; a dict keeps the order of opening
+    free: list[tuple[int, int]] = []  # (free tokens, serial) of the open rows, sorted
+    serial = 0
+    for sample, length in enumerate(lengths):
+        place = bisect_left(free, (length, -1))
+        if place < len(free):
+            left, row = free.pop(place)
+            rows[row].append(sample)
+            left -= length
+        else:
+            if len(free) == _OPEN_ROWS:
+                done.append(rows.pop(free.pop(0)[1]))
+            row, left, serial = serial, max_length - length, serial + 1
+            rows[row] = [sample]
+        if left:
+            insort(free, (left, row))
+        else:
+            done.append(rows.pop(row))
+    done.extend(rows.values())
+    return done
 
 
 @dataclass(frozen=True)

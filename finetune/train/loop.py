@@ -117,7 +117,7 @@ class _Loop:
     def __init__(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage, shortage: Shortage
     ) -> None:
-        from ..data.pack import refuse_leaks
+        from ..compute.attention import refuse_leaks
 
         train, batches = stage.train, stage.batches
         self.engine, self.stage, self.train, self.regularizer = engine, stage, train, stage.regularizer

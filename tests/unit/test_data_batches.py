@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches, iterate_eval, pack_order
 from finetune.data.encoding import IGNORE, encode
 from finetune.data.example import Example
-from finetune.data.pack import pack_order
 from finetune.data.panel import first_batch_panel, panel_spans
 from finetune.errors import UserError
 from finetune.tasks import Classify, Completion, LanguageModel

@@ -9,13 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute import attention
-from finetune.compute.attention import NAME, as_mask, rows_apart, starts, without_starts
+from finetune.compute.attention import NAME, as_mask, refuse_leaks, rows_apart, starts, without_starts
 from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Optimizer, Train
 from finetune.data import prefetch
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
-from finetune.data.pack import refuse_leaks
 from finetune.data.prefetch import Prefetch
 from finetune.errors import UserError
 from finetune.parallel.activation_checkpoint import checkpoint_activations

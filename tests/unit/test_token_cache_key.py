@@ -30,8 +30,6 @@ APART = {
     "finetune.cache_directory": "where entries lie",
     "finetune.errors": "sentences",
     "finetune.models.head_tokens": "a refusal, of rows as they come from the cache too",
-    "finetune.compute.numerics": "a model's forward pass, which finds leaks of packing",
-    "finetune.models.anatomy": "a model's forward pass, which finds leaks of packing",
     "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
     "finetune.train.trace.recorder": "which rows a run looks at",
     "finetune.compute.capabilities": "how rows that are made already come to a device",
