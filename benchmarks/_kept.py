@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from experiments.results.cells import RESULT
 from finetune.atomic import write_json, write_text
 
 
@@ -26,7 +27,7 @@ def measured(out: Path, kept: Path, study: Callable[..., dict[str, Any]]) -> dic
     """Run `study(on_cell=…)`, which writes into `out`, with the cells of `kept`, and keep its cells there."""
     take_back(out / "cells", kept)
     document = study(on_cell=partial(keep, kept=kept))
-    for file in (out / "cells").glob("*.json"):
+    for file in (*(out / "cells").glob("*.json"), *(out / "cells").glob(f"*/{RESULT}")):
         keep(file, kept)
     return document
 
@@ -38,8 +39,12 @@ def publish(out: Path, kept: Path, name: str, document: dict[str, Any]) -> None:
 
 
 def keep(file: Path, kept: Path) -> None:
-    """Copy a finished cell into `kept`/cells, on one line."""
-    write_text(kept / "cells" / file.name, json.dumps(json.loads(file.read_text(encoding="utf-8"))) + "\n")
+    """Copy the result of a finished cell into `kept`/cells, on one line; its run stays where it is."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if file.name == RESULT:
+        found.pop("seal")  # it speaks of the run's files
+    name = f"{file.parent.name}.json" if file.name == RESULT else file.name
+    write_text(kept / "cells" / name, json.dumps(found) + "\n")
 
 
 def take_back(cells: Path, kept: Path) -> None:

@@ -35,9 +35,9 @@ from experiments.results.verdicts import Judged, compared, judge
 from experiments.statistics.beside import Beside
 from experiments.statistics.curve import Curve
 from experiments.statistics.intervals import Interval
-from experiments.studies.sweep.command import sweep
 from finetune.atomic import write_json
 from finetune.errors import UserError
+from flatshift.api import sweep
 
 KEPT = RESULTS / "descent_studies"
 PAGE = ROOT / "docs" / "double-descent.md"

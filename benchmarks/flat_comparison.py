@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import studied, write_between
+from experiments.report.chapters.comparison import page
 from experiments.studies.compare.command import DOCUMENT, compare
 
 RECIPE = "flat-comparison"
@@ -44,6 +45,7 @@ def main() -> None:
         methods=options.methods,
         tasks=options.tasks,
         jobs=options.jobs,
+        page=page,
     )
     document = studied(options.out, KEPT, DOCUMENT, study)
     rows(bench, document)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from experiments.recipe.config import Recipe as Recipe
     from experiments.report import build_report as build_report
     from experiments.select.select import select as select
-    from experiments.studies.sweep import sweep as sweep
     from experiments.workflows.evaluate import evaluate_run as evaluate_run
     from finetune.data.rows import read_rows as read_rows
     from finetune.errors import UserError as UserError
     from flatshift.api import resume as resume
+    from flatshift.api import sweep as sweep
     from flatshift.api import train as train
     from regularizers import GGPO as GGPO
     from selection import GotDSelector as GotDSelector
@@ -32,7 +32,7 @@ _PUBLIC = {
     "train": "flatshift.api",
     "resume": "flatshift.api",
     "select": "experiments.select.select",
-    "sweep": "experiments.studies.sweep",
+    "sweep": "flatshift.api",
     "evaluate_run": "experiments.workflows.evaluate",
     "build_report": "experiments.report",
     "sinkhorn_potentials": "selection",

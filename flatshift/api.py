@@ -40,3 +40,26 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
     from experiments.workflows.train import resume
 
     return resume(path, overrides, quiet=quiet, draw=draw)
+
+
+def sweep(recipe: str, overrides: Sequence[Branch], out: Path, **rest: Any) -> int:
+    """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell diverged or failed.
+
+    recipe: file or shipped name. overrides: laid over it. rest: see `experiments.studies.sweep.command.sweep`.
+    Raises UserError before any cell runs; Interrupted when stopped or when the disk is full.
+    """
+    from experiments.studies.sweep import sweep
+
+    return sweep(recipe, overrides, out, draw=draw, **rest)
+
+
+def compare(recipe: str, out: Path, **rest: Any) -> dict[str, Any]:
+    """Run a comparison of training methods and return what comparison.json holds.
+
+    recipe: file or shipped name. rest: see `experiments.studies.compare.command.compare`.
+    Raises UserError before any cell runs; Interrupted when stopped: the same call goes on.
+    """
+    from experiments.report.chapters.comparison import page
+    from experiments.studies.compare.command import compare
+
+    return compare(recipe, out, page=page, **rest)

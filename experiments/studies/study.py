@@ -127,11 +127,11 @@ def carry_out(
     *,
     plan: Callable[[], P],
     measure: Callable[[P, Console], Document],
-    page: Callable[[Document], str],
+    page: Callable[[Document], str] | None,
     jobs: int,
     quiet: bool,
 ) -> Document:
-    """Plan, run and judge a study; write what it found to `out`/`name` and its page to `out`/report.html.
+    """Plan, run and judge a study; write what it found to `out`/`name`, and its page, if it has one.
 
     command: what the page says made it.
 
@@ -151,7 +151,8 @@ def carry_out(
             raise Interrupted("finished cells are kept; the same command goes on from there") from error
         document = {**found, "command": f"{command} --data DIR --out OUT"}
         write_json(out / name, document)
-        write_text(out / "report.html", page(document))
+        if page is not None:
+            write_text(out / "report.html", page(document))
         return document
 
 

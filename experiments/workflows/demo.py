@@ -115,6 +115,7 @@ def _demo(out: Path, draw: Draw) -> Path:
         grid=("adapter.rank=1,8,64",),
         seeds=2,
         jobs=jobs,
+        draw=draw,
     )
     write_provenance(out)
     page = draw(out, out / "warmup", out / "study", out / "sweep")

@@ -9,6 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from finetune.errors import UserError
+from flatshift import api
 from flatshift.command_line import parse, split_overrides
 
 
@@ -38,9 +39,9 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "compare", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
-    from experiments.studies.compare.command import compare, summary
+    from experiments.report.chapters.comparison import summary
 
-    document = compare(
+    document = api.compare(
         flags.recipe,
         flags.out,
         data=flags.data,

@@ -9,6 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from finetune.errors import UserError
+from flatshift import api
 from flatshift.command_line import parse, split_overrides
 
 
@@ -53,9 +54,7 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "sweep", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the sweep directory to make or continue")
-    from experiments.studies.sweep import sweep
-
-    return sweep(
+    return api.sweep(
         flags.recipe,
         overrides,
         flags.out,

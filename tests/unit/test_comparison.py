@@ -14,6 +14,7 @@ import pytest
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.comparison import Comparison, StudyMethod, StudyTask
 from experiments.recipe.precision import settled
+from experiments.report.chapters.comparison import page
 from experiments.statistics.intervals import detectable, holm, paired_p
 from experiments.studies.compare.analysis import endpoint
 from experiments.studies.compare.command import compare
@@ -168,7 +169,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict]:
     place = tmp_path_factory.mktemp("study")
     recipe = make_study(place)
     out = place / "out"
-    return recipe, out, compare(str(recipe), out, data=place, jobs=1, quiet=True)
+    return recipe, out, compare(str(recipe), out, data=place, jobs=1, quiet=True, page=page)
 
 
 def cells(out: Path) -> list[dict]:
@@ -229,6 +230,68 @@ def test_running_again_runs_nothing_and_says_the_same(made) -> None:
     again = compare(str(recipe), out, data=recipe.parent, jobs=1, quiet=True)
     assert {file: file.stat().st_mtime_ns for file in (out / "cells").glob("*/*")} == before
     assert again == document
+
+
+def test_results_of_the_form_before_are_read_and_those_that_failed_run_again(made, tmp_path: Path) -> None:
+    """Kept beside the cells' directories, with flat figures; `benchmarks/results/flat_comparison` holds such ones."""
+    recipe, out, document = made
+    old = tmp_path / "old"
+    (old / "cells").mkdir(parents=True)
+    for name in ("equal_time.json", "study.recipe.yaml"):
+        (old / name).write_bytes((out / name).read_bytes())
+    for found in cells(out):
+        flat = {name: figure["value"] for name, figure in found["metrics"]["test"].items()}
+        none = {"items": None, "sharpness": None, "cpu_s": 1.0, "step_cpu_s": None, "wall_s": 1.0}
+        kept = {"cell": found["cell"], "status": "done", "reason": None, "metrics": flat} | none | found["figures"]
+        (old / "cells" / f"{found['cell']}.json").write_text(json.dumps(kept))
+    again = next(found["cell"] for found in cells(out) if found["point"]["kind"] == "final")
+    (old / "cells" / f"{again}.json").write_text(json.dumps(kept | {"cell": again, "status": "crashed", "metrics": {}}))
+    read = compare(str(recipe), old, data=recipe.parent, jobs=1, quiet=True)
+    assert [file.parent.name for file in (old / "cells").glob("*/result.json")] == [again]
+    times = {"cpu_s", "command", "step_ratio", "step_cpu_s"}
+
+    def timeless(tree: object) -> object:
+        if isinstance(tree, dict):
+            return {key: timeless(value) for key, value in tree.items() if key not in times}
+        return [timeless(value) for value in tree] if isinstance(tree, list) else tree
+
+    assert timeless(json.loads(json.dumps(read))) == timeless(json.loads(json.dumps(document)))
+
+
+def test_the_cells_that_are_kept_are_those_that_the_shipped_comparison_asks_for(tmp_path: Path) -> None:
+    from benchmarks.flat_comparison import KEPT
+    from experiments.results.cells import read_result
+
+    found = [read_result(file.with_suffix("")) for file in sorted((KEPT / "cells").glob("*.json"))[:40]]
+    assert all(result is not None and result["status"] == "done" for result in found)
+    study = load_recipe("flat-comparison").recipe.comparison
+    assert study is not None and {result["method"] for result in found if result} <= study.methods.keys()
+
+
+def test_what_train_can_do_can_be_compared(tmp_path: Path) -> None:
+    """A task without classes, and a warm-up on a selection."""
+    recipe, pool = make_study(tmp_path), tmp_path / "pool.jsonl"
+    with (tmp_path / "scores.jsonl").open("w", encoding="utf-8") as handle:
+        for i in range(30):
+            row = {"text": f"the cat sat {i % 7}", "label": i % 5 / 2, "split": "train" if i < 22 else "test"}
+            handle.write(json.dumps(row) + "\n")
+    pool.write_text("\n".join(json.dumps({"text": f"the dog {i} and the log"}) for i in range(20)), encoding="utf-8")
+    laid = {
+        "task": "regress", "backbone": str(tmp_path / "gpt2"), "train.steps": "2",
+        "comparison.tasks": "{scores: {file: scores.jsonl, train: 12, validation: 6, test: 8}}",
+        "comparison.methods": f"{{plain: {{}}, warm: {{set: {{select.pool.files: {pool}, select.budget: 8, "
+        "warmup.steps: 1, warmup.batch_size: 4}}}",
+        "comparison.rounds": "0", "comparison.finalists": "1", "comparison.tuning_seeds": "[1000003]",
+        "comparison.seeds": "2", "comparison.sharpness_seeds": "0", "comparison.equal_time_above": "1000",
+    }  # fmt: skip
+    overrides = [from_override(key, value) for key, value in laid.items()]
+    document = compare(str(recipe), tmp_path / "out", data=tmp_path, overrides=overrides, jobs=1, quiet=True)
+    table = document["tasks"]["scores"]
+    assert document["diverged"] == [] and (table["metric"], table["informative"]) == ("loss", None)
+    assert all(math.isfinite(table["methods"][name]["mean"]["value"]) for name in ("plain", "warm"))
+    warmed = [cell for cell in cells(tmp_path / "out") if cell["point"]["method"] == "warm"]
+    stages = [tmp_path / "out" / "cells" / cell["cell"] / "stages" for cell in warmed]
+    assert len(stages) == 4 and all((place / "warm-up" / "eval.json").is_file() for place in stages)
 
 
 def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: Path) -> None:

@@ -70,6 +70,18 @@ def _part(document: Document) -> Part:
     return Part("comparison", [finding], tiles, [s for s in sections if s.blocks], facts)
 
 
+def summary(document: Document) -> list[str]:
+    """The primary endpoint in lines for a terminal."""
+    lines = []
+    for name, m in compared(document):
+        mean, interval = formats.effect(m["primary"], 100.0)
+        p = m["primary"]["p_holm"]
+        shown = "–" if p is None else f"{p:.3g}"
+        kind = "confirmatory" if m["confirmatory"] else "exploratory"
+        lines.append(f"{name}: {mean} points [{interval}], p (Holm) {shown}, {m['primary']['n']} seeds, {kind}")
+    return lines or ["no informative classification task: no primary endpoint"]
+
+
 def compared(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Methods with a primary endpoint: confirmatory first, then by effect."""
     found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]

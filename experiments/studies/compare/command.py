@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe.tree import Branch
-from experiments.report.chapters.comparison import page
 from experiments.run.console import Console
 from experiments.studies.compare.analysis import analyse
 from experiments.studies.compare.plan import Plan
@@ -28,6 +27,7 @@ def compare(
     jobs: int = 2,
     quiet: bool = False,
     on_cell: Callable[[Path], None] = lambda path: None,
+    page: Callable[[dict[str, Any]], str] | None = None,
 ) -> dict[str, Any]:
     """Run the comparison of `recipe` into `out` and return what comparison.json holds.
 
@@ -37,6 +37,7 @@ def compare(
         methods, tasks: only these (the baseline always); empty: all.
         jobs: worker processes, one thread each.
         on_cell: told the file of each cell that this call finished.
+        page: draws report.html of the document.
 
     Raises:
         UserError: bad input, before any cell runs. Interrupted: stopped; the same call goes on.
@@ -51,18 +52,3 @@ def compare(
     return carry_out(
         f"flatshift compare {recipe}", out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet
     )
-
-
-def summary(document: dict[str, Any]) -> list[str]:
-    """The primary endpoint in lines for a terminal."""
-    from experiments.report import formats
-    from experiments.report.chapters.comparison import compared
-
-    lines = []
-    for name, m in compared(document):
-        mean, interval = formats.effect(m["primary"], 100.0)
-        p = m["primary"]["p_holm"]
-        shown = "–" if p is None else f"{p:.3g}"
-        kind = "confirmatory" if m["confirmatory"] else "exploratory"
-        lines.append(f"{name}: {mean} points [{interval}], p (Holm) {shown}, {m['primary']['n']} seeds, {kind}")
-    return lines or ["no informative classification task: no primary endpoint"]

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.recipe.config import Sweep
 from experiments.recipe.tree import Branch
@@ -40,6 +40,9 @@ from finetune.errors import Interrupted, UserError
 from finetune.lock import owned
 from finetune.run_directory import RECIPE, disk_full_interrupts
 
+if TYPE_CHECKING:
+    from experiments.workflows.context import Draw
+
 MOST_CELLS = 10_000
 """Cells of a plan, at most, unless more are asked for: planning takes a millisecond each, a run some seconds."""
 
@@ -62,6 +65,7 @@ def sweep(
     rerun_failed: bool = False,
     max_cells: int | None = None,
     quiet: bool = False,
+    draw: Draw | None = None,
 ) -> int:
     """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell diverged or failed.
 
@@ -69,7 +73,7 @@ def sweep(
     design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs: worker
     processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code, and
     those that failed without diverging. max_cells: refuse a larger plan (`MOST_CELLS`).
-    stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`.
+    stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`. draw: draws its page.
     Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's or in use,
     before any cell runs; Interrupted when stopped or when the disk is full.
     """
@@ -120,7 +124,7 @@ def sweep(
                 write_table(out, cells)
             raise
         with disk_full_interrupts(f"writing the tables of {out}"):
-            return _close(out, cells, more, console)
+            return _close(out, cells, more, console, draw)
 
 
 @dataclass(frozen=True)
@@ -225,17 +229,15 @@ def _failed(results: dict[str, dict[str, Any]]) -> set[str]:
     return {key for key, result in results.items() if result["status"] == "failed"}
 
 
-def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Console) -> int:
-    """Tables, charts and page; says what failed."""
+def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Console, draw: Draw | None) -> int:
+    """Tables and page; says what failed."""
     table = write_table(out, cells, more=more)
     broken = {row["cell"]: row["reason"] for row in table if row["status"] != "done"}
     for key, reason in list(broken.items())[:1]:
         console.say(f"{len(broken)} cells diverged or failed, for example {key}: {reason}")
     if any(row["status"] == "failed" for row in table):
         console.say("--rerun-failed tries again those that did not diverge")
-    from experiments.report import build_report, write_plots
-
     note_finished(out)
-    write_plots(out)
-    console.say(f"report: {build_report([out], out=out / 'report.html')}")
+    if draw is not None:
+        console.say(f"report: {draw(out)}")
     return 1 if broken else 0
