@@ -279,18 +279,19 @@ def test_what_train_can_do_can_be_compared(tmp_path: Path) -> None:
     laid = {
         "task": "regress", "backbone": str(tmp_path / "gpt2"), "train.steps": "2",
         "comparison.tasks": "{scores: {file: scores.jsonl, train: 12, validation: 6, test: 8}}",
-        "comparison.methods": f"{{plain: {{}}, warm: {{set: {{select.pool.files: {pool}, select.budget: 8, "
+        "comparison.methods": f"{{plain: {{}}, warm: {{set: {{select.pool.files: {pool}, select.budget: 8, select.checks: false, "
         "warmup.steps: 1, warmup.batch_size: 4}}}",
         "comparison.rounds": "0", "comparison.finalists": "1", "comparison.tuning_seeds": "[1000003]",
         "comparison.seeds": "2", "comparison.sharpness_seeds": "0", "comparison.equal_time_above": "1000",
     }  # fmt: skip
     overrides = [from_override(key, value) for key, value in laid.items()]
-    document = compare(str(recipe), tmp_path / "out", data=tmp_path, overrides=overrides, jobs=1, quiet=True)
+    out, how = tmp_path / "out", {"methods": ["warm"], "tasks": ["scores"]}
+    document = compare(str(recipe), out, data=tmp_path, overrides=overrides, jobs=1, quiet=True, **how)
     table = document["tasks"]["scores"]
     assert document["diverged"] == [] and (table["metric"], table["informative"]) == ("loss", None)
     assert all(math.isfinite(table["methods"][name]["mean"]["value"]) for name in ("plain", "warm"))
-    warmed = [cell for cell in cells(tmp_path / "out") if cell["point"]["method"] == "warm"]
-    stages = [tmp_path / "out" / "cells" / cell["cell"] / "stages" for cell in warmed]
+    warmed = [cell for cell in cells(out) if cell["point"]["method"] == "warm"]
+    stages = [out / "cells" / cell["cell"] / "stages" for cell in warmed]
     assert len(stages) == 4 and all((place / "warm-up" / "eval.json").is_file() for place in stages)
 
 
