@@ -279,8 +279,8 @@ def test_what_train_can_do_can_be_compared(tmp_path: Path) -> None:
     laid = {
         "task": "regress", "backbone": str(tmp_path / "gpt2"), "train.steps": "2",
         "comparison.tasks": "{scores: {file: scores.jsonl, train: 12, validation: 6, test: 8}}",
-        "comparison.methods": f"{{plain: {{}}, warm: {{set: {{select.pool.files: {pool}, select.budget: 8, select.checks: false, "
-        "warmup.steps: 1, warmup.batch_size: 4}}}",
+        "comparison.methods": f"{{plain: {{}}, warm: {{set: {{select.pool.files: {pool}, select.budget: 8, "
+        "select.checks: false, warmup.steps: 1, warmup.batch_size: 4}}}",
         "comparison.rounds": "0", "comparison.finalists": "1", "comparison.tuning_seeds": "[1000003]",
         "comparison.seeds": "2", "comparison.sharpness_seeds": "0", "comparison.equal_time_above": "1000",
     }  # fmt: skip
