@@ -28,10 +28,10 @@ from benchmarks._kept import write_between
 from experiments.recipe import load_recipe
 from experiments.report import build_report, formats
 from experiments.report.chapters.sweep_verdicts import crossing_words
+from experiments.results.analysis import Judged, compared, judge
 from experiments.results.cells import FORMAT, MARKER
 from experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
 from experiments.results.table import SweepTable
-from experiments.results.verdicts import Judged, compared, judge
 from experiments.statistics.beside import Beside
 from experiments.statistics.curve import Curve
 from experiments.statistics.intervals import Interval

@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 
-from experiments.statistics.calibration import critical, null
-from experiments.statistics.pairs import pairs_of, point_variances, rises_and_falls
+from experiments.statistics.pairs import critical, null, pairs_of, point_variances, rises_and_falls
 
 _SCREEN = 2000
 _CLEAR = 5.0

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from experiments.results.axes import SPLITS, Together, axes_of_table, leading
 from experiments.results.cells import status_of
 from experiments.results.sweep_plan import (
     AGAIN,
@@ -30,11 +29,11 @@ from experiments.results.sweep_plan import (
     read_searched,
     rows_planned,
 )
-from experiments.results.table import SweepTable, Where, floats
+from experiments.results.table import SweepTable, Where, encode, floats
 from experiments.results.traces import STEP, late_traces
 from finetune.digests import unsealed
 from finetune.errors import UserError
-from finetune.evaluate.metrics import metric_of
+from finetune.evaluate.metrics import METRICS, metric_of
 
 GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
 """Figures of a sweep that are computed from recorded ones."""
@@ -355,3 +354,47 @@ def _largest(values: np.ndarray, place: np.ndarray, among: np.ndarray, count: in
     top = np.full(count, -np.inf)
     np.maximum.at(top, place[good], values[good])
     return np.where(np.isfinite(top), top, np.nan)
+
+
+SPLITS = ("train", "dev", "test")
+_RECORDED = ("grad.", "update.", "sharpness.")
+_OWN = frozenset({"cell", "seed", "status"})
+
+
+def axes_of_table(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
+    """(columns that vary, {column: value} of those that do not)."""
+    if declared is None:
+        declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_figure(c)]
+    levels = {c: encode(table, c)[0] for c in declared} if table.num_rows else {}
+    return [c for c, v in levels.items() if len(v) > 1], {c: v[0] for c, v in levels.items() if len(v) == 1}
+
+
+def _is_figure(column: str) -> bool:
+    head, _, tail = column.partition(".")
+    return column.startswith(_RECORDED) or (head in SPLITS and tail.split(".")[0] in METRICS)
+
+
+@dataclass(frozen=True)
+class Together:
+    """An axis of a paired design that merely moves with another one, so that no curve runs along it."""
+
+    axis: str
+    first: str
+    """The axis that it moves with."""
+    at: Mapping[Any, Any]
+    """Its value at each value of `first`."""
+
+
+def leading(table: pa.Table, axes: list[str]) -> tuple[list[str], list[Together]]:
+    """(axes of a paired design that curves run along, those that merely move with the first of them).
+
+    The first is the rank, else a numeric axis.
+    """
+    found = SweepTable(table, axes)
+    first = min(axes, key=lambda a: (not a.endswith("rank"), not found.numeric(a), axes.index(a)), default=None)
+    if first is None:
+        return axes, []
+    pairs = {a: [(w[first], w[a]) for w in found.settings([first, a])] for a in axes if a != first}
+    together = [Together(a, first, dict(p)) for a, p in pairs.items() if len(p) == len(found.levels(first))]
+    moving = {one.axis for one in together}
+    return [a for a in axes if a not in moving], together

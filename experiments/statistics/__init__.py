@@ -11,8 +11,17 @@ files or recipes, trains a network or imports torch.
 from experiments.statistics.beside import Beside, compare_curves
 from experiments.statistics.curve import Curve
 from experiments.statistics.emc import EMC, Crossing, crossing, effective_model_complexity, emc_from_curve
-from experiments.statistics.holdout import Holdout, holdout_test
-from experiments.statistics.peak import Detectable, Height, PeakTest, detectable_sd, peak_test, seeds_needed, thin
+from experiments.statistics.peak import (
+    Detectable,
+    Height,
+    Holdout,
+    PeakTest,
+    detectable_sd,
+    holdout_test,
+    peak_test,
+    seeds_needed,
+    thin,
+)
 from experiments.statistics.verdict import Kind, Verdict, judge_curve
 
 __all__ = [

@@ -14,10 +14,18 @@ import numpy as np
 
 from experiments.statistics.curve import Curve
 from experiments.statistics.emc import Crossing, crossing
-from experiments.statistics.holdout import FEWEST_SEEDS, Holdout, holdout_test
 from experiments.statistics.instability import Instability, find_instability
 from experiments.statistics.intervals import t_interval
-from experiments.statistics.peak import PeakTest, TooFewSeeds, check_points, differing_test, seeds_needed
+from experiments.statistics.peak import (
+    HOLDOUT_SEEDS,
+    Holdout,
+    PeakTest,
+    TooFewSeeds,
+    check_points,
+    differing_test,
+    holdout_test,
+    seeds_needed,
+)
 from experiments.statistics.shape import Shape, shape_of
 from finetune.errors import UserError
 
@@ -94,7 +102,7 @@ def judge_curve(
     else:
         kind, evidence = judged.with_peak() if peak.rejected else judged.without_peak(delta)
     holdout = None
-    if peak.rejected and peak.seeds >= FEWEST_SEEDS:
+    if peak.rejected and peak.seeds >= HOLDOUT_SEEDS:
         holdout = holdout_test(curve.test, level=level)
         found = "confirm it" if holdout.confirmed else "do not confirm it"
         evidence.append(

@@ -12,8 +12,7 @@ from scipy import stats
 from benchmarks.curves.known import NULLS, bump, bumps
 from benchmarks.curves.rates import rejections
 from experiments.statistics import detectable_sd, holdout_test, peak_test, seeds_needed, thin
-from experiments.statistics.calibration import critical, null, p_value
-from experiments.statistics.pairs import pairs_of, point_variances
+from experiments.statistics.pairs import critical, null, p_value, pairs_of, point_variances
 from finetune.errors import UserError
 
 POINTS = 9

@@ -15,7 +15,7 @@ from scipy import stats
 from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
 from benchmarks.curves.known import bump
 from benchmarks.curves.random_features import random_features_curve
-from experiments.results.verdicts import is_judged
+from experiments.results.analysis import is_judged
 from experiments.statistics import Curve, crossing, effective_model_complexity, emc_from_curve, judge_curve
 from finetune.errors import UserError
 

@@ -212,7 +212,7 @@ _GONE = "adapter.rank=4 seed=5"
 
 def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_says_so(tmp_path):
     """Its last step, where no other run was measured, is no point of the curve."""
-    from experiments.results.verdicts import judge
+    from experiments.results.analysis import judge
     from experiments.studies.cell import Result
     from experiments.studies.sweep.table import write_table
     from finetune.train.trace.files import recorded_steps

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.report import formats
 from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table
-from experiments.report.charts.distance import distance_change, other_arm, relative
+from experiments.report.charts.selection import distance_change, other_arm, relative
 from experiments.results.run import Run
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from experiments.report import formats
 from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
-from experiments.report.charts.evaluation import evaluation
-from experiments.report.charts.training import small_multiples, training
+from experiments.report.charts.training import evaluation, small_multiples, training
 from experiments.results.run import Run
 from finetune.evaluate.metrics import in_headline_order, metric_of, on_tiles
 from finetune.figures import rate_text

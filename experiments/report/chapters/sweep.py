@@ -23,12 +23,10 @@ from experiments.report.charts.dynamics import dynamics
 from experiments.report.charts.facets import Line, Panel, facets
 from experiments.report.charts.heat_map import heat_maps
 from experiments.report.figure import Chart
-from experiments.results.analysis import PANELS, Analysis, Direction, chosen, left_out, main_axis
-from experiments.results.axes import Together
+from experiments.results.analysis import PANELS, Analysis, Direction, chosen, is_judged, left_out, main_axis
 from experiments.results.run import Run
-from experiments.results.sweep import Failure, SweepData
+from experiments.results.sweep import Failure, SweepData, Together
 from experiments.results.traces import STEP
-from experiments.results.verdicts import is_judged
 from finetune.evaluate.metrics import metric_of
 
 _TOGETHER = 12

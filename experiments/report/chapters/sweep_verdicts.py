@@ -9,9 +9,8 @@ import numpy as np
 
 from experiments.report import formats
 from experiments.report.blocks import Table
-from experiments.results.analysis import Analysis, Direction
+from experiments.results.analysis import Analysis, Direction, Judged, compared
 from experiments.results.sweep import SweepData
-from experiments.results.verdicts import Judged, compared
 from experiments.statistics.beside import Beside
 from experiments.statistics.curve import Curve
 from experiments.statistics.emc import Crossing, emc_from_curve

@@ -18,7 +18,7 @@ from finetune.evaluate.metrics import metric_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from experiments.results.verdicts import Judged
+    from experiments.results.analysis import Judged
     from experiments.statistics.emc import Crossing
 
 _SINGLE_RUNS = 400
