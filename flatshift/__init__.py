@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from experiments.recipe import load_recipe as load_recipe
     from experiments.recipe.config import Recipe as Recipe
     from experiments.report import build_report as build_report
-    from experiments.select.select import select as select
     from experiments.workflows.evaluate import evaluate_run as evaluate_run
     from finetune.data.rows import read_rows as read_rows
     from finetune.errors import UserError as UserError
     from flatshift.api import resume as resume
+    from flatshift.api import select as select
     from flatshift.api import sweep as sweep
     from flatshift.api import train as train
     from regularizers import GGPO as GGPO
@@ -31,7 +31,7 @@ _PUBLIC = {
     "load_recipe": "experiments.recipe",
     "train": "flatshift.api",
     "resume": "flatshift.api",
-    "select": "experiments.select.select",
+    "select": "flatshift.api",
     "sweep": "flatshift.api",
     "evaluate_run": "experiments.workflows.evaluate",
     "build_report": "experiments.report",

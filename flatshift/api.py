@@ -42,6 +42,17 @@ def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False)
     return resume(path, overrides, quiet=quiet, draw=draw)
 
 
+def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, Any]:
+    """Run a recipe's `select` block into the new directory `out` (whole or not at all) and return its manifest.
+
+    Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
+    the pool.
+    """
+    from experiments.select.select import select
+
+    return select(resolved, out, quiet=quiet, draw=draw)
+
+
 def sweep(recipe: str, overrides: Sequence[Branch], out: Path, **rest: Any) -> int:
     """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell diverged or failed.
 

@@ -9,7 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
+
+Draw = Callable[..., Path]
+"""Draws the page of a finished directory and says where it is: `draw(directory)`, or `draw(directory, *parts)` for one
+page of several. The command line hands it in: what makes a directory knows no report."""
 
 
 class Bar(Protocol):

@@ -19,7 +19,7 @@ import numpy as np
 
 from experiments.recipe import Resolved
 from experiments.recipe.config import Recipe, Select
-from experiments.run.console import Console
+from experiments.run.console import Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
 from experiments.select.checks import can_check, check_choice
@@ -49,12 +49,13 @@ from selection import Pool, build_selector
 from selection.methods.base import Selector
 
 
-def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, Any]:
+def select(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None) -> dict[str, Any]:
     """Run a recipe's `select` block into the new directory `out` (whole or not at all) and return its manifest.
 
     Called again after a kill, with the same recipe, it goes on with what `out`/state has: a long transport solve from
     its last full pass, to the same bits.
 
+    draw: draws its page, which comes with the directory.
     Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
     the pool.
     """
@@ -72,12 +73,10 @@ def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, A
         if work.continued:
             console.say(f"going on with the unfinished selection in {out}")
         manifest = select_into(recipe, directory, console, state=work.state)
-        from experiments.report import build_report, write_plots
-
-        write_plots(directory)
-        build_report([directory], out=directory / "report.html")
+        page = draw(directory).name if draw is not None else None
     console.log = None  # the log has moved with its directory
-    console.say(f"report: {out / 'report.html'}")
+    if page is not None:
+        console.say(f"report: {out / page}")
     return manifest
 
 

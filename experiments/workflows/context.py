@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
-from experiments.run.console import Console, graceful_stop
+from experiments.run.console import Console, Draw, graceful_stop
 from experiments.workflows.build import lay_out
 from finetune.compute.matmul_rate import peak_rate
 from finetune.compute.numerics import cpu_threads
@@ -26,9 +25,6 @@ from finetune.train.trackers import Trackers, open_trackers
 
 LayOut = Callable[..., tuple[Engine, Any]]
 """`experiments.workflows.build.lay_out`, or what stands in for it."""
-Draw = Callable[..., Path]
-"""Draws the page of a finished directory and says where it is: `draw(directory)`, or `draw(directory, *parts)` for one
-page of several. The command line hands it in: no workflow knows the report."""
 
 
 class Probe(Protocol):

@@ -13,10 +13,9 @@ from typing import Any
 
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.tree import Branch
-from experiments.run.console import Console
+from experiments.run.console import Console, Draw
 from experiments.studies.sweep import sweep
 from experiments.studies.warmups import study
-from experiments.workflows.context import Draw
 from experiments.workflows.train import resume, train
 from finetune.atomic import write_json
 from finetune.lock import owned

@@ -17,9 +17,8 @@ from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
-from experiments.run.console import Console
+from experiments.run.console import Console, Draw
 from experiments.workflows.build import lay_out, lost_lines
-from experiments.workflows.context import Draw
 from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
 from finetune.compute.loss import batch_loss

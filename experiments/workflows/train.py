@@ -36,11 +36,11 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
-from experiments.run.console import Bar, Console
+from experiments.run.console import Bar, Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.select import select_into
 from experiments.workflows.build import judge_splits, lost_lines
-from experiments.workflows.context import Draw, RunContext, opened
+from experiments.workflows.context import RunContext, opened
 from experiments.workflows.initial_adapter import (
     backbone_record,
     beginning,

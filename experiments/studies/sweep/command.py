@@ -41,7 +41,7 @@ from finetune.lock import owned
 from finetune.run_directory import RECIPE, disk_full_interrupts
 
 if TYPE_CHECKING:
-    from experiments.workflows.context import Draw
+    from experiments.run.console import Draw
 
 MOST_CELLS = 10_000
 """Cells of a plan, at most, unless more are asked for: planning takes a millisecond each, a run some seconds."""
