@@ -21,6 +21,7 @@ from finetune import atomic
 from finetune.digests import check_files
 from finetune.errors import UserError
 from finetune.run_directory import forget_undone, parse_line
+from finetune.tasks import KINDS, Objective
 
 EXPECTED = "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json or comparison.json"
 
@@ -148,11 +149,10 @@ class Run:
         """What a loss of `stage` is counted in, as far as the recipe says."""
         task = self.recipe.get("task")
         kind = task.get("kind") if isinstance(task, dict) else None
-        if kind == "classify" and stage != "warm-up":  # a warm-up is language modelling, whatever follows
-            return "nats per example"
-        if kind == "regress" and stage != "warm-up":
-            return "squared error per example, of targets as training sees them"
-        return "nats per supervised token" if kind else "nats"
+        if not kind:
+            return "nats"
+        # a warm-up is language modelling, whatever follows
+        return (Objective if stage == "warm-up" else KINDS.get(str(kind), Objective)).loss_unit
 
     @cached_property
     def metrics(self) -> Metrics:

@@ -9,6 +9,8 @@
 `Task`, from which a recipe's `task.kind` is read. Imports nothing heavy.
 """
 
+from typing import get_args
+
 from .chat import Chat as Chat
 from .classify import Classify as Classify
 from .completion import Completion as Completion
@@ -19,3 +21,5 @@ from .regress import Regress as Regress
 from .seq2seq import Seq2Seq as Seq2Seq
 
 Task = LanguageModel | Completion | Chat | MaskedLM | Classify | Regress | Seq2Seq
+KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(Task)}
+"""Every kind by its tag."""

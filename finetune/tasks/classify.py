@@ -35,6 +35,7 @@ class Classify(ByExample):
     """Between the classes of a label that is a text (multi); blanks around it do not count. Null: a comma."""
 
     accuracy: ClassVar[bool] = True
+    loss_unit: ClassVar[str] = "nats per example"
 
     def __post_init__(self) -> None:
         for place, name in enumerate(self.labels or ()):

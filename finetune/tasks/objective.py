@@ -88,6 +88,8 @@ class Objective:
     """PEFT's `task_type`; None where it has no kind for it."""
     new_head: ClassVar[bool] = False
     """Whether a checkpoint may lack its head, which is then drawn and trained whole."""
+    loss_unit: ClassVar[str] = "nats per supervised token"
+    """What its loss is counted in, for a reader."""
     truncates: ClassVar[Literal["left", "right"]] = "right"
     """The end that a longer text or prompt loses, unless `train.truncation` names one."""
     noise: ClassVar[Literal["tokens", "rows"]] = "rows"

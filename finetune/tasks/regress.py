@@ -33,6 +33,7 @@ class Regress(ByExample):
     mean square, where the backbone's head has no bias). The head that is saved and judged answers in your own units."""
 
     has_targets: ClassVar[bool] = True
+    loss_unit: ClassVar[str] = "squared error per example, of targets as training sees them"
     refuses: ClassVar[dict[str, str]] = {
         "record": "record: task.kind: regress has no right and wrong to record; take the block out"
     }

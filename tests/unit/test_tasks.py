@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
+import finetune.tasks
 from experiments.recipe import from_override
 from experiments.recipe.build import build
 from finetune.adapters.adapter import attach_adapter, trainable
@@ -271,7 +272,8 @@ def test_nobody_but_the_tasks_asks_which_kind_a_task_is():
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for file in _product()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if any(word in (text := file.read_text(encoding="utf-8")) for word in (*KINDS, "Objective", "task"))
+        for node in ast.walk(ast.parse(text))
         if _tells_kinds_apart(node)
     ]
     assert not found, "ask the task (finetune/tasks/objective.py), not which kind it is"
@@ -283,4 +285,4 @@ def test_one_file_a_kind_and_one_table():
         for file in (ROOT / "finetune" / "tasks").glob("*.py")
         if file.stem not in ("__init__", "objective")
     }
-    assert len({kind().kind for kind in KINDS.values()}) == len(KINDS)
+    assert finetune.tasks.KINDS.keys() == {kind().kind for kind in KINDS.values()}
