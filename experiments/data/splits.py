@@ -16,12 +16,11 @@ from finetune.atomic import read_object
 from finetune.config import Columns
 from finetune.data.columns import Examples, ExampleWriter, open_examples
 from finetune.data.example import Example
-from finetune.data.labels import label_index
+from finetune.data.labels import Units, label_index
 from finetune.data.mixture import Mixture
 from finetune.data.noise import shuffled_examples
 from finetune.data.rows import Row, describe, expand, read_rows, require_rows
 from finetune.data.token_cache import CacheError
-from finetune.data.units import Units
 from finetune.errors import UserError
 from finetune.seeds import derive
 from finetune.tasks import LanguageModel, MaskedLM, Task

@@ -63,9 +63,9 @@ from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.compute.attention import refuse_leaks
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
+from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
 from finetune.data.rows import describe
-from finetune.data.units import fold_units
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
 from finetune.figures import rate_text

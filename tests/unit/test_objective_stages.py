@@ -15,8 +15,8 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
+from finetune.data.labels import Units
 from finetune.data.masking import Masking
-from finetune.data.units import Units
 from finetune.errors import Interrupted, UserError
 from finetune.evaluate.judge import head_scores
 from finetune.models.backbone import load_backbone
