@@ -23,7 +23,7 @@ from finetune.data.rows import Row, describe, expand, read_rows, require_rows
 from finetune.data.token_cache import CacheError
 from finetune.errors import UserError
 from finetune.seeds import derive
-from finetune.tasks import LanguageModel, MaskedLM, Task
+from finetune.tasks import Task
 
 if TYPE_CHECKING:
     from finetune.train.trace.recorder import Recording
@@ -296,17 +296,6 @@ def _routed(train: Sequence[Row], rows: Rows) -> Routed:
         start += size
     yield from (("dev", 0, row) for row in rows.dev)
     yield from (("test", 0, row) for row in rows.test)
-
-
-def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
-    """What the recipe's warm-up trains, and why."""
-    from finetune.models.backbone import is_encoder
-
-    if recipe.warmup is not None and recipe.warmup.task is not None:
-        return recipe.warmup.task, "as warmup.task says"
-    if is_encoder(recipe.backbone):
-        return MaskedLM(), f"because {recipe.backbone} is an encoder"
-    return LanguageModel(), f"because {recipe.backbone} is a decoder"
 
 
 def _noise_seed(recipe: Recipe) -> int:

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from experiments.data.splits import warm_up_task
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.config import warm_up_task
+from experiments.recipe.rules import check_recipe
 from experiments.studies.stack import stackable
-from experiments.workflows.train import check_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
