@@ -197,11 +197,9 @@ class Survey:
     """Of a regression: those of the training rows, in order."""
 
 
-def survey(recipe: Recipe, splits: Sequence[Split] = SPLITS) -> Survey:
+def survey(recipe: Recipe) -> Survey:
     """Count the rows and collect the classes or targets, where they must be known, without keeping a row.
 
-    splits: those whose files are read. Without `dev` and `test` the training rows are the same ones, those that
-    `data.holdout` leaves, and routes of the others are not to be used.
     Raises UserError for bad rows, a split without rows, and what `choose` refuses.
     """
     data, task = recipe.data, recipe.task
@@ -214,7 +212,7 @@ def survey(recipe: Recipe, splits: Sequence[Split] = SPLITS) -> Survey:
         return Survey(dict.fromkeys(SPLITS), task.given_classes)
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     labels: set[str] = set()
-    for split in splits:
+    for split in SPLITS:
         for part in parts[split]:
             skipped: list[str] = []
             counts[split].append(0)

@@ -19,7 +19,7 @@ from finetune.data.example import Example
 from finetune.data.labels import Units, label_index
 from finetune.data.mixture import Mixture
 from finetune.data.noise import shuffled_examples
-from finetune.data.rows import Row, describe, expand, read_rows, require_rows
+from finetune.data.rows import Row, expand, read_rows, require_rows
 from finetune.data.token_cache import CacheError
 from finetune.errors import UserError
 from finetune.seeds import derive
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SplitRows:
     """The rows of each split as they were read; empty where the recipe names none."""
 
     train: list[Row]
@@ -73,19 +73,18 @@ class Prepared:
     """how training sees the targets of a regression"""
 
 
-def read_splits(recipe: Recipe, task: Task | None = None, splits: Sequence[Split] = SPLITS) -> Rows:
+def read_splits(recipe: Recipe) -> SplitRows:
     """Read train, dev and test rows; set `data.holdout` apart where dev or test name no files; apply limits.
 
-    splits: those whose files are read; the training rows are the same ones without `dev` and `test`.
     Raises UserError for missing files or columns, bad rows, and splits without a usable row.
     """
-    data, task = recipe.data, task or recipe.task
+    data, task = recipe.data, recipe.task
     parts = parts_of(data)
     skipped: list[str] = []
     rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     records = 0
-    for split in splits:
+    for split in SPLITS:
         for part in parts[split]:
             before = len(skipped)
             found = list(part.rows(data, task, skipped))
@@ -106,7 +105,7 @@ def read_splits(recipe: Recipe, task: Task | None = None, splits: Sequence[Split
     kept = [train[i] for places in chosen.train for i in places]
     sizes = [len(places) for places in chosen.train]
     pool = [train[i] for i in chosen.pool]
-    return Rows(kept, held["dev"], held["test"], skipped, records, names, sizes, pool)
+    return SplitRows(kept, held["dev"], held["test"], skipped, records, names, sizes, pool)
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -167,33 +166,16 @@ def learnt_record(prepared: Prepared) -> dict[str, Any]:
 
 
 def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | None]:
-    """The classes in head order and the units of targets that `run` trained with, from its manifest.
-
-    Runs of earlier versions did not note them all: then from its training files. Raises UserError if those changed.
-    """
+    """The classes in head order and the units of targets that `run` trained with, as its manifest notes them."""
     task = recipe.task
     if task.given_classes is not None or not (task.has_classes or task.has_targets):
         return task.given_classes, None
     file = run / "manifest.json"
     if not file.is_file():
         raise UserError(f"{file} is missing, which tells the run's classes or units; copy it along with the rest")
-    manifest = read_object(file, "inputs")
-    names, units = manifest.get("label_names"), manifest.get("units")
-    if names is not None or units is not None:
-        return (None if names is None else tuple(names)), (None if units is None else Units(**units))
-    before = {entry["path"]: entry["sha256"] for entry in manifest["inputs"]}
-    for now in describe(recipe.data.train.all_files):
-        if now["sha256"] != before.get(now["path"], ""):
-            raise UserError(
-                f"{now['path']} changed since the run began, and its rows alone tell the run's classes or units, which "
-                f"{file} does not; restore it"
-            )
-    if task.has_targets and recipe.data.label_noise:
-        rows = read_splits(recipe, splits=("train",))
-        targets = [row.values["label"] for row in _wrong_answers(recipe, rows)[0]]
-        return None, task.units(targets, recipe.backbone)
-    known = survey(recipe, ("train",))
-    return known.labels, task.units(known.targets, recipe.backbone)
+    noted = read_object(file, "label_names", "units")
+    names, units = noted["label_names"], noted["units"]
+    return (None if names is None else tuple(names)), (None if units is None else Units(**units))
 
 
 def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
@@ -288,7 +270,7 @@ def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[
     )
 
 
-def _routed(train: Sequence[Row], rows: Rows) -> Routed:
+def _routed(train: Sequence[Row], rows: SplitRows) -> Routed:
     """The rows of all splits, each with the split and the source that it belongs to."""
     start = 0
     for number, size in enumerate(rows.sizes):
@@ -302,7 +284,7 @@ def _noise_seed(recipe: Recipe) -> int:
     return derive(recipe.train.seed, "label-noise")
 
 
-def _wrong_answers(recipe: Recipe, rows: Rows) -> tuple[list[Row], list[str]]:
+def _wrong_answers(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[str]]:
     """The training rows with `data.label_noise`, where it is made before encoding, and the ids of the wrong ones."""
     rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
     if not rate or task.noise != "rows":

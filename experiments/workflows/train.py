@@ -106,14 +106,7 @@ def train(
         prepared = prepare(recipe)
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
-        manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}}
-        manifest |= learnt_record(prepared)
-        if (template := recipe.task.template_record()) is not None:
-            manifest["chat_template"] = template
-        if prepared.mixture is not None:
-            manifest["sources"] = mixture_record(prepared.mixture)
-        if adapters := check_beginning(recipe):
-            manifest["adapters"] = adapters
+        manifest = _manifest(recipe, prepared)
         if world.is_main:
             manifest["backbone"] = backbone_record(recipe)
             RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest, texts=template_copy(recipe))
@@ -129,6 +122,18 @@ def train(
             if world.is_main:
                 leave(run.path, console)
             raise
+
+
+def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
+    """What the run reads, and what it learnt of that beside its weights; the backbone is to be added."""
+    manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}, **learnt_record(prepared)}
+    if (template := recipe.task.template_record()) is not None:
+        manifest["chat_template"] = template
+    if prepared.mixture is not None:
+        manifest["sources"] = mixture_record(prepared.mixture)
+    if adapters := check_beginning(recipe):
+        manifest["adapters"] = adapters
+    return manifest
 
 
 def _alone_in(path: Path, world: World, **refusal: str) -> AbstractContextManager[None]:
@@ -157,10 +162,6 @@ def resume(
     """
     resolved = found = resume_recipe(path, overrides)
     check_recipe(resolved.recipe)
-    train = resolved.recipe.train
-    if train.backbone_precision == "auto":  # begun before there was a choice
-        recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(train, backbone_precision="same"))
-        resolved = dataclasses.replace(resolved, recipe=recipe)
     said: list[str] = []
     with _mesh(resolved.recipe, path=path) as world, _alone_in(path, world, instead=""):
         resolved = settled(resolved, say=said.append)
