@@ -20,7 +20,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift demo`."""
     flags = parse(Flags, "demo", argv)
-    from experiments.workflows.demo import demo
+    from experiments.studies.demo import demo
 
     print(demo(flags.out, draw=api.draw))
     return 0
