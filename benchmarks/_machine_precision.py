@@ -54,11 +54,11 @@ def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
 
     from finetune.compute.precision import block_shape, choose
     from finetune.config import Train
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
 
     torch.set_num_threads(1)
     directory = _backbone(backbone)
-    shape = block_shape(resolve_backbone(directory), tokens=rows * tokens // 2)
+    shape = block_shape(open_backbone(directory).directory, tokens=rows * tokens // 2)
     choice = choose(Train(), torch.device("cpu"), shape)
     runs = {name: update(directory, rows, tokens, name) for name in ("fp32", "bf16")}
     for run in runs.values():
@@ -102,7 +102,7 @@ def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: boo
     from finetune.compute.precision import autocast
     from finetune.config import Adapter, Train
     from finetune.data.batches import MicroBatch
-    from finetune.models.backbone import load_backbone
+    from finetune.models.load import load_backbone
     from finetune.seeds import torch_generator
     from finetune.tasks import Classify, LanguageModel
 

@@ -90,7 +90,7 @@ def read(files: Sequence[str], *, prompt: str | None, completion: str | None) ->
     from benchmarks.train_step import BACKBONE
     from finetune.data.encoding import encode
     from finetune.data.rows import read_rows
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     name = f"{COUNT:,} rows of {', '.join(Path(file).name.split('.')[0] for file in files) or SHIPPED}"
     if files:
@@ -98,7 +98,7 @@ def read(files: Sequence[str], *, prompt: str | None, completion: str | None) ->
     else:
         task = Completion(prompt="{text}\nintent:", completion=" {label}")
         print(f"no --data: {SHIPPED}, which ships")
-    tokenizer = load_tokenizer(BACKBONE)
+    tokenizer = open_backbone(BACKBONE).tokenizer
     found: list[Any] = []
     for row in read_rows(list(files) or [SHIPPED], required=task.columns()):
         encoded = encode([row], task=task, tokenizer=tokenizer, max_length=LENGTH)

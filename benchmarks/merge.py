@@ -63,7 +63,7 @@ def make_adapter(backbone: Path, task: Task, folder: Path) -> Any:
     import torch
 
     from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
-    from finetune.models.backbone import load_backbone
+    from finetune.models.load import load_backbone
     from finetune.seeds import torch_generator
 
     model = attach_adapter(
@@ -127,7 +127,8 @@ def logits_of(folder: Path, task: Task, ids: Any, dtype: Any) -> Any:
     """Of a merged folder, read back by plain transformers; float64."""
     import torch
 
-    from finetune.models.backbone import auto_class, quiet_transformers
+    from finetune.models.backbone import quiet_transformers
+    from finetune.models.task_support import auto_class
 
     kind, _ = auto_class(task, num_labels=None, label_names=labels_of(task))
     with quiet_transformers(), torch.no_grad():
@@ -139,11 +140,11 @@ def compare(bench: Benchmark, name: str, scratch: Path) -> None:
     import torch
 
     from finetune.data.rows import read_rows
-    from finetune.models.backbone import load_tokenizer, resolve_backbone
+    from finetune.models.backbone import open_backbone
 
-    task, source = task_of(name), resolve_backbone(BACKBONES[name])
+    task, source = task_of(name), open_backbone(BACKBONES[name]).directory
     texts = [row.values["text"] for row, _ in zip(read_rows(["sample:scicite/test"]), range(200), strict=False)]
-    encoded = (load_tokenizer(source)(text)["input_ids"] for text in texts)
+    encoded = (open_backbone(source).tokenizer(text)["input_ids"] for text in texts)
     ids = torch.tensor([one[:TOKENS] for one in encoded if len(one) >= TOKENS][:ROWS])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         kind = str(dtype).removeprefix("torch.")

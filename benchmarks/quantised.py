@@ -39,14 +39,15 @@ def curve(kind: str | None) -> list[float]:
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.data.rows import read_rows
-    from finetune.models.backbone import load_backbone, load_tokenizer
+    from finetune.models.backbone import open_backbone
+    from finetune.models.load import load_backbone
     from finetune.run_directory import RunDirectory
     from finetune.train.loop import TrainingStage, train_stage
     from regularizers import build
     from regularizers.config import Plain
 
     limit_threads(1)
-    tokenizer = load_tokenizer(BACKBONE)
+    tokenizer = open_backbone(BACKBONE).tokenizer
     rows = list(read_rows(["sample:scicite/train"]))
     examples = encode(rows, task=TASK, tokenizer=tokenizer, max_length=128).examples
     batches = Batches(examples, task=TASK, batch_size=4, seed=SEED, max_length=128, pad_id=tokenizer.pad_token_id)
@@ -80,7 +81,7 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
     from finetune.adapters.adapter import attach_adapter, trainable
     from finetune.compute.numerics import without_input_casts
     from finetune.compute.precision import autocast
-    from finetune.models.backbone import load_backbone
+    from finetune.models.load import load_backbone
     from finetune.models.quantize import scales
     from finetune.planner.memory import saved_bytes
     from finetune.train.optimizer import AdapterOptimizer

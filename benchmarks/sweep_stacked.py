@@ -51,14 +51,15 @@ def _cells(
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.data.rows import read_rows
-    from finetune.models.backbone import load_backbone, load_tokenizer
+    from finetune.models.backbone import open_backbone
+    from finetune.models.load import load_backbone
     from finetune.run_directory import RunDirectory
     from finetune.stacked.together import stage_work
     from finetune.tasks import LanguageModel
     from finetune.train.stage import TrainingStage
     from regularizers import GGPO, Plain, build
 
-    task, tokenizer = LanguageModel(), load_tokenizer(BACKBONE)
+    task, tokenizer = LanguageModel(), open_backbone(BACKBONE).tokenizer
     backbone = load_backbone(BACKBONE, task=task, precision=precision, device=device)
     rows = [row for row, _ in zip(read_rows(["sample:pool"]), range(1500), strict=False)]
     examples = encode(rows, task=task, tokenizer=tokenizer, max_length=shape[1]).examples

@@ -42,12 +42,12 @@ def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> An
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.data.rows import read_rows
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     labelled = "label" in task.columns()
     source = "sample:scicite/train" if labelled else "sample:pool"
     found = [row for row, _ in zip(read_rows([source]), range(2000), strict=False)]
-    tokenizer = load_tokenizer(BACKBONE)
+    tokenizer = open_backbone(BACKBONE).tokenizer
     examples = encode(found, task=task, tokenizer=tokenizer, max_length=length).examples
     return Batches(
         examples,
@@ -63,7 +63,7 @@ def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> An
 def model_of(task: Task, precision: Precision, device: str = "cpu", backbone: str = BACKBONE) -> Any:
     """A backbone, by name or directory, with a fresh adapter, the same at every call."""
     from finetune.adapters.adapter import attach_adapter
-    from finetune.models.backbone import load_backbone
+    from finetune.models.load import load_backbone
 
     labels = ("background", "method", "result") if task.has_classes else None
     loaded = load_backbone(backbone, task=task, label_names=labels, precision=precision, device=device)
@@ -105,12 +105,12 @@ def ours(
     backbone: str = BACKBONE,
 ) -> Callable[[], Any]:
     """A ready run of our loop; calling it trains."""
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
     from finetune.run_directory import RunDirectory
     from finetune.train.loop import TrainingStage, train_stage
     from regularizers import build
 
-    model, tokenizer = model_of(task, precision, device, backbone), load_tokenizer(BACKBONE)
+    model, tokenizer = model_of(task, precision, device, backbone), open_backbone(BACKBONE).tokenizer
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +184,7 @@ def sft(
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     transformers.utils.logging.set_verbosity_error()
     rows = rows_of(batches, steps)
@@ -198,7 +198,7 @@ def sft(
         model=model or model_of(task, precision, device, backbone),
         args=arguments,
         train_dataset=Dataset.from_dict({"number": list(range(len(rows)))}),
-        processing_class=load_tokenizer(BACKBONE),
+        processing_class=open_backbone(BACKBONE).tokenizer,
         data_collator=lambda batch: dict(rows[batch[0]["number"]]),
         callbacks=[] if losses is None else [_recorder(losses)],
     )

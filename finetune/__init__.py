@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from .adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
     from .config import Adapter, Data, Evaluate, Mesh, Optimizer, Train
     from .errors import Interrupted, UserError
-    from .models.backbone import load_backbone, load_tokenizer, resolve_backbone
+    from .models.backbone import Backbone, open_backbone
     from .models.fingerprint import checksum
+    from .models.load import load_backbone
     from .planner.memory import memory_plan, plan_lines
     from .run_directory import RunDirectory, read_metrics
     from .tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "adapters.adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
-    "models.backbone": ("load_backbone", "load_tokenizer", "resolve_backbone"),
+    "models.backbone": ("Backbone", "open_backbone"),
     "config": ("Adapter", "Data", "Evaluate", "Mesh", "Optimizer", "Train"),
     "errors": ("Interrupted", "UserError"),
     "models.fingerprint": ("checksum",),
+    "models.load": ("load_backbone",),
     "tasks": ("Chat", "Classify", "Completion", "LanguageModel", "MaskedLM", "Regress", "Seq2Seq", "Task"),
     "train.loop": ("Diverged", "StageResult", "TrainingStage", "train_stage"),
     "planner.memory": ("memory_plan", "plan_lines"),
@@ -38,6 +40,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Adapter",
+    "Backbone",
     "Chat",
     "Classify",
     "Completion",
@@ -61,11 +64,10 @@ __all__ = [
     "checksum",
     "load_adapter",
     "load_backbone",
-    "load_tokenizer",
     "memory_plan",
+    "open_backbone",
     "plan_lines",
     "read_metrics",
-    "resolve_backbone",
     "save_adapter",
     "train_stage",
     "trainable",

@@ -9,8 +9,8 @@ from typing import Any
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import Interrupted
-from finetune.models.backbone import load_backbone
 from finetune.models.fingerprint import checksum
+from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
 from finetune.train.loop import TrainingStage, train_stage

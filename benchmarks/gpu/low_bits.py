@@ -40,7 +40,7 @@ def learnt(
 def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int, limit: int) -> float:
     from finetune.adapters.adapter import attach_adapter
     from finetune.config import Adapter
-    from finetune.models.backbone import load_backbone
+    from finetune.models.load import load_backbone
 
     made = objective("completion", rows=rows, length=length, limit=limit)
     loaded = load_backbone(made.backbone, task=made.task, precision="bf16", quantization=kind, device=device)
@@ -106,7 +106,8 @@ def sized(
         return {figure: {"reason": MISSING} for figure in ("seconds", "memory", "frozen")}
     from finetune.adapters.adapter import attach_adapter
     from finetune.config import Adapter
-    from finetune.models.backbone import load_backbone, quiet_transformers
+    from finetune.models.backbone import quiet_transformers
+    from finetune.models.load import load_backbone
     from finetune.models.quantize import scales
     from finetune.tasks import LanguageModel
 

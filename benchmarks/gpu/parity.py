@@ -56,7 +56,7 @@ def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
     from finetune.data.rows import Row, read_rows
-    from finetune.models.backbone import decoder_start, load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     task: Any = {
         "language-model": tasks.LanguageModel(),
@@ -86,7 +86,7 @@ def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
             for row in found
         ]
     backbone = BACKBONES.get(kind, "flatshift-5m")
-    tokenizer = load_tokenizer(backbone)
+    tokenizer = open_backbone(backbone).tokenizer
     examples = encode(
         found,
         task=task,
@@ -94,7 +94,7 @@ def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
         max_length=length,
         label_names=labels,
         bad_rows="skip",
-        decoder_start=decoder_start(backbone) if kind == "seq2seq" else None,
+        decoder_start=open_backbone(backbone).decoder_start if kind == "seq2seq" else None,
     ).examples
     batches = Batches(
         examples,
@@ -127,7 +127,7 @@ def trained(
     """Losses of the updates, and by how much each trained tensor moved (CPU, float64)."""
     from finetune.adapters.adapter import attach_adapter, trainable
     from finetune.config import Adapter, Evaluate, Optimizer, Train
-    from finetune.models.backbone import load_backbone
+    from finetune.models.load import load_backbone
     from finetune.run_directory import RunDirectory
     from finetune.train.loop import TrainingStage, train_stage
     from regularizers import build, config

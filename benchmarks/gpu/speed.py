@@ -189,9 +189,9 @@ def _trained(case: Case, device: str, settings: Any, kind: Any, more: dict[str, 
 
 
 def _tokenizer() -> Any:
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
-    return load_tokenizer("flatshift-5m")  # pads, and is asked for nothing else
+    return open_backbone("flatshift-5m").tokenizer  # pads, and is asked for nothing else
 
 
 # --------------------------------------------------------------------------------------------- figures

@@ -27,9 +27,10 @@ from finetune.cache_directory import cache_root
 from finetune.data.columns import Examples, ExampleWriter
 from finetune.data.encoding import Losses
 from finetune.data.formats import split_suffix
-from finetune.data.labels import Units, classes_of, sort_labels
+from finetune.data.labels import classes_of, sort_labels
 from finetune.data.rows import Row, expand
 from finetune.data.token_cache import TokenCache, content_name
+from finetune.data.units import Units
 from finetune.errors import UserError, user_path
 from finetune.tasks import Task
 
@@ -89,12 +90,12 @@ def encode_rows(
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
             a split or source is cut or left out for its length than `task.max_truncated` and `train.max_dropped` allow.
     """
-    from finetune.models.backbone import decoder_start
+    from finetune.models.backbone import open_backbone
 
     settings: dict[str, Any] = {
         "label_names": labels,
         "bad_rows": recipe.data.bad_rows,
-        "decoder_start": decoder_start(recipe.backbone) if task.encoder_decoder else None,
+        "decoder_start": open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None,
         "truncation": recipe.train.truncation,
         "units": units,
         "features": recipe.adapter.projector,
@@ -295,7 +296,7 @@ def token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
 
 def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     """A digest of all that the encoded splits depend on, except where the files lie."""
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
 
     data = dataclasses.asdict(recipe.data)
     data.pop("cache")
@@ -322,7 +323,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
         "features": None if recipe.adapter.projector is None else dataclasses.asdict(recipe.adapter.projector),
         "train": train,
         "seed": recipe.train.seed if seeded else None,
-        "tokenizer": _tokenizer_digest(resolve_backbone(recipe.backbone)),
+        "tokenizer": _tokenizer_digest(open_backbone(recipe.backbone).directory),
         "code": _code_digest(),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -356,12 +357,13 @@ def _code_digest() -> str:
 def _code_files() -> list[Path]:
     """The files of that source. What else they import says nothing about rows, or what it says is in the key itself."""
     import finetune.data
+    import finetune.data.units
     import finetune.models.backbone
     import finetune.seeds
     import finetune.tasks
 
     here = Path(__file__).resolve().parent
-    single = [finetune.models.backbone.__file__, finetune.seeds.__file__]
+    single = [finetune.models.backbone.__file__, finetune.seeds.__file__, finetune.data.units.__file__]
     return [
         *(file for room in (finetune.data, finetune.tasks) for file in sorted(_folder(room).rglob("*.py"))),
         *map(Path, single),

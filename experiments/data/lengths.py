@@ -24,10 +24,12 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
     if task.score != "generate":
         return
     from finetune.evaluate.answers import check_room
-    from finetune.models.backbone import read_config
+    from finetune.models.backbone import open_backbone
 
     counted = SimpleNamespace(
-        config=read_config(recipe.backbone), soft_tokens=_taken(recipe), features_before=recipe.adapter.projector
+        config=open_backbone(recipe.backbone).config,
+        soft_tokens=_taken(recipe),
+        features_before=recipe.adapter.projector,
     )
     for judged in (judged_train(recipe, splits["train"]), splits["dev"], splits["test"]):
         if judged:
@@ -39,9 +41,9 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
 
     Tables of learned positions are no case of it: `train.max_length` is held against them.
     """
-    from finetune.models.backbone import read_config
+    from finetune.models.backbone import open_backbone
 
-    limit = getattr(read_config(recipe.backbone).get_text_config(), "max_position_embeddings", None)
+    limit = getattr(open_backbone(recipe.backbone).config.get_text_config(), "max_position_embeddings", None)
     longest = max((_longest(examples) for examples in splits), default=0)
     if limit is not None and longest + _taken(recipe) > limit:
         yield (
@@ -57,9 +59,9 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     Raises UserError.
     """
     from finetune.figures import gib
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
     from finetune.planner.devices import machine_memory
-    from finetune.planner.footprint import Backbone, footprint
+    from finetune.planner.footprint import Sizes, footprint
 
     settings, memory = recipe.train, machine_memory()
     update = settings.batch_size * settings.accumulate
@@ -69,7 +71,7 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
             f"round the {len(train):,} training samples; lower one of them, or give more rows"
         )
     try:
-        backbone = Backbone.read(resolve_backbone(recipe.backbone), recipe.adapter)
+        backbone = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
         held = footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=settings)
     except UserError:  # an architecture whose sizes are not to be read off
         return

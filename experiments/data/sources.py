@@ -224,6 +224,21 @@ def shares_of(mixture: Mixture) -> list[float]:
     return Proportions(mixture.weights).shares
 
 
+def check_data(recipe: Recipe) -> None:
+    """Refuse what the rows cannot be used for. Raises UserError."""
+    if recipe.train.group is not None and recipe.task.pack:
+        raise UserError(
+            f"train.group: {recipe.train.group} has no use with task.pack: true, whose rows are full; leave it out, or "
+            "set task.pack: false"
+        )
+    strict = [name for name, source in (recipe.data.train.sources or {}).items() if source.when_over == "refuse"]
+    if recipe.train.spikes is not None and strict:
+        raise UserError(
+            f"data.train.sources.{strict[0]}.when_over: refuse cannot be promised with train.spikes, which leaves "
+            "batches out and reads on; set it to repeat, or leave spikes out"
+        )
+
+
 def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
     """Refuse to tell one class from none. Raises UserError.
 
@@ -253,9 +268,9 @@ def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""
     if not recipe.task.by_example:
         return
-    from finetune.models.head_tokens import judged_token
+    from finetune.models.backbone import open_backbone
 
-    token = judged_token(recipe.backbone)
+    token = open_backbone(recipe.backbone).judged_token
     for examples in splits if token is not None else ():
         rows = Examples.of(examples).ragged("input_ids")
         if rows is None:
@@ -285,10 +300,10 @@ def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | No
     """
     if mixture is None or not mixture.strict:
         return
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     settings, task = recipe.train, recipe.task
-    masking = task.masking(load_tokenizer(recipe.backbone)) if task.hides_tokens else None
+    masking = task.masking(open_backbone(recipe.backbone).tokenizer) if task.hides_tokens else None
     batches = Batches(
         train, task=recipe.task, batch_size=settings.batch_size, accumulate=settings.accumulate,
         seed=seed, max_length=settings.max_length, pad_id=0, mixture=mixture,

@@ -16,14 +16,15 @@ from finetune.atomic import read_object
 from finetune.config import Columns
 from finetune.data.columns import Examples, ExampleWriter, open_examples
 from finetune.data.example import Example
-from finetune.data.labels import Units, label_index
+from finetune.data.labels import label_index
 from finetune.data.mixture import Mixture
 from finetune.data.noise import shuffled_examples
 from finetune.data.rows import Row, expand, read_rows, require_rows
 from finetune.data.token_cache import CacheError
+from finetune.data.units import Units
 from finetune.errors import UserError
 from finetune.seeds import derive
-from finetune.tasks import Task
+from finetune.tasks import LanguageModel, MaskedLM, Task
 
 if TYPE_CHECKING:
     from finetune.train.trace.recorder import Recording
@@ -135,7 +136,7 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
     Its manifest says those (`learnt_record`), whatever has become of its files.
     Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
     """
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     labels, units = learnt(recipe, run)
     part = Part("--data", None, tuple(files), recipe.data.columns, "data.columns")
@@ -143,7 +144,7 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
     rows = part.rows(recipe.data, recipe.task, skipped)
     made = encode_rows(
         recipe,
-        load_tokenizer(recipe.backbone),
+        open_backbone(recipe.backbone).tokenizer,
         (("test", 0, row) for row in rows),
         task=recipe.task,
         labels=labels,
@@ -185,7 +186,7 @@ def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
 
 def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, Any]]:
     """Encoded splits, in `folder` where there is one, and all else that is to be known of them as plain values."""
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     noise, task = recipe.data.label_noise, recipe.task
     paths = [str(path) for path in input_paths(recipe)]
@@ -208,7 +209,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
         routed = streamed(recipe, known, skipped)
         units = task.units(known.targets, recipe.backbone)
     check_classes(recipe, labels)
-    tokenizer = load_tokenizer(recipe.backbone)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
     shuffle = bool(noise) and task.noise == "tokens"
     made = encode_rows(
         recipe,
@@ -280,6 +281,17 @@ def _routed(train: Sequence[Row], rows: SplitRows) -> Routed:
     yield from (("test", 0, row) for row in rows.test)
 
 
+def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
+    """What the recipe's warm-up trains, and why."""
+    from finetune.models.backbone import open_backbone
+
+    if recipe.warmup is not None and recipe.warmup.task is not None:
+        return recipe.warmup.task, "as warmup.task says"
+    if open_backbone(recipe.backbone).reads_both_ways:
+        return MaskedLM(), f"because {recipe.backbone} is an encoder"
+    return LanguageModel(), f"because {recipe.backbone} is a decoder"
+
+
 def _noise_seed(recipe: Recipe) -> int:
     return derive(recipe.train.seed, "label-noise")
 
@@ -321,12 +333,12 @@ def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
 
 def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> Prepared:
     """Encode the rows of `files` alone, as training examples of `task`: what a warm-up reads."""
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
     made = encode_rows(
         recipe,
-        load_tokenizer(recipe.backbone),
+        open_backbone(recipe.backbone).tokenizer,
         (("train", 0, row) for row in rows),
         task=task,
         labels=None,

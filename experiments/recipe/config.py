@@ -149,14 +149,3 @@ class Recipe:
     """Default grid of `flatshift sweep`."""
     comparison: Comparison | None = None
     """Methods, tasks and protocol of `flatshift compare`."""
-
-
-def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
-    """What the recipe's warm-up trains, and why."""
-    from finetune.models.backbone import is_encoder
-
-    if recipe.warmup is not None and recipe.warmup.task is not None:
-        return recipe.warmup.task, "as warmup.task says"
-    if is_encoder(recipe.backbone):
-        return MaskedLM(), f"because {recipe.backbone} is an encoder"
-    return LanguageModel(), f"because {recipe.backbone} is a decoder"

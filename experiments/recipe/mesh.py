@@ -79,6 +79,6 @@ def backbone_directory(name: str) -> Path:
     found = assets.backbone(name) or user_path(name)
     if (found / "config.json").is_file():
         return found
-    from finetune.models.backbone import resolve_backbone  # asks the hub, and imports torch
+    from finetune.models.backbone import open_backbone  # asks the hub, and imports torch
 
-    return resolve_backbone(name)
+    return open_backbone(name).directory

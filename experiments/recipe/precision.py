@@ -65,7 +65,7 @@ def readable(recipe: Recipe) -> Recipe:
 
     An fp16 run is computed in float32 on a CPU. Says on stderr what changes, and where the run's own is slow here.
     """
-    from finetune.models.backbone import resolve_device
+    from finetune.compute.presence import resolve_device
 
     train = recipe.train
     if train.precision == "fp16" and resolve_device(train.device).type == "cpu":
@@ -120,15 +120,16 @@ def _decide(
     """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
     from finetune.compute.numerics import cpu_threads
     from finetune.compute.precision import block_shape, choose
+    from finetune.compute.presence import resolve_device
     from finetune.launch import failure
-    from finetune.models.backbone import resolve_backbone, resolve_device
+    from finetune.models.backbone import open_backbone
 
     if failure.rank() != 0:
         return {}
     asked = Train(precision=precision, tf32=tf32)
     # rows are padded to the longest of their micro-batch, which is seldom as long as it may be
     try:
-        directory = resolve_backbone(backbone)
+        directory = open_backbone(backbone).directory
     except UserError:  # whoever loads it says what is wrong
         directory = None
     shape = block_shape(directory, tokens=tokens // 2)
@@ -142,7 +143,7 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
     from finetune.figures import gib
     from finetune.parallel.rules import Settings, broken_rule
     from finetune.planner.devices import at_hand
-    from finetune.planner.footprint import Backbone, footprint
+    from finetune.planner.footprint import Sizes, footprint
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")
@@ -152,7 +153,7 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
     if room is None or devices.kind != "cpu" or recipe.mesh.auto or broken_rule(settings) is not None:
         return "same", "auto"
     try:
-        backbone = Backbone.read(backbone_directory(recipe.backbone), recipe.adapter)
+        backbone = Sizes.read(backbone_directory(recipe.backbone), recipe.adapter)
     except UserError:  # whoever loads it says what is wrong
         return "same", "auto"
     wide, less = (footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=t).total for t in (train, narrow))

@@ -209,7 +209,7 @@ def state_embedder(
     embedder: Backbone | Encoder, *, backbone: str, device: str, keyed: bool
 ) -> tuple[Callable[[list[str]], np.ndarray], str]:
     """texts → pooled states of a model, and the key that names it in a cache (complete where `keyed`)."""
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
     from finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
     from selection import pool_features
     from selection.features import read_layout, transformer_folder
@@ -222,7 +222,7 @@ def state_embedder(
         root = user_path(name)
         # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
         if not (root / "modules.json").is_file():
-            root = resolve_backbone(name)
+            root = open_backbone(name).directory
         layout = read_layout(root) if embedder.pooling == "auto" else None
         if layout is not None:
             name, pooling, normalise = str(layout.transformer), layout.pooling, layout.normalise
@@ -235,7 +235,7 @@ def state_embedder(
         given = [prompt + (text.lower() if lower else text) for text in texts]
         return pool_features(given, encode, batch_size=64, pooling=pooling, normalise=normalise)  # type: ignore[arg-type]
 
-    content = model_fingerprint(resolve_backbone(name)) if keyed else ""
+    content = model_fingerprint(open_backbone(name).directory) if keyed else ""
     return embed, f"states {content} {length} {pooling} {normalise} {lower} {prompt}"
 
 

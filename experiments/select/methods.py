@@ -76,7 +76,7 @@ def solver_device(recipe: Recipe) -> str:
     """Where the transport solver computes: `train.device`, or the CPU for methods without a solver."""
     if recipe.select is None or "features" not in needs(recipe.select.method):
         return "cpu"
-    from finetune.models.backbone import resolve_device
+    from finetune.compute.presence import resolve_device
 
     return str(resolve_device(recipe.train.device))
 
@@ -102,13 +102,15 @@ def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
     from finetune.compute.precision import autocast_dtype, settled
+    from finetune.compute.presence import resolve_device
     from finetune.data.encoding import encode
     from finetune.evaluate.perplexity import document_nats
-    from finetune.models.backbone import load_backbone, load_tokenizer, resolve_device
+    from finetune.models.backbone import open_backbone
+    from finetune.models.load import load_backbone
 
     task = LanguageModel(pack=False)
     device = resolve_device(recipe.train.device)
-    tokenizer = load_tokenizer(recipe.backbone)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
     model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     dtype = autocast_dtype(settled(recipe.train, model))

@@ -132,9 +132,9 @@ def _spans(recipe: Recipe, chunk: Chunk, texts: Iterable[str]) -> Iterator[list[
         for text in texts:
             yield _grouped([match.span() for match in _WORDS.finditer(text)], chunk.size)
         return
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
-    tokenizer = load_tokenizer(recipe.backbone)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
     if not tokenizer.is_fast:
         raise UserError(
             f"select.chunk.unit: the tokenizer of {recipe.backbone!r} cannot say where tokens lie; use words"

@@ -25,7 +25,9 @@ from experiments.results.cells import read_result
 from experiments.run.console import graceful_stop
 from experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, train_cell, without_cache
 from finetune.compute.numerics import cpu_threads
-from finetune.models.backbone import load_backbone, load_tokenizer, resolve_backbone, resolve_device
+from finetune.compute.presence import resolve_device
+from finetune.models.backbone import open_backbone
+from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 from finetune.stacked.engine import cell_engine
 from finetune.stacked.footprint import estimate
@@ -104,7 +106,7 @@ def _cost(recipe: Recipe) -> tuple[Any, ...]:
 def _cut(cells: list[Cell], width: int, memory: int | None) -> Iterator[list[Cell]]:
     """Runs of at most `width` cells that fit the memory; equal in length as far as that goes."""
     recipe = cells[0].resolved.recipe
-    directory, device = resolve_backbone(recipe.backbone), resolve_device(recipe.train.device)
+    directory, device = open_backbone(recipe.backbone).directory, resolve_device(recipe.train.device)
     free = memory if memory is not None else _free(device.type)
     count = -(-len(cells) // width)
     start = 0
@@ -245,13 +247,13 @@ class _Member:
             self.engine = cell_engine(self.backbone, recipe.adapter, task=task, train=recipe.train)
             self.engine.compute = self.stage.compute
             self.stage.pause(self.engine)  # until all others are there
-        return self.engine, load_tokenizer(recipe.backbone)
+        return self.engine, open_backbone(recipe.backbone).tokenizer
 
 
 def _train(group: Sequence[_Member], stop: Callable[[], bool]) -> None:
     """Train the cells of one set of classes together; each is judged as soon as it has ended."""
     first = group[0]
-    pad_id = int(load_tokenizer(first.recipe.backbone).pad_token_id)
+    pad_id = int(open_backbone(first.recipe.backbone).tokenizer.pad_token_id)
     with (
         Host(first.backbone, [member.engine for member in group], task=first.recipe.task, pad_id=pad_id) as host,
         contextlib.closing(run_together(host, [member.stage for member in group], stop=stop)) as ends,

@@ -12,9 +12,10 @@ from experiments.data.sources import judged_train
 from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
 from finetune.adapters.initial_values import Calibration
+from finetune.compute.presence import resolve_device
 from finetune.data.example import Example
 from finetune.evaluate.judge import evaluate
-from finetune.models.backbone import load_tokenizer, resolve_device
+from finetune.models.backbone import open_backbone
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
@@ -59,7 +60,7 @@ def lay_out(
     )
     if adapter is not None:
         engine.load_adapter(adapter)
-    return engine, load_tokenizer(recipe.backbone)
+    return engine, open_backbone(recipe.backbone).tokenizer
 
 
 def lost_lines(prepared: Prepared, max_length: int) -> list[str]:

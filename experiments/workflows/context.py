@@ -16,8 +16,8 @@ from experiments.run.console import Console, Draw, graceful_stop
 from experiments.workflows.build import lay_out
 from finetune.compute.matmul_rate import peak_rate
 from finetune.compute.numerics import cpu_threads
+from finetune.compute.presence import resolve_device
 from finetune.errors import UserError
-from finetune.models.backbone import resolve_device
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory

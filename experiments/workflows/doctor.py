@@ -267,8 +267,8 @@ def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
     try:
         from finetune.compute.matmul_rate import Shape
         from finetune.compute.precision import choose
+        from finetune.compute.presence import resolve_device
         from finetune.config import Train
-        from finetune.models.backbone import resolve_device
 
         choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))
     except Exception as error:  # a foreign `finetune`, which the problems above name, or a device that fails

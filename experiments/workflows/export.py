@@ -23,7 +23,7 @@ from finetune.atomic import write_json, write_text
 from finetune.digests import DONE
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.models.backbone import load_tokenizer, resolve_backbone
+from finetune.models.backbone import open_backbone
 from finetune.run_directory import RECIPE, new_output, refuse_old
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
     if base_model is not None:
         _require_hub_name(base_model)
     labels = known_labels(path, recipe)
-    tokenizer = load_tokenizer(recipe.backbone)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
     recipe.task.prepare_tokenizer(tokenizer)
     with new_output(out) as temporary:
         if added:
@@ -126,7 +126,7 @@ def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
     run = saved.path.parent
     if (run / RECIPE).is_file() and not (run / DONE).exists():
         raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore that")
-    saved.require_backbone(resolve_backbone(recipe.backbone), recipe.backbone, where="--add")
+    saved.require_backbone(open_backbone(recipe.backbone), where="--add")
     return saved, weight
 
 

@@ -73,7 +73,7 @@ def _generate(
     quiet: bool,
 ) -> list[dict[str, Any]]:
     from finetune.evaluate.generation import Decoding, continue_prompts
-    from finetune.models.backbone import decoder_start, load_tokenizer
+    from finetune.models.backbone import open_backbone
 
     recipe = alone(finished_recipe(path, overrides))
     if recipe.adapter.projector is not None:
@@ -96,7 +96,7 @@ def _generate(
         if has_half_pair(text):  # what no UTF-8 holds: Python's stand-in for a byte that it could not read
             raise UserError(f"--prompt {number} is not valid UTF-8; write it in that encoding")
     console = Console(quiet=quiet)
-    tokenizer = load_tokenizer(recipe.backbone)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
     questions = task.ask_texts(prompts, tokenizer)
     if data:
         skipped: list[str] = []
@@ -111,7 +111,7 @@ def _generate(
 
     from finetune.compute.precision import autocast_dtype
 
-    start = decoder_start(recipe.backbone) if task.encoder_decoder else None
+    start = open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None
     with cpu_threads(recipe.train.threads), console.task("generating", len(asked), "prompts") as bar:
         engine, _ = lay_out(recipe, recipe.task, None, adapter=path / "adapter")
         answers = continue_prompts(

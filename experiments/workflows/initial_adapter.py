@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.data.splits import Prepared
-from experiments.recipe.config import Recipe, warm_up_task
+from experiments.data.splits import Prepared, warm_up_task
+from experiments.recipe.config import Recipe
 from experiments.run.console import Console
 from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter
@@ -36,10 +36,10 @@ def begins_elsewhere(adapter: Adapter) -> bool:
 
 def backbone_record(recipe: Recipe) -> dict[str, Any]:
     """What manifest.json says of the backbone: its name, the fingerprint of its weights, digests of its texts."""
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
     from finetune.models.fingerprint import fingerprint, text_digests
 
-    directory = resolve_backbone(recipe.backbone)
+    directory = open_backbone(recipe.backbone).directory
     return {"name": recipe.backbone, "fingerprint": fingerprint(directory), "files": text_digests(directory)}
 
 
@@ -49,14 +49,14 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
     By the fingerprint of its weights, of every byte, and by the SHA-256 of its configuration and tokenizer
     (`finetune.models.fingerprint`). What a run did not note passes.
     """
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
     from finetune.models.fingerprint import fingerprint, text_digests
 
     file = path / "manifest.json"
     noted = read_object(file).get("backbone") if file.is_file() else None
     if not isinstance(noted, dict):
         return
-    directory = resolve_backbone(recipe.backbone)
+    directory = open_backbone(recipe.backbone).directory
     files, found = noted.get("files"), text_digests(directory)
     if isinstance(files, dict) and found != files:
         name = min(name for name in files.keys() | found.keys() if files.get(name) != found.get(name))
@@ -97,7 +97,7 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
     """
     from finetune.adapters.adapter import attach_on_meta, read_adapter
     from finetune.adapters.saved import SavedAdapter, check_start
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
     from finetune.models.meta import build_skeleton
 
     found = {}
@@ -107,8 +107,7 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
             continue
         where = f"adapter.{setting}"
         saved = SavedAdapter.find(name, where=where)
-        directory = resolve_backbone(recipe.backbone)
-        saved.require_backbone(directory, recipe.backbone, where=where, quantization=recipe.train.quantization)
+        saved.require_backbone(open_backbone(recipe.backbone), where=where, quantization=recipe.train.quantization)
         if setting == "start":
             import torch
 
@@ -149,7 +148,7 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
 
     from finetune.adapters.initial_values import Calibration, needs_rows
     from finetune.compute.precision import autocast
-    from finetune.models.backbone import resolve_device
+    from finetune.compute.presence import resolve_device
 
     count = needs_rows(recipe.adapter)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))[:count]

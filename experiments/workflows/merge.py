@@ -30,7 +30,8 @@ from finetune.data.batches import iterate_eval
 from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.models.backbone import auto_class, decoder_start, load_tokenizer, quiet_transformers, resolve_backbone
+from finetune.models.backbone import open_backbone, quiet_transformers
+from finetune.models.task_support import auto_class
 from finetune.run_directory import new_output, refuse_old
 from finetune.seeds import numpy_generator
 
@@ -83,7 +84,7 @@ def _merge(path: Path, out: Path, check: Check) -> dict[str, Any]:
     _refuse_quantised(recipe)
     SavedAdapter.find(str(path), where=str(path))  # refuses one that fits changed frozen weights
     labels = known_labels(path, recipe)
-    tokenizer = load_tokenizer(recipe.backbone)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
     recipe.task.prepare_tokenizer(tokenizer)
     dtype = stored_dtype(recipe)
     adapter = path / "adapter"
@@ -167,7 +168,7 @@ def _compare_logits(
         return nothing
     exact = _alone_in_float32(recipe)
     try:
-        found = _some_rows(recipe, labels, load_tokenizer(recipe.backbone))
+        found = _some_rows(recipe, labels, open_backbone(recipe.backbone).tokenizer)
     except (UserError, OSError) as error:  # a run that was copied elsewhere has its backbone, and maybe not its data
         if check == "logits":
             raise UserError(f"--check logits: {error} (`--check rows` reads no data)") from error
@@ -208,7 +209,7 @@ def _some_rows(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -
         max_length=recipe.train.max_length,
         label_names=labels,
         bad_rows=data.bad_rows,
-        decoder_start=decoder_start(recipe.backbone) if task.encoder_decoder else None,
+        decoder_start=open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None,
     )
     skipped += encoded.skipped
     if not encoded.examples:
@@ -230,13 +231,13 @@ def _drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]
         ids[:, -1] = tokenizer.eos_token_id
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if recipe.task.encoder_decoder:
-        start = torch.full((_ROWS, 1), decoder_start(recipe.backbone))
+        start = torch.full((_ROWS, 1), open_backbone(recipe.backbone).decoder_start)
         inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], dim=1)
     return inputs
 
 
 def _refuse_quantised(recipe: Recipe) -> None:
-    config = json.loads((resolve_backbone(recipe.backbone) / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((open_backbone(recipe.backbone).directory / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization_config") is not None:
         raise UserError(
             f"backbone {recipe.backbone!r} is quantised in its own files, and an adapter cannot be folded into packed "
@@ -248,7 +249,7 @@ def _require_memory(recipe: Recipe, reason: str) -> None:
     """What PEFT merges in memory takes: the model in float32, and a float32 copy of its widest layers."""
     from finetune.models.safetensors_index import read_index
 
-    numbers = sum(math.prod(entry.shape) for entry in read_index(resolve_backbone(recipe.backbone)).values())
+    numbers = sum(math.prod(entry.shape) for entry in read_index(open_backbone(recipe.backbone).directory).values())
     if 4 * numbers > available_memory() * 0.8:
         raise UserError(
             f"this adapter cannot be merged file by file ({reason}), and in memory it takes {4 * numbers / 2**30:.1f} "
@@ -266,7 +267,7 @@ def stored_dtype(recipe: Recipe) -> Any:
     from finetune.models.safetensors_index import read_index
 
     sizes: dict[Any, int] = {}
-    for entry in read_index(resolve_backbone(recipe.backbone)).values():
+    for entry in read_index(open_backbone(recipe.backbone).directory).values():
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
     return max(sizes, key=sizes.__getitem__)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from experiments.checkrecipe import check_recipe as check_recipe
 from experiments.data.lengths import check_memory
 from experiments.data.sources import check_supply, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
@@ -28,11 +29,11 @@ from experiments.data.splits import (
     prepare,
     prepare_texts,
     recording_of,
+    warm_up_task,
 )
 from experiments.recipe import Resolved, resume_recipe
-from experiments.recipe.config import Recipe, warm_up_task
+from experiments.recipe.config import Recipe
 from experiments.recipe.precision import settled
-from experiments.recipe.rules import check_recipe
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
 from experiments.run.console import Bar, Console, Draw
@@ -62,15 +63,15 @@ from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.compute.attention import refuse_leaks
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
-from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
 from finetune.data.rows import describe
+from finetune.data.units import fold_units
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
 from finetune.figures import rate_text
 from finetune.launch import consistency, spawn, watchdog
 from finetune.lock import owned
-from finetune.models.backbone import load_tokenizer
+from finetune.models.backbone import open_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.parallel.rules import Settings, check_settings
@@ -299,7 +300,7 @@ def _stage(context: RunContext, plan: StagePlan) -> Path:
     adapter, done = (path / "stages" / plan.name / name for name in ("adapter", DONE))
     if done.is_file() and read_object(done, "target_steps")["target_steps"] == plan.train.steps:
         return adapter
-    initial, rows = beginning(path, recipe, plan.task, plan.prepared, lambda: load_tokenizer(recipe.backbone))
+    initial, rows = beginning(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
     engine, tokenizer = context.lay_out(
         recipe,
         plan.task,

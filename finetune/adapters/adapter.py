@@ -20,16 +20,16 @@ from ..compute.capabilities import kept_draws
 from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError
-from ..models.backbone import resolve_backbone
+from ..models.backbone import open_backbone
 from ..parallel.layout import canonical
 from ..seeds import torch_generator
 from . import soft_tokens
 from .initial_values import TAKES_OUT, Calibration, initialise, look_at_data, require_calibration
-from .offsets import Offset, file_config, fold, join, lora_layers, offsets_of, parted
+from .offsets import ADAPTER, Offset, file_config, fold, join, lora_layers, offsets_of, parted
 from .projector import check_projector, read_projector, write_projector
+from .saved import SavedAdapter
 from .settings import check_patterns, lora_config, with_ranks_of
 from .soft_tokens import attach_soft_tokens
-from .under import read_under
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 _SMALLER = "the adapter is not saved; take a smaller optimizer.lr"
-_ADAPTER = "default"
 
 
 # --------------------------------------------------------------------------------------------- attaching
@@ -109,10 +108,48 @@ def _begin(
     else:
         weights = None
         if adapter.init == "loftq":
-            weights = resolve_backbone(str(model.get_base_model().name_or_path))
+            weights = open_backbone(str(model.get_base_model().name_or_path)).directory
         initialise(model, adapter, seed=seed, calibration=calibration, weights=weights)
     for name, parameter in trainable(model).items():  # EVA makes factors of other ranks anew
         parameter.data = parameter.data.to(dtypes.get(name, next(iter(dtypes.values()))))
+
+
+def read_under(name: str, model: PeftModel) -> dict[str, Offset]:
+    """What the frozen adapter `name` beneath the one that trains (`adapter.under`) folds into each layer of `model`,
+    without the layer's own scale, in the dtype of the layer's factors: as it will be saved with them.
+
+    The layer then computes W + s_u·B_u A_u + s·BA, of which A and B train; saved is the sum of both as one adapter of
+    rank r_u + r, so that it stands for itself.
+
+    Raises:
+        UserError: no such adapter, one of another backbone, one that is more than a sum (DoRA, a head), or layers that
+            `model` does not adapt.
+    """
+    where = "adapter.under"
+    saved = SavedAdapter.find(name, where=where)
+    saved.require_backbone(open_backbone(str(model.get_base_model().name_or_path)), where=where)
+    tensors = read_adapter(saved.path)
+    if saved.settings.get("use_dora"):
+        raise UserError(f"{where}: {name} is of DoRA, whose update is no sum; merge it into the backbone first")
+    if whole := sorted(tensor for tensor in tensors if ".lora_" not in tensor):
+        raise UserError(f"{where}: {name} also holds {whole[0]}, which is no adapter; take one without a head")
+    layers, offsets = lora_layers(model), {}
+    for layer, (_, scale) in saved.scales(tensors).items():
+        if layer not in layers:
+            raise UserError(
+                f"{where}: {name} adapts {layer}, and this recipe does not; add {layer.rsplit('.', 1)[-1]} to "
+                "adapter.targets"
+            )
+        embedded = ADAPTER in layers[layer].lora_embedding_A
+        ends = ("lora_embedding_A", "lora_embedding_B") if embedded else ("lora_A.weight", "lora_B.weight")
+        a, b = (tensors[f"{layer}.{end}"].float() for end in ends)
+        place = layers[layer].get_base_layer().weight
+        live = layers[layer].lora_embedding_A[ADAPTER] if embedded else layers[layer].lora_A[ADAPTER].weight
+        if a.shape[1] != live.shape[1] or b.shape[0] not in place.shape:
+            raise UserError(f"{where}: {layer} of {name} has the shape {tuple(a.shape)}, which is of another backbone")
+        ratio = scale / layers[layer].scaling[ADAPTER]
+        offsets[layer] = Offset(a.to(place.device, live.dtype), (ratio * b).to(place.device, live.dtype))
+    return offsets
 
 
 def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, dtype: torch.dtype) -> PeftModel:
@@ -214,7 +251,7 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
     from safetensors.torch import save_file
 
     directory = Path(directory)
-    config = file_config(model) if offsets_of(model) else copy.copy(model.peft_config[_ADAPTER])
+    config = file_config(model) if offsets_of(model) else copy.copy(model.peft_config[ADAPTER])
     config.inference_mode = True
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = str(model.get_base_model().name_or_path)

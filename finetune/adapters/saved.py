@@ -23,6 +23,8 @@ from .patterns import by_pattern
 if TYPE_CHECKING:
     from peft import PeftModel
 
+    from ..models.backbone import Backbone
+
 SETTINGS = "adapter_config.json"
 _PLAIN = (True, False, "gaussian", "orthogonal", "eva")
 """PEFT's initialisations after which the frozen weights are those of the backbone's files."""
@@ -66,22 +68,23 @@ class SavedAdapter:
             )
         return cls(path, settings, *_told_by_run(path))
 
-    def require_backbone(self, directory: Path, name: str, *, where: str, quantization: str | None = None) -> None:
-        """Raise UserError unless this adapter was trained on the backbone in `directory`, recorded as `name`, and fits
-        its weights packed by `quantization` (None: as they are).
+    def require_backbone(self, backbone: Backbone, *, where: str, quantization: str | None = None) -> None:
+        """Raise UserError unless this adapter was trained on `backbone` and fits its weights packed by `quantization`
+        (None: as they are).
 
         By the fingerprint of its weights where that is known or its directory is here, else by its whole hub name; of
         directories that are not both here, by the last part of their names.
         """
         self.require_packing(quantization, where=where)
+        name = backbone.name
         theirs = str(self.settings.get("base_model_name_or_path") or "")
         if self.backbone is not None:
-            same = self.backbone["fingerprint"] == fingerprint(directory)
+            same = self.backbone["fingerprint"] == fingerprint(backbone.directory)
             theirs = self.backbone["name"]
         elif theirs == name or not theirs:
             return
         elif (Path(theirs) / "config.json").is_file():
-            same = fingerprint(Path(theirs)) == fingerprint(directory)
+            same = fingerprint(Path(theirs)) == fingerprint(backbone.directory)
         else:
             local = Path(theirs).is_absolute() or user_path(name).is_dir()
             same = (Path(theirs).name == Path(name).name) if local else (theirs.lower() == name.lower())

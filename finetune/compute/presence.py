@@ -1,7 +1,7 @@
 """Whether a CUDA device is there, and if not, which of five reasons it is and what to do about it.
 
-Facts are read once and judged apart, so that every reason can be tried without the machine that has it. Imports
-nothing but the standard library: `flatshift doctor` asks too.
+Facts are read once and judged apart, so that every reason can be tried without the machine that has it. Importing
+it imports no torch: `flatshift doctor` asks too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -141,3 +143,20 @@ def read_straight_to(device: torch.device) -> dict[str, Any]:
     not have. Nothing is told for a CPU.
     """
     return {"device_map": {"": device}} if is_cuda(device) else {}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there, with the reason."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"train.device: {name!r} is no device; take auto, cpu, cuda or cuda:N") from None
+    if device.type not in {"cpu", "cuda"}:
+        raise UserError(f"train.device: {name!r} is not served; take auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"train.device: {missing(name, look())}")
+    return device

@@ -22,9 +22,9 @@ from ..errors import UserError
 from .example import IGNORE as IGNORE
 from .example import Encoded as Encoded
 from .example import Example as Example
-from .labels import Units
 from .rows import Row
 from .template import Template, longest_first
+from .units import Units
 from .vectors import with_features
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def encode(
             for classification and for completions that are ranked.
         bad_rows: refuse, or skip and count, rows that have nothing to supervise, a `text2` that is no text, or a column
             that a template cannot show.
-        decoder_start: the token that a decoder begins with (`finetune.models.backbone.decoder_start`); for seq2seq.
+        decoder_start: the token that a decoder begins with (`Backbone.decoder_start`); for seq2seq.
         truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
         overlong: longer samples are truncated (None), left out, or refused.
         units: how training is to see the targets of a regression; None: as they are.

@@ -1,67 +1,194 @@
-"""A frozen pretrained backbone and its tokenizer, from a shipped name, a local directory or the hub.
+"""A frozen pretrained backbone, opened once: where it lies, its configuration, its tokenizer.
 
-Only safetensors are read and no code from a model repository is ever run. Building the model is apart from attaching
-the adapter (`adapter.py`), so that sharding can later enter between the two.
+A shipped name, a local directory, a folder of an installed package or a name of the model hub. Only safetensors are
+read and no code from a model repository is ever run. Building the model is apart (`load.py`, `meta.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
+import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-import torch
-
 from .. import assets
 from ..atomic import read_object
-from ..compute.capabilities import kept_draws
-from ..compute.numerics import dropout_rates, uses_dropout
-from ..compute.precision import loading_dtype
-from ..compute.presence import look, missing, read_straight_to
-from ..compute.widened import widen_on_use
-from ..config import Precision, Quantization
-from ..errors import UserError, first_line, is_out_of_memory, user_path
-from .architecture import quiet_transformers as quiet_transformers
-from .architecture import refuse_remote_code, sound_config
-from .quantize import check_available, import_library, loading_options, settle
+from ..errors import UserError, first_line, shortened, user_path
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..tasks import Task
-
+    from transformers import PreTrainedTokenizerBase
 
 _PACKAGE = "package:"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+_TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Files of which a directory with a tokenizer has one."""
+_KEPT = 4
+"""Backbones that a process keeps open."""
+_LARGEST = 10_000_000
+_SIZES = {
+    "hidden_size": _LARGEST,
+    "num_hidden_layers": 2000,
+    "num_attention_heads": _LARGEST,
+    "vocab_size": _LARGEST,
+    "intermediate_size": _LARGEST,
+}
+"""Key of config.json → the largest value; beyond it a model is built for hours before its weights differ."""
+_opened: dict[tuple[str, str], Backbone] = {}
+"""What this process has opened: (name, working directory) → backbone."""
 
 
-# --------------------------------------------------------------------------------------------- where it lies
+@dataclass(frozen=True)
+class Backbone:
+    """A backbone that is there, as `open_backbone` gives it. Its parts are read when they are first asked for.
+
+    Configuration and tokenizer are shared by all who open it: whoever changes them takes a copy (`own_config`).
+    """
+
+    name: str
+    """As it was asked for: shipped name, directory, `package:NAME/FOLDER` or hub name."""
+    directory: Path
+    """Holds config.json and safetensors weights."""
+    _state: tuple[tuple[str, int, int, int], ...] = field(repr=False)
+
+    @property
+    def where(self) -> str:
+        """How a sentence about it begins."""
+        return f"backbone {self.name!r}"
+
+    @property
+    def recorded_name(self) -> str:
+        """What adapter_config.json says it belongs to: the shipped or hub name, or the absolute local path."""
+        local = user_path(self.name)
+        return str(local.resolve()) if assets.backbone(self.name) is None and local.is_dir() else self.name
+
+    @cached_property
+    def config(self) -> Any:
+        """Its configuration, transformers' own. Raises UserError for values that the architecture cannot have."""
+        return sound_config(self.directory)
+
+    def own_config(self, settings: dict[str, Any]) -> Any:
+        """A copy of its configuration with `settings`, for a model to keep."""
+        config = copy.deepcopy(self.config)
+        for key, value in settings.items():
+            setattr(config, key, value)
+        return config
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer lies in its directory."""
+        return any(next(self.directory.glob(pattern), None) for pattern in _TOKENIZER)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer; a missing pad token becomes the end-of-sequence token (masked wherever it pads).
+
+        Raises:
+            UserError: there is none, or it has neither of those tokens.
+        """
+        from transformers import AutoTokenizer
+
+        config = self.config  # which the tokenizer's class is told by, so that it would be blamed for a bad one
+        try:
+            with quiet_transformers():
+                tokenizer = AutoTokenizer.from_pretrained(self.directory, config=config, trust_remote_code=False)
+        except Exception as error:
+            raise UserError(f"{self.where}: its tokenizer cannot be loaded: {first_line(error)}") from error
+        if tokenizer.pad_token_id is None:
+            if tokenizer.eos_token_id is None:
+                raise UserError(f"{self.where}: its tokenizer has neither a pad nor an end-of-sequence token")
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    @property
+    def reads_both_ways(self) -> bool:
+        """Whether its tokens see those after them, so that it learns by masked language modelling."""
+        return reads_both_ways(self.config)
+
+    @property
+    def has_both_sides(self) -> bool:
+        """Whether it is an encoder-decoder (T5, BART)."""
+        return bool(self.config.is_encoder_decoder)
+
+    @property
+    def judged_token(self) -> int | None:
+        """The token at which a head over it judges a row, where it is an encoder-decoder: the end of sequence, of which
+        transformers wants equally many in the rows of a batch. None for others."""
+        return self.config.eos_token_id if self.config.is_encoder_decoder else None
+
+    @property
+    def decoder_start(self) -> int:
+        """The token that its decoder begins with. Raises UserError where no decoder reads an encoder."""
+        from transformers import GenerationConfig
+
+        start = getattr(self.config, "decoder_start_token_id", None)
+        if start is None and (self.directory / "generation_config.json").is_file():
+            with quiet_transformers():
+                start = GenerationConfig.from_pretrained(self.directory).decoder_start_token_id
+        if not isinstance(start, int):
+            raise UserError(
+                f"{self.where}: config.json has no decoder_start_token_id, so it is no encoder-decoder; take "
+                "`task.kind: completion` for a decoder"
+            )
+        return start
 
 
-def resolve_backbone(name: str | Path) -> Path:
-    """The directory of the backbone `name`: shipped name, else existing directory, else hub name (downloaded, cached).
+def open_backbone(name: str | Path | Backbone) -> Backbone:
+    """The backbone `name`, opened; one that is open is given back.
 
-    `package:NAME/FOLDER` is a folder inside an installed Python package, which is found without being imported.
-    Of a hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
+    A process opens a name once: it is looked for again only where a file of its directory has changed.
 
     Raises:
         UserError: nothing of that name; or the directory lacks config.json or safetensors weights; or the model
             needs code from its repository.
     """
-    if str(name).startswith(_PACKAGE):
-        directory = _in_package(str(name))
+    if isinstance(name, Backbone):
+        return name
+    key = (str(name), str(Path.cwd()))
+    known = _opened.get(key)
+    if known is None or known._state != _state(known.directory):
+        _opened.pop(key, None)
+        directory = _resolve(str(name))
+        known = Backbone(str(name), directory, _state(directory))
+        while len(_opened) >= _KEPT:
+            del _opened[next(iter(_opened))]
+        _opened[key] = known
+    return known
+
+
+def _state(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """What changes with every write into a directory: of its files, name, size, inode and time of the last change."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        seen = [(entry.name, entry.stat()) for entry in entries]
+        return tuple(sorted((name, stat.st_size, stat.st_ino, stat.st_mtime_ns) for name, stat in seen))
+    return ()
+
+
+# --------------------------------------------------------------------------------------------- where it lies
+
+
+def _resolve(name: str) -> Path:
+    """The directory of `name`: shipped name, else existing directory, else hub name (downloaded, cached).
+
+    `package:NAME/FOLDER` is a folder inside an installed Python package, which is found without being imported.
+    Of a hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
+    """
+    if name.startswith(_PACKAGE):
+        directory = _in_package(name)
     else:
-        directory = assets.backbone(str(name)) or user_path(name)
+        directory = assets.backbone(name) or user_path(name)
     if not directory.exists():
-        directory = _from_hub(str(name))
+        directory = _from_hub(name)
     if not directory.is_dir():
-        raise UserError(f"backbone {str(name)!r} is a file; name the directory that holds config.json and the weights")
-    _check_directory(directory, str(name))
+        raise UserError(f"backbone {name!r} is a file; name the directory that holds config.json and the weights")
+    _check_directory(directory, name)
     return directory
 
 
@@ -151,261 +278,66 @@ def _check_directory(directory: Path, name: str) -> None:
     refuse_remote_code(config, where)
 
 
-# --------------------------------------------------------------------------------------------- loading
+# --------------------------------------------------------------------------------------------- what its files say
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The backbone's tokenizer; a missing pad token becomes the end-of-sequence token (masked wherever it pads)."""
-    from transformers import AutoTokenizer
-
-    directory = resolve_backbone(name)
-    read_config(name)  # which the tokenizer's class is told by, so that it would be blamed for a bad one
-    try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"backbone {str(name)!r}: its tokenizer cannot be loaded: {first_line(error)}") from error
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"backbone {str(name)!r}: its tokenizer has neither a pad nor an end-of-sequence token")
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def decoder_start(name: str | Path) -> int:
-    """The token that the decoder of the backbone `name` begins with.
-
-    Raises:
-        UserError: as `resolve_backbone`; or the backbone has no decoder that reads an encoder.
-    """
-    from transformers import GenerationConfig
-
-    directory = resolve_backbone(name)
-    start = getattr(read_config(name), "decoder_start_token_id", None)
-    if start is None and (directory / "generation_config.json").is_file():
-        with quiet_transformers():
-            start = GenerationConfig.from_pretrained(directory).decoder_start_token_id
-    if not isinstance(start, int):
-        raise UserError(
-            f"backbone {str(name)!r}: config.json has no decoder_start_token_id, so it is no encoder-decoder; take "
-            "`task.kind: completion` for a decoder"
-        )
-    return start
-
-
-def load_backbone(
-    name: str | Path,
-    *,
-    task: Task,
-    num_labels: int | None = None,
-    label_names: Sequence[str] | None = None,
-    precision: Precision = "fp32",
-    narrow: bool = False,
-    quantization: Quantization | None = None,
-    dropout: float | None = None,
-    device: str | torch.device = "cpu",
-) -> PreTrainedModel:
-    """Load the backbone for `task` on `device` with every parameter frozen and the key-value cache off.
-
-    Args:
-        num_labels: width of the head (Classify); by default the number of `label_names`.
-        label_names: class names in head order, kept in the config.
-        precision: what the whole backbone is cast to as it is read (`auto`: what `device` does faster); the
-            adapter attached later is float32 in either case.
-        narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.compute.widened`).
-        quantization: keep its linear layers in 4 or 8 bits (`finetune.models.quantize`).
-        dropout: its own dropout rates while it trains; None for those of config.json.
-
-    The names of parameters that the checkpoint lacks (a new head) are kept in `model.new_parameters`;
-    `attach_adapter` initialises and trains them. The global random state is not touched.
-
-    Raises:
-        UserError: as `resolve_backbone`; or transformers has no class of this task for it; or weights are missing; or
-            it cannot be quantised, is so already, or bitsandbytes is missing.
-    """
-    check_available(quantization)
-    directory = resolve_backbone(name)
-    auto, settings = auto_class(task, num_labels=num_labels, label_names=label_names)
-    where = f"backbone {str(name)!r}"
-    # a checkpoint's head for other classes is replaced
-    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.by_example else {}
-    dtype = loading_dtype(precision, directory, device, narrow=narrow)
-    if quantization is not None:
-        from .meta import build_skeleton
-
-        import_library()  # by us, before anyone else does
-        skeleton = build_skeleton(name, task=task, num_labels=num_labels, label_names=label_names, precision=precision)
-        options |= loading_options(quantization, skeleton, dtype=dtype, device=device, where=where)
-    else:
-        options |= read_straight_to(torch.device(device))
-    try:
-        # Missing weights are drawn from the global generators by transformers; forking hides that.
-        with quiet_transformers(), kept_draws([torch.device(device)]):
-            loaded: Any = auto.from_pretrained(
-                directory,
-                config=configured(directory, settings, dropout=dropout),
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **options,
-            )
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise refusal(error, task, where) from error
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"{where}: its weights are damaged or cut short: {first_line(error)}") from error
-    model, report = loaded
-    check_dropout(model, dropout, where)
-    finish(model, report, name=name, task=task)
-    if narrow:
-        widen_on_use(model, where=where)
-    settle(model)
-    return model if quantization is not None else model.to(device)  # quantised on the device itself
-
-
-def auto_class(
-    task: Task, *, num_labels: int | None, label_names: Sequence[str] | None
-) -> tuple[type[Any], dict[str, Any]]:
-    """transformers' class for `task` and the settings of its config: the classes of a head."""
+def refuse_remote_code(config: dict[str, Any], where: str) -> None:
+    """Refuse a config whose classes are the repository's own; one that names transformers' classes is fine."""
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return getattr(transformers, task.auto_class), task.head_settings(num_labels=num_labels, label_names=label_names)
+    own, kind = config.get("auto_map") or {}, config.get("model_type")
+    if not isinstance(own, dict) or not isinstance(kind, str):
+        odd = "auto_map" if not isinstance(own, dict) else "model_type"
+        what = "an object" if odd == "auto_map" else "the name of an architecture"
+        raise UserError(f"{where}: config.json has {odd} {shortened(json.dumps(config.get(odd)), 40)}, not {what}")
+    foreign = sorted({str(target).rsplit(".", 1)[-1] for key, target in own.items() if "Token" not in key})
+    foreign = [cls for cls in foreign if not hasattr(transformers, cls)]
+    if foreign or (config.get("auto_map") and kind not in CONFIG_MAPPING_NAMES):
+        raise UserError(
+            f"{where} needs code from its own repository ({', '.join(foreign) or kind}; trust_remote_code), which is "
+            "never run; take a model whose architecture is part of transformers"
+        )
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise UserError(f"{where}: config.json names the model type {kind!r}, which transformers does not know")
 
 
-def configured(directory: Path, settings: dict[str, Any], *, dropout: float | None) -> Any:
-    """The configuration in `directory` with `settings`, and with the rate `dropout` (None: its own) wherever it, or a
-    configuration inside of it, names one.
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hold back transformers' own log lines and progress bars; both are put back afterwards."""
+    from transformers.utils import logging
 
-    The odds that a whole layer is left out (`layerdrop`) are changed only by 0, which turns off whatever is random.
-    Raises UserError for a rate above 0 where no key takes it.
-    """
-    config = sound_config(directory, settings)
-    if dropout is not None:
-        found = [(owner, key) for owner, key, _ in dropout_rates(config) if dropout == 0 or "layerdrop" not in key]
-        for owner, key in found:
-            setattr(owner, key, dropout)
-        if dropout and not found:
-            raise UserError("train.backbone_dropout: config.json of this backbone names no dropout; leave it out, or 0")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def sound_config(directory: Path) -> Any:
+    """transformers' configuration in `directory`. Raises UserError where it refuses config.json."""
+    from transformers import AutoConfig
+
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # each architecture checks its own, in exceptions of many kinds
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shortened(told, 140)}") from error
+    for key, most in _SIZES.items():
+        value = getattr(config.get_text_config(), key, None)
+        if value is not None and not (isinstance(value, int) and 1 <= value <= most):
+            shown = shortened(json.dumps(value, default=str), 40)
+            raise UserError(f"{directory / 'config.json'} has {key} {shown}, not a whole number from 1 to {most:,}")
     return config
 
 
-def check_dropout(model: Any, dropout: float | None, where: str) -> None:
-    """Raise UserError where the backbone still draws masks though it is told not to."""
-    if dropout == 0 and uses_dropout(model):
-        raise UserError(
-            f"{where}: it has dropout that its configuration does not name, so train.backbone_dropout: 0 cannot turn "
-            "it off; leave the setting out"
-        )
-
-
-def refusal(error: Exception, task: Task, where: str) -> UserError:
-    """What the user is told where transformers cannot build or load a model for `task`; raises `error` itself where
-    memory ran out."""
-    if is_out_of_memory(error):
-        raise error
-    if "Unrecognized configuration class" in str(error):
-        return no_class(task, where)
-    return UserError(f"{where} cannot be loaded for {task.modelling}: {first_line(error)}")
-
-
-def no_class(task: Task, where: str) -> UserError:
-    """What the user is told where transformers has no class of this task for the backbone."""
-    return UserError(
-        f"{where}: transformers has no {task.modelling} class for this architecture; `task.kind: seq2seq` is for "
-        "encoder-decoders (T5, BART), language-model and completion are for decoders, masked-lm is for encoders, "
-        "classify and regress are for most"
-    )
-
-
-def finish(model: Any, report: dict[str, Any], *, name: str | Path, task: Task) -> None:
-    """Check a model against transformers' `report` of its checkpoint, freeze it and note where it came from.
-
-    Raises UserError for an encoder as language model, and for missing weights that are not a new head's.
-    """
-    from .head_tokens import settle_padding
-
-    where = f"backbone {str(name)!r}"
-    check_causal(model.config, task, where)
-    model.new_parameters = _new_parameters(model, report, task, where)
-    model.name_or_path = _recorded_name(name)
-    model.config.use_cache = False
-    settle_padding(model, name)
-    model.requires_grad_(False)
-
-
-def _recorded_name(name: str | Path) -> str:
-    """What adapter_config.json says it belongs to: the shipped or hub name, or the absolute local path."""
-    local = user_path(name)
-    return str(local.resolve()) if assets.backbone(str(name)) is None and local.is_dir() else str(name)
-
-
-def is_encoder(name: str | Path) -> bool:
-    """Whether the tokens of the backbone `name` see those after them, so that it learns by masked language modelling.
-
-    Raises UserError as `resolve_backbone`.
-    """
-    return _reads_both_ways(read_config(name))
-
-
-def read_config(name: str | Path) -> Any:
-    """The configuration of the backbone `name`, transformers' own. Raises UserError as `resolve_backbone`, and for
-    values that the architecture cannot have."""
-    return sound_config(resolve_backbone(name), {})
-
-
-def _reads_both_ways(config: Any) -> bool:
+def reads_both_ways(config: Any) -> bool:
+    """Whether tokens see those after them, by transformers' own `config`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-
-
-def check_causal(config: Any, task: Task, where: str) -> None:
-    """Raise UserError for an encoder as language model, and a decoder as masked one; `config` is transformers' own."""
-    if task.backbone == "decoder" and _reads_both_ways(config):
-        raise UserError(
-            f"{where} is an encoder ({config.model_type}) whose tokens see the future, so it cannot be trained as a "
-            "language model; take `task.kind: masked-lm` or classify, or a decoder"
-        )
-    if task.backbone == "encoder" and (config.is_encoder_decoder or getattr(config, "is_decoder", False)):
-        raise UserError(f"{where} has a decoder ({config.model_type}), and task.kind: masked-lm is for encoders")
-
-
-def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, where: str) -> tuple[str, ...]:
-    """Names of the parameters that were not in the checkpoint; only those around a head of one's own may be."""
-    mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}
-    absent = sorted(set(report["missing_keys"]) | mismatched)
-    prefix = model.base_model_prefix + "."
-    core = [n for n in absent if not task.new_head or (n.startswith(prefix) and ".pooler." not in n)]
-    if core:
-        more = f" and {len(core) - 1} more" if len(core) > 1 else ""
-        for entry in report["mismatched_keys"]:
-            if isinstance(entry, tuple | list) and entry[0] in core and len(entry) == 3:
-                there, made = (list(shape) for shape in entry[1:])
-                raise UserError(
-                    f"{where}: config.json makes {entry[0]} {made} and the weights have {there}{more}; one of the two "
-                    "is of another model, fetch the backbone again"
-                )
-        raise UserError(
-            f"{where}: its weights lack {core[0]}{more}; the checkpoint is not complete or not of this kind"
-        )
-    return tuple(absent)
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there, with the reason
-    (`finetune.compute.presence`)."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"train.device: {name!r} is no device; take auto, cpu, cuda or cuda:N") from None
-    if device.type not in {"cpu", "cuda"}:
-        raise UserError(f"train.device: {name!r} is not served; take auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device: {missing(name, look())}")
-    return device

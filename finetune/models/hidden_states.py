@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..compute.presence import resolve_device
 from ..errors import UserError, first_line
-from .backbone import load_tokenizer, quiet_transformers, resolve_backbone, resolve_device
+from .backbone import open_backbone, quiet_transformers
 
 
 def hidden_state_encoder(
@@ -25,17 +26,17 @@ def hidden_state_encoder(
     T is 0.
 
     Raises:
-        UserError: as `resolve_backbone` and `resolve_device`.
+        UserError: as `open_backbone` and `resolve_device`.
     """
     from transformers import AutoModel
 
     place = resolve_device(device)
-    tokenizer = load_tokenizer(name)
-    tokenizer.padding_side = "right"
+    backbone = open_backbone(name)
+    tokenizer = backbone.tokenizer
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             model = AutoModel.from_pretrained(
-                resolve_backbone(name), dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+                backbone.directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"encoder {str(name)!r} cannot be loaded: {first_line(error)}") from error
@@ -57,6 +58,7 @@ def hidden_state_encoder(
         batch = tokenizer(
             list(texts),
             padding=True,
+            padding_side="right",
             truncation=True,
             max_length=max_length,
             return_tensors="pt",

@@ -1,12 +1,12 @@
-"""A backbone without its weights: every parameter on meta, every buffer real, matched with its checkpoint.
+"""A backbone without its weights: every parameter on meta, every buffer real, matched with its checkpoint; and what is
+made sure of any model of a backbone, with weights or without.
 
-It is what `load_backbone` gives, down to names, dtypes, ties, config and errors, but nothing is read except config.json
-and the headers of the weight files.
+Without weights it is what `load_backbone` gives, down to names, dtypes, ties, config and errors, but nothing is read
+except config.json and the headers of the weight files.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from ..compute.matmul_rate import DTYPES
+from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
-from .backbone import auto_class, check_dropout, configured, finish, quiet_transformers, refusal, resolve_backbone
+from .backbone import Backbone, open_backbone, quiet_transformers
+from .task_support import auto_class, check_causal, refusal
 from .weight_names import Checkpoint
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def build_skeleton(
-    name: str | Path,
+    name: str | Path | Backbone,
     *,
     task: Task,
     num_labels: int | None = None,
@@ -44,12 +46,12 @@ def build_skeleton(
     Raises:
         UserError: as `load_backbone`; or a weight file is missing or cut short; or the backbone is quantised.
     """
-    directory = resolve_backbone(name)
+    backbone = open_backbone(name)
     auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
-    where = f"backbone {str(name)!r}"
+    where = backbone.where
     dtype = DTYPES[precision]
     try:
-        model: Any = empty_model(auto, directory, dtype=dtype, dropout=dropout, **options)
+        model: Any = empty_model(auto, backbone, dtype=dtype, dropout=dropout, **options)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -60,14 +62,14 @@ def build_skeleton(
             "unquantised one, or one device and no train.quantization"
         )
     check_dropout(model, dropout, where)
-    checkpoint = Checkpoint.of(model, directory)
+    checkpoint = Checkpoint.of(model, backbone.directory)
     if checkpoint.mismatched and not options:
         odd = checkpoint.mismatched[0]
         raise UserError(f"{where}: {odd} has another shape in its weights than config.json says; fetch it again")
     finish(
         model,
         {"missing_keys": checkpoint.missing, "mismatched_keys": checkpoint.mismatched},
-        name=name,
+        backbone=backbone,
         task=task,
     )
     model.checkpoint = checkpoint
@@ -75,9 +77,9 @@ def build_skeleton(
 
 
 def empty_model(
-    auto: Any, directory: Path, *, dtype: torch.dtype, dropout: float | None = None, **options: Any
+    auto: Any, name: str | Path | Backbone, *, dtype: torch.dtype, dropout: float | None = None, **options: Any
 ) -> PreTrainedModel:
-    """The model of transformers' class `auto` for `directory` in evaluation mode, parameters on meta, weights tied.
+    """The model of transformers' class `auto` for a backbone, in evaluation mode, parameters on meta, weights tied.
 
     Args:
         dropout: as in `load_backbone`.
@@ -86,13 +88,14 @@ def empty_model(
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
 
+    backbone = open_backbone(name)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        config = configured(directory, options, dropout=dropout)
+        config = configured(backbone, options, dropout=dropout)
         with init_empty_weights(include_buffers=False):
-            model: Any = auto.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+            model: Any = auto.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
-        if model.can_generate() and (directory / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(directory)
+        if model.can_generate() and (backbone.directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(backbone.directory)
     _keep_precision(model, dtype)
     return model.eval()
 
@@ -105,3 +108,90 @@ def _keep_precision(model: Any, dtype: torch.dtype) -> None:
             owner, _, leaf = name.rpartition(".")
             wide = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), requires_grad=parameter.requires_grad)
             setattr(model.get_submodule(owner), leaf, wide)
+
+
+def configured(backbone: Backbone, settings: dict[str, Any], *, dropout: float | None) -> Any:
+    """The configuration of `backbone` with `settings`, and with the rate `dropout` (None: its own) wherever it, or a
+    configuration inside of it, names one.
+
+    The odds that a whole layer is left out (`layerdrop`) are changed only by 0, which turns off whatever is random.
+    Raises UserError for a rate above 0 where no key takes it.
+    """
+    config = backbone.own_config(settings)
+    if dropout is not None:
+        found = [(owner, key) for owner, key, _ in dropout_rates(config) if dropout == 0 or "layerdrop" not in key]
+        for owner, key in found:
+            setattr(owner, key, dropout)
+        if dropout and not found:
+            raise UserError("train.backbone_dropout: config.json of this backbone names no dropout; leave it out, or 0")
+    return config
+
+
+def check_dropout(model: Any, dropout: float | None, where: str) -> None:
+    """Raise UserError where the backbone still draws masks though it is told not to."""
+    if dropout == 0 and uses_dropout(model):
+        raise UserError(
+            f"{where}: it has dropout that its configuration does not name, so train.backbone_dropout: 0 cannot turn "
+            "it off; leave the setting out"
+        )
+
+
+def finish(model: Any, report: dict[str, Any], *, backbone: Backbone, task: Task) -> None:
+    """Check a model against transformers' `report` of its checkpoint, freeze it and note where it came from.
+
+    Raises UserError for an encoder as language model, and for missing weights that are not a new head's.
+    """
+    check_causal(model.config, task, backbone.where)
+    model.new_parameters = _new_parameters(model, report, task, backbone.where)
+    model.name_or_path = backbone.recorded_name
+    model.config.use_cache = False
+    settle_padding(model, backbone)
+    model.requires_grad_(False)
+
+
+def settle_padding(model: Any, backbone: Backbone) -> None:
+    """Let the config name the token that rows are padded with: by it the heads of decoders find a row's last token, and
+    many config.json name none, or another than their tokenizer pads with (`Backbone.tokenizer`).
+
+    transformers' heads judge a decoder's row at its last token that is not the config's pad token, and never look at
+    the attention mask, so config, tokenizer and rows have to agree. A config from whose pad token positions are counted
+    (RoBERTa) stays as it is. Without a tokenizer in the directory a missing one becomes the end-of-sequence token.
+    """
+    counted = (m for n, m in model.named_modules() if "position" in n.rsplit(".", 1)[-1])
+    if any(getattr(module, "padding_idx", None) is not None for module in counted):
+        return
+    config, text = model.config, model.config.get_text_config()
+    pad = None
+    if backbone.has_tokenizer:
+        pad = backbone.tokenizer.pad_token_id
+        vocabulary = getattr(text, "vocab_size", None)
+        if vocabulary is not None and pad >= vocabulary:  # pads no row that the model takes
+            pad = None
+    if pad is None:
+        owned = (getattr(owner, "pad_token_id", None) for owner in (config, text))
+        pad = next((own for own in owned if own is not None), None)
+    if pad is None:
+        eos = getattr(text, "eos_token_id", None)
+        pad = eos[0] if isinstance(eos, list) else eos
+    config.pad_token_id = text.pad_token_id = pad
+
+
+def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, where: str) -> tuple[str, ...]:
+    """Names of the parameters that were not in the checkpoint; only those around a head of one's own may be."""
+    mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}
+    absent = sorted(set(report["missing_keys"]) | mismatched)
+    prefix = model.base_model_prefix + "."
+    core = [n for n in absent if not task.new_head or (n.startswith(prefix) and ".pooler." not in n)]
+    if core:
+        more = f" and {len(core) - 1} more" if len(core) > 1 else ""
+        for entry in report["mismatched_keys"]:
+            if isinstance(entry, tuple | list) and entry[0] in core and len(entry) == 3:
+                there, made = (list(shape) for shape in entry[1:])
+                raise UserError(
+                    f"{where}: config.json makes {entry[0]} {made} and the weights have {there}{more}; one of the two "
+                    "is of another model, fetch the backbone again"
+                )
+        raise UserError(
+            f"{where}: its weights lack {core[0]}{more}; the checkpoint is not complete or not of this kind"
+        )
+    return tuple(absent)

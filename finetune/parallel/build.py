@@ -23,7 +23,7 @@ from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import gib
 from ..models.anatomy import is_conv1d
-from ..models.backbone import load_backbone
+from ..models.load import load_backbone
 from ..models.quantize import describe, unwrap_packed
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine

@@ -25,7 +25,7 @@ from ..figures import gib
 from ..models.families import FAMILIES, pipeline_families
 from ..parallel.rules import Settings, broken_rule, check_settings
 from .devices import Devices, at_hand
-from .footprint import Backbone, Footprint, footprint
+from .footprint import Footprint, Sizes, footprint
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -91,7 +91,7 @@ def resolve(
             f"({_name(mesh)}); start another number, or set fewer axes"
         )
     devices = devices or at_hand(train.device)
-    sizes = Backbone.read(backbone, adapter)
+    sizes = Sizes.read(backbone, adapter)
     rows = math.gcd(train.batch_size, *batch_sizes)
     node = node or processes or devices.count
     # the cores of one machine share its memory, so there only a limit on each process calls for shards
@@ -135,7 +135,7 @@ def _options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
             yield dataclasses.replace(mesh, **axes)
 
 
-def _allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Backbone, node: int) -> bool:
+def _allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Sizes, node: int) -> bool:
     """Whether settings and backbone allow a mesh; of axes that are set, only the settings are asked."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False
@@ -153,7 +153,7 @@ def _allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Backbone, nod
     return not (option.dp > given.dp and pads)
 
 
-def _priced(mesh: Mesh, sizes: Backbone, adapter: Adapter, train: Train, devices: Devices, node: int) -> _Layout:
+def _priced(mesh: Mesh, sizes: Sizes, adapter: Adapter, train: Train, devices: Devices, node: int) -> _Layout:
     apart = mesh.zero == 3 and (mesh.dp * mesh.cp * mesh.tp > node or node % (mesh.dp * mesh.cp * mesh.tp) != 0)
     tokens = train.batch_size // (mesh.replicate * mesh.dp) * train.max_length
     return _Layout(

@@ -32,7 +32,7 @@ _STATE_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Backbone:
+class Sizes:
     """Sizes of a backbone. Elements, not bytes."""
 
     kind: str
@@ -57,7 +57,7 @@ class Backbone:
     """Blocks under the lowest that is adapted."""
 
     @classmethod
-    def read(cls, directory: Path, adapter: Adapter) -> Backbone:
+    def read(cls, directory: Path, adapter: Adapter) -> Sizes:
         """The sizes of the backbone in `directory` under `adapter`.
 
         Raises:
@@ -133,7 +133,7 @@ class Footprint:
         return " + ".join(f"{gib(count)} {cause}" for cause, count in causes.items() if count)
 
 
-def footprint(backbone: Backbone, *, mesh: Mesh, adapter: Adapter, train: Train, rows: int | None = None) -> Footprint:
+def footprint(backbone: Sizes, *, mesh: Mesh, adapter: Adapter, train: Train, rows: int | None = None) -> Footprint:
     """What a rank of `mesh` holds.
 
     Args:
@@ -163,7 +163,7 @@ def footprint(backbone: Backbone, *, mesh: Mesh, adapter: Adapter, train: Train,
     )
 
 
-def _activations(backbone: Backbone, mesh: Mesh, adapter: Adapter, train: Train, width: int) -> float:
+def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, width: int) -> float:
     """Bytes that the blocks of one rank keep for backward of one row.
 
     In units of T·D bytes a block keeps: two norms' inputs in float32; query, key, value and the attention's result;

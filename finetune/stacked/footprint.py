@@ -112,9 +112,9 @@ def estimate(directory: Path, cells: Sequence[tuple[Adapter, Train]], *, device:
     Raises:
         UserError: config.json or the header of a weight file is missing or damaged.
     """
-    from ..planner.footprint import Backbone, footprint
+    from ..planner.footprint import Sizes, footprint
 
-    sizes = {adapter.rank: Backbone.read(directory, adapter) for adapter, _ in cells}
+    sizes = {adapter.rank: Sizes.read(directory, adapter) for adapter, _ in cells}
     # of the pass that keeps most: as many rows as its tokens allow, at least one cell's micro-batch
     limit = SHARED_TOKENS.get(device, SHARED_TOKENS["cuda"])
     parts = []

@@ -16,7 +16,7 @@ from experiments.workflows.build import lay_out
 from experiments.workflows.initial_adapter import check_unchanged
 from finetune.adapters.saved import SavedAdapter
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.tasks import LanguageModel
 from flatshift.cli import run
 

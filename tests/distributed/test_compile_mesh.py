@@ -16,8 +16,8 @@ from finetune.adapters.adapter import attach_adapter
 from finetune.compute.capabilities import capabilities
 from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from finetune.models.anatomy import blocks
-from finetune.models.backbone import load_backbone
 from finetune.models.compiled import Compiled
+from finetune.models.load import load_backbone
 from finetune.parallel import fsdp as sharding
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine

@@ -29,8 +29,8 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     from finetune.config import Adapter, Evaluate, Train
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
-    from finetune.data.labels import Units, fold_units
     from finetune.data.masking import Masking
+    from finetune.data.units import Units, fold_units
     from finetune.evaluate.judge import evaluate
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
@@ -82,7 +82,7 @@ def all_meshes(source: str, warm: str) -> list[dict[str, Any]]:
 def test_every_mesh_trains_and_judges_as_one_process(tmp_path: Path) -> None:
     from finetune.adapters.adapter import attach_adapter, save_adapter
     from finetune.config import Adapter, Mesh
-    from finetune.models.backbone import load_backbone
+    from finetune.models.load import load_backbone
     from finetune.tasks import MaskedLM
     from tests.objective_models import scatter
 

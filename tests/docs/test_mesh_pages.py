@@ -20,7 +20,7 @@ from experiments.recipe import from_override, load_recipe
 from finetune.config import Adapter, Mesh, Train
 from finetune.parallel.pipeline.plan import bubble, virtual_stages
 from finetune.parallel.rules import Settings, check_settings
-from finetune.planner.footprint import Backbone, footprint
+from finetune.planner.footprint import Sizes, footprint
 from tests.patience import HANG_S
 from tests.unit.test_parallel_auto import llama
 
@@ -95,7 +95,7 @@ def test_commands_are_valid(words: list[str]) -> None:
 
 def test_memory_table(tmp_path: Path) -> None:
     for model, cells in table(CHOOSE, "Llama 2 7 B").items():
-        sizes = Backbone.read(llama(tmp_path / model, *MODELS[model]), Adapter(rank=16))
+        sizes = Sizes.read(llama(tmp_path / model, *MODELS[model]), Adapter(rank=16))
         for axis, shown in cells.items():
             name, width = axis.strip("`").split()
             mesh = Mesh(**{name: int(width)})

@@ -9,7 +9,7 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.example import Example
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Completion, LanguageModel
 from finetune.train.loop import TrainingStage, train_stage

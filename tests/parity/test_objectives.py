@@ -14,13 +14,14 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate
 from finetune.data.batches import Batches, iterate_eval
 from finetune.data.encoding import encode
-from finetune.data.labels import Units
 from finetune.data.masking import Masking
+from finetune.data.units import Units
 from finetune.evaluate.answers import chrf, generate_answers
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.multilabel import Sets, average_precision, f1_macro, f1_micro, judge_sets
 from finetune.evaluate.regression import judge_numbers, mae, pearson, rmse, spearman
-from finetune.models.backbone import decoder_start, load_backbone
+from finetune.models.backbone import open_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.data_models import text_rows
@@ -101,7 +102,7 @@ def test_label_smoothing_is_transformers_label_smoother(kind, tmp_path):
     task = Seq2Seq(label_smoothing=0.2)
     source = save_encoder_decoder(kind, tmp_path)
     model = adapted(source, task)
-    batches = batches_of(text_rows(12), task, tokenizer=TOKENIZER, decoder_start=decoder_start(source))
+    batches = batches_of(text_rows(12), task, tokenizer=TOKENIZER, decoder_start=open_backbone(source).decoder_start)
     smoother = LabelSmoother(epsilon=0.2)
     compare(
         model, batches, task,
@@ -234,7 +235,7 @@ def test_beam_search_is_transformers_own_of_each_row_alone(kind, tmp_path):
     task = Seq2Seq(score="generate", num_beams=3, max_new_tokens=6)
     source = save_encoder_decoder(kind, tmp_path)
     model = adapted(source, task).eval()
-    start = decoder_start(source)
+    start = open_backbone(source).decoder_start
     examples = encode(text_rows(7), task=task, tokenizer=TOKENIZER, max_length=64, decoder_start=start).examples
     answers = generate_answers(model, TOKENIZER, examples, max_new_tokens=6, num_beams=3, batch_size=3)
     greedy = generate_answers(model, TOKENIZER, examples, max_new_tokens=6, batch_size=3)

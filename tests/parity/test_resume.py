@@ -16,7 +16,7 @@ from finetune.config import Adapter, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.example import Example
 from finetune.data.mixture import Mixture
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.run_directory import read_metrics
 from finetune.tasks import Completion
 from finetune.train.checkpoint import steps as saved_steps

@@ -9,7 +9,8 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
-from finetune.models.backbone import decoder_start, load_backbone
+from finetune.models.backbone import open_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.tasks import Seq2Seq
 from tests.data_models import text_rows
@@ -27,7 +28,7 @@ def test_an_update_equals_transformers_loss(kind, tmp_path):
         for parameter in trainable(model).values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     examples = encode(
-        text_rows(12), task=TASK, tokenizer=TOKENIZER, max_length=32, decoder_start=decoder_start(source)
+        text_rows(12), task=TASK, tokenizer=TOKENIZER, max_length=32, decoder_start=open_backbone(source).decoder_start
     ).examples
     batches = Batches(examples, task=TASK, batch_size=4, accumulate=3, seed=0, max_length=32, pad_id=0)
     micros, count = batches.at(0), batches.supervised(0)

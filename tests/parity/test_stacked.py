@@ -16,8 +16,8 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
 from finetune.data.batches import Batches
 from finetune.data.example import Example
-from finetune.models.backbone import load_backbone
 from finetune.models.fingerprint import checksum
+from finetune.models.load import load_backbone
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
 from finetune.stacked.engine import cell_engine
 from finetune.stacked.host import Host

@@ -19,7 +19,7 @@ from finetune.adapters.adapter import (
 )
 from finetune.config import Adapter
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import save_backbone
 

@@ -8,7 +8,7 @@ import torch
 from finetune.adapters.adapter import attach_adapter, attach_on_meta, load_adapter, save_adapter, trainable
 from finetune.config import Adapter
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.models.meta import build_skeleton
 from finetune.parallel.build import refuse_parameters
 from finetune.tasks import LanguageModel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -21,8 +22,9 @@ from finetune.adapters.offsets import lora_layers
 from finetune.adapters.saved import SavedAdapter, check_start
 from finetune.config import Adapter, Optimizer
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone
+from finetune.models.backbone import open_backbone
 from finetune.models.fingerprint import fingerprint
+from finetune.models.load import load_backbone
 from finetune.models.meta import build_skeleton
 from finetune.tasks import Classify, LanguageModel
 from finetune.train.optimizer import AdapterOptimizer
@@ -221,9 +223,9 @@ def test_a_loftq_adapter_fits_its_own_packed_weights_only(source, tmp_path):
     (tmp_path / "run" / "recipe.resolved.yaml").write_text("adapter:\n  init: loftq\ntrain:\n  quantization: nf4\n")
     for name in ("run", "run/adapter"):
         found = SavedAdapter.find(str(tmp_path / name), where="x")
-        found.require_backbone(source, str(source), where="x", quantization="nf4")
+        found.require_backbone(open_backbone(source), where="x", quantization="nf4")
         with pytest.raises(UserError, match="begun by loftq on weights in nf4"):
-            found.require_backbone(source, str(source), where="x")
+            found.require_backbone(open_backbone(source), where="x")
     with pytest.raises(UserError, match=r"adapter\.under: .*begun by loftq"):
         build(source, Adapter(under=str(tmp_path / "run")))
 
@@ -235,11 +237,11 @@ def test_another_backbone_of_a_like_name_is_refused(source, tmp_path):
     (tmp_path / "run" / "manifest.json").write_text(json.dumps({"backbone": told}))
     for name in ("run", "run/adapter"):
         with pytest.raises(UserError, match="trained on org/other, which is not the backbone"):
-            SavedAdapter.find(str(tmp_path / name), where="x").require_backbone(source, str(source), where="x")
+            SavedAdapter.find(str(tmp_path / name), where="x").require_backbone(open_backbone(source), where="x")
     by_name = SavedAdapter(tmp_path, {"base_model_name_or_path": "other/qwen"}, None)
-    by_name.require_backbone(source, "other/Qwen", where="x")
+    by_name.require_backbone(dataclasses.replace(open_backbone(source), name="other/Qwen"), where="x")
     with pytest.raises(UserError, match="trained on other/qwen, which is not the backbone org/qwen"):
-        by_name.require_backbone(source, "org/qwen", where="x")
+        by_name.require_backbone(dataclasses.replace(open_backbone(source), name="org/qwen"), where="x")
 
 
 def test_a_weighted_sum_of_adapters_is_exact(source, tmp_path):
@@ -302,7 +304,7 @@ def test_a_start_is_compared_setting_by_setting(source, tied, tmp_path):
 
     def check(adapter, directory="first", backbone=source):
         found = SavedAdapter.find(str(tmp_path / directory), where="adapter.start")
-        found.require_backbone(backbone, str(backbone), where="adapter.start")
+        found.require_backbone(open_backbone(backbone), where="adapter.start")
         skeleton = attach_on_meta(build_skeleton(backbone, task=LM), adapter, task=LM, dtype=torch.float32)
         check_start(found, read_adapter(found.path), skeleton, where="adapter.start")
 

@@ -9,7 +9,7 @@ from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter
 from finetune.config import Adapter, Mesh, Optimizer, Train
 from finetune.errors import UserError
 from finetune.models.anatomy import position_limit
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.rules import Settings, check_settings
 from finetune.run_directory import read_metrics
 from finetune.tasks import Classify, Completion, LanguageModel

@@ -8,7 +8,8 @@ import torch
 from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from finetune.config import Adapter, Mesh, Optimizer, Train
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone, resolve_backbone
+from finetune.models.backbone import open_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.rules import Settings, check_settings
 from finetune.tasks import Classify
 from finetune.train.optimizer import AdapterOptimizer
@@ -113,11 +114,11 @@ def test_a_backbone_inside_a_package(tmp_path, monkeypatch, source):
     (tmp_path / "some_models" / "__init__.py").write_text("raise RuntimeError('imported')")
     shutil.copytree(source, tmp_path / "some_models" / "bert")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert resolve_backbone("package:some_models/bert") == tmp_path / "some_models" / "bert"
+    assert open_backbone("package:some_models/bert").directory == tmp_path / "some_models" / "bert"
     for name, words in (
         ("package:some_models/gpt", "has no folder 'gpt'"),
         ("package:no_such_models/x", "pip install no-such-models"),
         ("package:../etc", "not installed"),
     ):
         with pytest.raises(UserError, match=words):
-            resolve_backbone(name)
+            open_backbone(name)

@@ -14,9 +14,10 @@ from finetune.config import Adapter
 from finetune.data.batches import iterate_eval
 from finetune.data.encoding import encode
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone, load_tokenizer, resolve_backbone
+from finetune.models.backbone import open_backbone
 from finetune.models.fingerprint import checksum
 from finetune.models.hidden_states import hidden_state_encoder
+from finetune.models.load import load_backbone
 from finetune.models.meta import build_skeleton
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import byte_tokenizer, text_rows
@@ -41,7 +42,7 @@ def test_shipped_backbone_loads_frozen_and_without_touching_the_global_state():
     assert not any(p.requires_grad for p in model.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.config.use_cache is False and model.new_parameters == ()
-    assert load_tokenizer("flatshift-5m").pad_token_id == 0
+    assert open_backbone("flatshift-5m").tokenizer.pad_token_id == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "roberta"])
@@ -71,7 +72,7 @@ def test_a_padded_row_is_judged_as_it_is_alone_where_the_config_names_no_pad_tok
     source = without(save_backbone(kind, tmp_path, vocab_size=352), "pad_token_id")
     byte_tokenizer().save_pretrained(source)
     names = {"task": Classify(), "label_names": ("a", "b")}
-    model, tokenizer = load_backbone(source, **names).eval(), load_tokenizer(source)
+    model, tokenizer = load_backbone(source, **names).eval(), open_backbone(source).tokenizer
     assert model.config.pad_token_id == tokenizer.pad_token_id == 0 != model.config.eos_token_id
     assert build_skeleton(source, **names).config.pad_token_id == 0
     rows = text_rows(2, words=(3, 4)) + text_rows(2, seed=1, words=(9, 10))
@@ -134,7 +135,7 @@ def test_dropout_is_set_in_every_configuration_inside_or_refused(tmp_path, monke
         for dropout in (None, 0.0, 0.3)
     }
     assert rates == {None: {0.1}, 0.0: {0.0}, 0.3: {0.3}}
-    monkeypatch.setattr("finetune.models.backbone.dropout_rates", lambda config: iter(()))
+    monkeypatch.setattr("finetune.models.meta.dropout_rates", lambda config: iter(()))
     with pytest.raises(UserError, match="has dropout that its configuration does not name"):
         load_backbone(tmp_path, task=Seq2Seq(), dropout=0.0)
     with pytest.raises(UserError, match=r"^train\.backbone_dropout: config\.json of this backbone names no dropout"):
@@ -164,17 +165,17 @@ def test_encoder_as_language_model_is_refused(tmp_path):
 
 def test_missing_directory_names_what_ships(offline, llama):
     with pytest.raises(UserError, match=r"no such directory.*flatshift-5m"):
-        resolve_backbone("/nowhere/at/all")
+        open_backbone("/nowhere/at/all")
     near = str(llama.parent / (llama.name + "x"))
     with pytest.raises(UserError, match=f"did you mean .*{llama.name}'"):
-        resolve_backbone(near)
+        open_backbone(near)
 
 
 def test_unknown_name_offline_is_answered_at_once(offline):
     with pytest.raises(UserError, match="did you mean 'flatshift-5m'"):
-        resolve_backbone("flatshift-5n")
+        open_backbone("flatshift-5n")
     with pytest.raises(UserError, match=r"hub cannot be reached"):
-        load_tokenizer("somebody/some-model")
+        assert open_backbone("somebody/some-model").tokenizer
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_hidden_states_of_texts_longer_than_the_model_reads(kind, readable, tmp_
         kind.removesuffix("Model").lower(), vocab_size=6000, max_position_embeddings=32, pad_token_id=1, **shape
     )
     getattr(transformers, kind)(config).save_pretrained(tmp_path)
-    for file in resolve_backbone("flatshift-5m").glob("tokenizer*"):
+    for file in open_backbone("flatshift-5m").directory.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
     told = f"reads no more than {readable} tokens: texts are cut there, not at 256"
     with pytest.warns(UserWarning, match=told):
@@ -275,4 +276,4 @@ def test_a_hub_name_in_the_cache_loads_without_a_network(llama, tmp_path, offlin
     assert model.name_or_path == "somebody/tiny" and model.new_parameters == ()
     (repository / "snapshots" / commit / "model.safetensors").rename(repository / "snapshots" / commit / "model.bin")
     with pytest.raises(UserError, match="somebody/tiny"):
-        resolve_backbone("somebody/tiny")
+        open_backbone("somebody/tiny")

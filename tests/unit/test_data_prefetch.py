@@ -15,7 +15,7 @@ from finetune.data.batches import Batches
 from finetune.data.encoding import encode
 from finetune.data.masking import Masking
 from finetune.data.prefetch import Prefetch, fed
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM

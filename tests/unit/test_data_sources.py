@@ -13,14 +13,14 @@ from experiments.data import splits
 from experiments.data.sources import judged_train, supply, supply_lines
 from experiments.data.splits import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
-from experiments.recipe.rules import check_recipe
 from experiments.workflows.run_parts import recipe_inputs
+from experiments.workflows.train import check_recipe
 from finetune.data.batches import Batches
 from finetune.data.columns import Examples
 from finetune.data.encoding import encode
 from finetune.data.rows import describe, read_rows
 from finetune.errors import UserError
-from finetune.models.backbone import load_tokenizer
+from finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
 
 BASE = """
@@ -158,7 +158,7 @@ def test_examples_are_those_of_encode_on_the_rows(folder):
     recipe = recipe_of(folder, PLAIN.replace("TASK", "classify"))
 
     rows = read_splits(recipe)
-    settings = {"task": recipe.task, "tokenizer": load_tokenizer("flatshift-5m"), "max_length": 48}
+    settings = {"task": recipe.task, "tokenizer": open_backbone("flatshift-5m").tokenizer, "max_length": 48}
     prepared = prepare(recipe)
     for split in ("train", "dev", "test"):
         naive = encode(getattr(rows, split), label_names=rows.label_names, **settings).examples
@@ -353,7 +353,7 @@ def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, mo
     recipe = recipe_of(folder, completion, **few)
     judged = (("test", 0, row) for row in read_rows([str(folder / "long.jsonl")]))
     how = {"task": recipe.task, "labels": None, "paths": [str(folder / "long.jsonl")], "what": "--data"}
-    judged = tokens.encode_rows(recipe, load_tokenizer("flatshift-5m"), judged, **how)
+    judged = tokens.encode_rows(recipe, open_backbone("flatshift-5m").tokenizer, judged, **how)
     assert len(judged.splits["test"]) == 12 and judged.notes == ["--data: 1 of 12 samples have an answer that is cut"]
     drop = {"train.max_length": 24, "train.overlong": "drop"}
     assert prepare(recipe_of(folder, plain, **drop)).dropped == 1

@@ -14,7 +14,7 @@ from finetune.compute.fused_loss import with_kernel
 from finetune.compute.loss import Head
 from finetune.compute.numerics import deterministic
 from finetune.config import Adapter, Optimizer, Train
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.tasks import LanguageModel

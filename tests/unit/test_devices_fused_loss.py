@@ -17,7 +17,7 @@ from finetune.compute import fused_loss
 from finetune.compute.fused_loss import OURS, RECORD, at_hand, tried, with_kernel
 from finetune.compute.loss import Head, batch_loss, linear_cross_entropy
 from finetune.config import Adapter, Optimizer, Train
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone

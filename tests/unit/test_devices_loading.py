@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from finetune.compute import presence
-from finetune.models import backbone as loading
-from finetune.models.backbone import load_backbone
+from finetune.models import load as loading
+from finetune.models.load import load_backbone
 from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import save_backbone
 

@@ -7,9 +7,8 @@ import torch
 
 from experiments.workflows import doctor as doctor_module
 from finetune.compute import presence
-from finetune.compute.presence import Presence, absence, missing
+from finetune.compute.presence import Presence, absence, missing, resolve_device
 from finetune.errors import UserError
-from finetune.models.backbone import resolve_device
 from selection.errors import SelectionError
 from selection.transport import sinkhorn_potentials
 

@@ -12,7 +12,7 @@ from finetune.adapters.adapter import attach_adapter
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import OutOfMemory, is_out_of_memory
 from finetune.figures import gib
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.planner.memory import MemoryPlan, memory_plan
 from finetune.run_directory import RunDirectory

@@ -249,12 +249,12 @@ def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     from experiments.select.embedding import Vectors
     from experiments.select.pool import Records
     from finetune.data.rows import Row
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
     from finetune.models.hidden_states import hidden_state_encoder
     from selection.config import Encoder
 
     root = layout(tmp_path / "s", "Transformer", "Pooling")
-    backbone = resolve_backbone("flatshift-5m")
+    backbone = open_backbone("flatshift-5m").directory
     (root / "0_Transformer").symlink_to(backbone)
     write(root / "config_sentence_transformers.json", {"prompts": {"q": "find: "}, "default_prompt_name": "q"})
     texts = ["Some Text to embed", "another, rather longer TEXT that is about something else", "x"]

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from finetune.adapters.adapter import attach_adapter
 from finetune.config import Adapter
 from finetune.figures import rate_text
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
 from finetune.tasks import Classify, LanguageModel

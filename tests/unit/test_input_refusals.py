@@ -20,7 +20,8 @@ from finetune.config import Adapter, Mesh, Optimizer
 from finetune.data import formats
 from finetune.data.rows import describe, expand, read_rows
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone, load_tokenizer, resolve_backbone
+from finetune.models.backbone import open_backbone
+from finetune.models.load import load_backbone
 from finetune.models.safetensors_index import SINGLE, read_index
 from finetune.run_directory import read_metrics
 from finetune.tasks import LanguageModel
@@ -295,7 +296,7 @@ def test_a_bad_config_blames_no_tokenizer(llama: Path, changes: dict, words: str
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(UserError, match=words) as caught:
-        load_tokenizer(llama)
+        assert open_backbone(llama).tokenizer
     assert "its tokenizer" not in str(caught.value)
 
 
@@ -331,7 +332,7 @@ def test_weights_in_a_pipe_are_none(llama: Path) -> None:
     (llama / SINGLE).unlink()
     os.mkfifo(llama / SINGLE)
     with pytest.raises(UserError, match="no weights"):
-        resolve_backbone(llama)
+        open_backbone(llama)
 
 
 # ----------------------------------------------------------------------------------------------- plans without end

@@ -12,7 +12,7 @@ from finetune.adapters.adapter import attach_adapter
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import steps as saved_steps

@@ -13,7 +13,7 @@ import torch
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
 from finetune.errors import Interrupted
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel

@@ -11,7 +11,7 @@ from finetune.compute import loss as loss_module
 from finetune.compute.capabilities import slice_rows
 from finetune.compute.loss import batch_loss, find_head, linear_cross_entropies, linear_cross_entropy, loss_sum
 from finetune.config import Adapter
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import IGNORED, RandomBatches, save_backbone
 

@@ -10,7 +10,7 @@ import torch
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.errors import Interrupted, UserError
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.planner.memory import plan_lines, state_bytes
 from finetune.run_directory import RunDirectory
 from finetune.tasks import LanguageModel

@@ -16,8 +16,8 @@ from finetune.data.batches import Batches
 from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
 from finetune.models.anatomy import position_limit
-from finetune.models.backbone import load_backbone
 from finetune.models.fingerprint import checksum
+from finetune.models.load import load_backbone
 from finetune.planner.memory import memory_plan, plan_lines
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel

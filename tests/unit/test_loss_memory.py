@@ -15,7 +15,7 @@ from finetune.config import Adapter
 from finetune.data.example import Example
 from finetune.evaluate import perplexity
 from finetune.evaluate.perplexity import document_nats
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.tasks import LanguageModel
 from tests.finetune_models import IGNORED, Micro, save_backbone
 

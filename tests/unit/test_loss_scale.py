@@ -13,8 +13,8 @@ from finetune.compute.precision import settled
 from finetune.compute.widened import WidenedEmbedding, WidenedLinear, widen_on_use
 from finetune.config import Adapter, Optimizer, Train
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone
 from finetune.models.fingerprint import checksum
+from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.run_directory import read_metrics
 from finetune.tasks import LanguageModel

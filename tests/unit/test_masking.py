@@ -19,7 +19,8 @@ from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.perplexity import document_nats
-from finetune.models.backbone import is_encoder, load_backbone
+from finetune.models.backbone import open_backbone
+from finetune.models.load import load_backbone
 from finetune.seeds import numpy_generator
 from finetune.tasks import Classify, MaskedLM
 from tests.data_models import byte_tokenizer, row, text_rows
@@ -249,7 +250,7 @@ def test_a_saved_adapter_loads_in_plain_peft(head, tmp_path):
 
 
 def test_mistakes_are_told(source, tmp_path):
-    assert is_encoder(source) and not is_encoder("flatshift-5m")
+    assert open_backbone(source).reads_both_ways and not open_backbone("flatshift-5m").reads_both_ways
     with pytest.raises(UserError, match=r"no masked language modelling class.*masked-lm is for encoders"):
         load_backbone("flatshift-5m", task=TASK)
     with pytest.raises(UserError, match=r"tokenizer has a mask token.*task.kind: language-model"):

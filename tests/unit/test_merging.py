@@ -24,7 +24,7 @@ from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
 from finetune.adapters.merge import merge_files, read_changes, spot_check
 from finetune.config import Adapter
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.models.meta import build_skeleton
 from finetune.tasks import Classify, LanguageModel, Task
 from flatshift.cli import run

@@ -13,7 +13,7 @@ from finetune.errors import UserError
 from finetune.parallel.rules import Settings, check_settings
 from finetune.planner.auto_mesh import AXES, resolve
 from finetune.planner.devices import Devices, visible
-from finetune.planner.footprint import Backbone, footprint
+from finetune.planner.footprint import Sizes, footprint
 from finetune.tasks import LanguageModel
 from regularizers.config import SAM, Plain
 
@@ -79,14 +79,14 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
     ("model", "elements", "adapter"), [("small", 8030261248, 41943040), ("large", 70553706496, 207093760)]
 )
 def test_elements_of_published_models(model: str, elements: int, adapter: int, request: pytest.FixtureRequest) -> None:
-    sizes = Backbone.read(request.getfixturevalue(model), LORA)
+    sizes = Sizes.read(request.getfixturevalue(model), LORA)
     assert (sizes.elements, sizes.adapter) == (elements, adapter)
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
 def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
     from finetune.adapters.adapter import attach_adapter
-    from finetune.models.backbone import load_backbone
+    from finetune.models.load import load_backbone
     from finetune.planner.memory import memory_plan
 
     directory, train, adapter = assets.backbone("flatshift-5m"), Train(batch_size=4, precision=precision), Adapter()
@@ -95,14 +95,14 @@ def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
         load_backbone(directory, task=LanguageModel(), precision=precision), adapter, task=LanguageModel(), seed=0
     )
     counted = memory_plan(model, train=train)
-    guess = footprint(Backbone.read(directory, adapter), mesh=Mesh(), adapter=adapter, train=train)
+    guess = footprint(Sizes.read(directory, adapter), mesh=Mesh(), adapter=adapter, train=train)
     assert guess.weights == pytest.approx(counted.backbone, rel=1e-4)
     assert guess.adapter == counted.adapter + counted.gradients + counted.optimizer
     assert guess.activations == pytest.approx(counted.activations, rel=0.06)
 
 
 def test_each_axis_takes_its_share(large: Path) -> None:
-    sizes, train = Backbone.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
+    sizes, train = Sizes.read(large, LORA), Train(batch_size=8, max_length=2048, precision="bf16")
 
     def of(**axes) -> object:
         return footprint(sizes, mesh=Mesh(**axes), adapter=LORA, train=train)

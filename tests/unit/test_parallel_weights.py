@@ -16,7 +16,7 @@ from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Mesh
 from finetune.errors import UserError
 from finetune.models.anatomy import blocks
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.models.meta import build_skeleton
 from finetune.models.safetensors_index import read_index
 from finetune.parallel.activation_checkpoint import checkpoint_activations

@@ -17,8 +17,8 @@ from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter
 from finetune.compute.precision import autocast
 from finetune.config import Adapter, Quantization, Train
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone
 from finetune.models.fingerprint import checksum
+from finetune.models.load import load_backbone
 from finetune.models.quantize import KINDS, scales
 from finetune.tasks import Classify, LanguageModel
 from flatshift.cli import run

@@ -10,7 +10,7 @@ from finetune.compute import numerics
 from finetune.compute.loss import batch_loss
 from finetune.compute.numerics import SHORT
 from finetune.config import Adapter
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone

@@ -16,7 +16,7 @@ from finetune.config import Adapter, Optimizer, Record
 from finetune.data.example import Example
 from finetune.data.noise import foreign_answers, shuffled_examples
 from finetune.errors import UserError
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from finetune.train.optimizer import AdapterOptimizer
 from finetune.train.trace.curvature import curvature_figures

@@ -10,14 +10,13 @@ import torch
 
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
-from experiments.recipe.rules import check_recipe
-from experiments.workflows.train import LABEL_NOISE, train
+from experiments.workflows.train import LABEL_NOISE, check_recipe, train
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
 from finetune.data.example import Example
 from finetune.errors import Interrupted, UserError
-from finetune.models.backbone import load_backbone
 from finetune.models.fingerprint import checksum
+from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
 from finetune.train.checkpoint import latest_checkpoint, unpack

@@ -26,7 +26,7 @@ from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
 from finetune.data.batches import Batches
 from finetune.evaluate.generation import Decoding, continue_prompts
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq

@@ -21,7 +21,8 @@ from finetune.errors import UserError
 from finetune.evaluate.answers import generate_answers
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.perplexity import document_nats
-from finetune.models.backbone import decoder_start, load_backbone
+from finetune.models.backbone import open_backbone
+from finetune.models.load import load_backbone
 from finetune.planner.memory import memory_plan
 from finetune.tasks import Classify, LanguageModel, Regress, Seq2Seq
 from tests.data_models import bert_tokenizer, row, text_rows, write_jsonl
@@ -160,7 +161,7 @@ def test_surprise_of_each_document(tmp_path):
 def test_greedy_answers_are_those_of_each_row_alone(kind, tmp_path):
     task = replace(TASK, score="generate")
     model = adapted(kind, tmp_path).eval()
-    examples = encoded(text_rows(7), task=task, start=decoder_start(tmp_path)).examples
+    examples = encoded(text_rows(7), task=task, start=open_backbone(tmp_path).decoder_start).examples
     answers = generate_answers(model, TOKENIZER, examples, max_new_tokens=5, batch_size=3)
     for example, answer in zip(examples, answers, strict=True):
         said = [example.decoder_ids[0]]
@@ -179,9 +180,9 @@ def test_greedy_answers_are_those_of_each_row_alone(kind, tmp_path):
 
 def test_mistakes_are_told(tmp_path):
     source = save_encoder_decoder("t5", tmp_path)
-    assert decoder_start(source) == 0
+    assert open_backbone(source).decoder_start == 0
     with pytest.raises(UserError, match=r"no decoder_start_token_id.*task.kind: completion"):
-        decoder_start("flatshift-5m")
+        assert open_backbone("flatshift-5m").decoder_start
     with pytest.raises(UserError, match=r"no causal language modelling class.*task.kind: seq2seq"):
         load_backbone(source, task=LanguageModel())
     with pytest.raises(UserError, match="no encoder-decoder class"):

@@ -21,7 +21,7 @@ from finetune.compute.loss import linear_cross_entropies, linear_cross_entropy
 from finetune.config import Adapter, Optimizer, Train
 from finetune.data.batches import MicroBatch
 from finetune.data.encoding import IGNORE
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.stacked import passes
 from finetune.stacked.engine import cell_engine, shared_copy
 from finetune.stacked.footprint import estimate
@@ -387,11 +387,11 @@ def test_micro_batches_of_the_same_rows_go_together_and_count_once_in_what_is_sh
 
 
 def test_a_small_memory_makes_narrow_stacks():
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
 
     cells = [cell(seed=s, adapter__rank=64) for s in range(8)]
     sized = [(c.resolved.recipe.adapter, c.resolved.recipe.train) for c in cells]
-    directory = resolve_backbone("flatshift-5m")
+    directory = open_backbone("flatshift-5m").directory
     two, four = (estimate(directory, sized[:n]) for n in (2, 4))
     assert four - two >= 2 * 4 * 4 * 1.7e6  # four float32 tensors of about 1.8 million values a cell
     found = stacks(cells, memory=four + 1)

@@ -27,7 +27,8 @@ from finetune.data.panel import first_batch_panel
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.evaluate.judge import evaluate
-from finetune.models.backbone import decoder_start, load_backbone, load_tokenizer
+from finetune.models.backbone import open_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.rules import Settings, check_settings
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, Seq2Seq, Task
 from finetune.tasks.objective import ByExample
@@ -147,7 +148,7 @@ def test_a_recipe_gives_back_the_task(task):
 @each_task
 def test_rows_are_encoded_learnt_and_judged(task, backbones):
     directory = backbones(task)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = open_backbone(directory).tokenizer
     rows = _rows(task)
     assert set(task.columns()) <= rows[0].values.keys()
     names = task.class_names(rows)
@@ -160,7 +161,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
         tokenizer=tokenizer,
         max_length=48,
         label_names=names,
-        decoder_start=decoder_start(directory) if task.encoder_decoder else None,
+        decoder_start=open_backbone(directory).decoder_start if task.encoder_decoder else None,
         units=units,
     )
     assert len(encoded.examples) == len(rows) and not encoded.truncated and not encoded.skipped
@@ -202,7 +203,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
 
 @each_task
 def test_prompts_and_the_cards_lines(task, backbones):
-    tokenizer = load_tokenizer(backbones(task))
+    tokenizer = open_backbone(backbones(task)).tokenizer
     use = task.usage(tokenizer, ("0", "1"))
     ast.parse("\n".join((*use.before, *use.ask, use.text, *use.answer)))
     if not task.writes:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import finetune.data
+import finetune.data.units
 import finetune.models.backbone
 import finetune.seeds
-import finetune.tasks
 from experiments.data import encode
 
 ROOT = Path(encode.__file__).resolve().parents[2]
@@ -30,7 +29,6 @@ APART = {
     "finetune.atomic": "how an entry is written",
     "finetune.cache_directory": "where entries lie",
     "finetune.errors": "sentences",
-    "finetune.models.head_tokens": "a refusal, of rows as they come from the cache too",
     "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
     "finetune.train.trace.recorder": "which rows a run looks at",
     "finetune.compute.capabilities": "how rows that are made already come to a device",
@@ -76,7 +74,7 @@ def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing
 
 
 @pytest.mark.parametrize(
-    "module", [finetune.seeds, finetune.models.backbone, finetune.data, finetune.tasks], ids=lambda m: m.__name__
+    "module", [finetune.seeds, finetune.models.backbone, finetune.data.units], ids=lambda m: m.__name__
 )
 def test_another_version_of_it_is_another_entry(module, tmp_path, monkeypatch):
     before = encode._code_digest()

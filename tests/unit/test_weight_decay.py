@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Optimizer
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.parallel.layout import canonical
 from finetune.tasks import LanguageModel
 from finetune.train.optimizer import AdapterOptimizer, decays

@@ -58,7 +58,8 @@ def _pristine(
     dropout: float | None,
     device: str,
 ) -> Any:
-    from finetune.models.backbone import load_backbone, resolve_device
+    from finetune.compute.presence import resolve_device
+    from finetune.models.load import load_backbone
 
     return load_backbone(
         backbone,
@@ -74,9 +75,9 @@ def _pristine(
 @functools.lru_cache(maxsize=8)
 def kept_tokenizer(backbone: str) -> Any:
     """The backbone's tokenizer, kept in memory."""
-    from finetune.models.backbone import load_tokenizer
+    from finetune.models.backbone import open_backbone
 
-    return load_tokenizer(backbone)
+    return open_backbone(backbone).tokenizer
 
 
 def train_examples(

@@ -81,11 +81,11 @@ def distilled(root: Path, encoder: str) -> Path:
     from safetensors.torch import save_file
 
     from finetune.atomic import replacing_directory
-    from finetune.models.backbone import resolve_backbone
+    from finetune.models.backbone import open_backbone
     from finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
     from selection import pool_features
 
-    source = resolve_backbone(encoder)
+    source = open_backbone(encoder).directory
     place = features_directory(root) / f"static-{model_fingerprint(source)[:16]}"
     if place.is_dir():
         return place

@@ -1,0 +1,99 @@
+"""A frozen backbone with its weights on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compute.capabilities import kept_draws
+from ..compute.precision import loading_dtype
+from ..compute.presence import read_straight_to
+from ..compute.widened import widen_on_use
+from ..config import Precision, Quantization
+from ..errors import UserError, first_line
+from .backbone import Backbone, open_backbone, quiet_transformers
+from .meta import build_skeleton, check_dropout, configured, finish
+from .quantize import check_available, import_library, loading_options, settle
+from .task_support import auto_class, refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..tasks import Task
+
+
+def load_backbone(
+    name: str | Path | Backbone,
+    *,
+    task: Task,
+    num_labels: int | None = None,
+    label_names: Sequence[str] | None = None,
+    precision: Precision = "fp32",
+    narrow: bool = False,
+    quantization: Quantization | None = None,
+    dropout: float | None = None,
+    device: str | torch.device = "cpu",
+) -> PreTrainedModel:
+    """Load the backbone for `task` on `device` with every parameter frozen and the key-value cache off.
+
+    Args:
+        num_labels: width of the head (Classify); by default the number of `label_names`.
+        label_names: class names in head order, kept in the config.
+        precision: what the whole backbone is cast to as it is read (`auto`: what `device` does faster); the
+            adapter attached later is float32 in either case.
+        narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.compute.widened`).
+        quantization: keep its linear layers in 4 or 8 bits (`finetune.models.quantize`).
+        dropout: its own dropout rates while it trains; None for those of config.json.
+
+    The names of parameters that the checkpoint lacks (a new head) are kept in `model.new_parameters`;
+    `attach_adapter` initialises and trains them. The global random state is not touched.
+
+    Raises:
+        UserError: as `open_backbone`; or transformers has no class of this task for it; or weights are missing; or
+            it cannot be quantised, is so already, or bitsandbytes is missing.
+    """
+    check_available(quantization)
+    backbone = open_backbone(name)
+    directory, where = backbone.directory, backbone.where
+    auto, settings = auto_class(task, num_labels=num_labels, label_names=label_names)
+    # a checkpoint's head for other classes is replaced
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.by_example else {}
+    dtype = loading_dtype(precision, directory, device, narrow=narrow)
+    if quantization is not None:
+        import_library()  # by us, before anyone else does
+        skeleton = build_skeleton(
+            backbone, task=task, num_labels=num_labels, label_names=label_names, precision=precision
+        )
+        options |= loading_options(quantization, skeleton, dtype=dtype, device=device, where=where)
+    else:
+        options |= read_straight_to(torch.device(device))
+    try:
+        # Missing weights are drawn from the global generators by transformers; forking hides that.
+        with quiet_transformers(), kept_draws([torch.device(device)]):
+            loaded: Any = auto.from_pretrained(
+                directory,
+                config=configured(backbone, settings, dropout=dropout),
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise refusal(error, task, where) from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(f"{where}: its weights are damaged or cut short: {first_line(error)}") from error
+    model, report = loaded
+    check_dropout(model, dropout, where)
+    finish(model, report, backbone=backbone, task=task)
+    if narrow:
+        widen_on_use(model, where=where)
+    settle(model)
+    return model if quantization is not None else model.to(device)  # quantised on the device itself
