@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from experiments.statistics.intervals import Interval
 from finetune.evaluate.metrics import metric_of
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -64,9 +66,13 @@ def estimate(
     return show(value), f"{show(low)} to {show(high)}" if high > low else ""
 
 
-def with_interval(value: float, low: float | None, high: float | None, *, plus: bool = False) -> str:
-    """`0.71 (0.68 to 0.74)`."""
-    shown, interval = estimate(value, low, high, plus=plus)
+def with_interval(found: Mapping[str, Any] | Interval | None, *, plus: bool = False) -> str:
+    """`0.71 (0.68 to 0.74)` of a figure with or without an interval; a dash where there is no figure."""
+    if isinstance(found, Interval):
+        found = asdict(found)
+    if found is None or found["value"] is None:
+        return "–"
+    shown, interval = estimate(found["value"], found.get("low"), found.get("high"), plus=plus)
     return f"{shown} ({interval})" if interval else shown
 
 

@@ -191,7 +191,6 @@ def read_sweep(folder: Path) -> SweepData | None:
     if plan.get("design") == "paired":
         axes, together = leading(cells, axes)
     late = [folder / "cells" / str(row["cell"]) for row in rows]
-    late += [folder / "cells" / key for key in _untraced(cells, curves)]
     traces, rows = late_traces(late, cells, axes, _steps_of(curves))
     curves = _joined([curves, *traces], rows)
     trace = SweepTable(_one_stage(curves), (*axes, STEP)) if STEP in curves.column_names and curves.num_rows else None
@@ -294,15 +293,6 @@ def _flat_result(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
     unsealed(file, tree, fix="delete it and run the sweep again")
     return row
-
-
-def _untraced(cells: pa.Table, curves: pa.Table | None) -> list[str]:
-    """Failed cells of which the curves know nothing: earlier versions left them out."""
-
-    if curves is None or not {"cell", "status"} <= set(cells.column_names) or "cell" not in curves.column_names:
-        return []
-    failed = cells.filter(pc.not_equal(cells.column("status"), "done")).column("cell")
-    return [str(key) for key in sorted(set(failed.to_pylist()) - set(curves.column("cell").to_pylist()))]
 
 
 def _steps_of(curves: pa.Table | None) -> set[int]:

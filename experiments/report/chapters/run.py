@@ -33,7 +33,7 @@ def train_finding(run: Run) -> str:
     if metric is None:
         return ""
     cell = metrics[metric]
-    value = formats.with_interval(cell["value"], cell.get("low"), cell.get("high"))
+    value = formats.with_interval(cell)
     sentence = f"{split.capitalize()} {metric_of(metric).title} is {value}"
     floor = run.eval[split].get("majority_floor", {}).get("value")
     if metric == "accuracy" and floor is not None:
@@ -111,7 +111,7 @@ def evaluation_sections(run: Run) -> list[Section]:
             for metric in ("perplexity", "bits_per_byte", "pseudo_perplexity"):
                 if metric in before[split] and metric in after.get(split, {}):
                     pair = [before[split][metric], after[split][metric]]
-                    cells = [formats.with_interval(c["value"], c.get("low"), c.get("high")) for c in pair]
+                    cells = [formats.with_interval(c) for c in pair]
                     change = pair[1]["value"] / pair[0]["value"] - 1
                     rows.append(
                         {
@@ -135,7 +135,7 @@ def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
     rows = []
     for metric in dict.fromkeys(m for cells in tree.values() for m in cells if not metric_of(m).is_floor):
         cells = [tree[split].get(metric) for split in tree]
-        shown = [formats.with_interval(c["value"], c.get("low"), c.get("high")) if c else "–" for c in cells]
+        shown = [formats.with_interval(cell) for cell in cells]
         rows.append([metric_of(metric).title, *shown])
         floors = [tree[split].get(metric_of(metric).floor or "") for split in tree]
         if any(floors):

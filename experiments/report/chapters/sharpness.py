@@ -43,12 +43,7 @@ def _table(found: dict[str, Any], unit: str) -> Table:
     measures = found["measures"]
     rows = []
     for name in dict.fromkeys(name for cells in measures.values() for name in cells):
-        cells = [measures[space].get(name) for space in measures]
-        shown = [
-            "–" if c is None or c["value"] is None else formats.with_interval(c["value"], c.get("low"), c.get("high"))
-            for c in cells
-        ]
-        rows.append([measure_name(name), *shown])
+        rows.append([measure_name(name), *(formats.with_interval(measures[space].get(name)) for space in measures)])
     for name, label in (("dimensions", "weights in the space"), ("weight_norm", "norm of the weights")):
         values = [found["about"]["spaces"][space][name] for space in measures]
         rows.append([label, *(formats.number(int(v) if name == "dimensions" else v) for v in values)])

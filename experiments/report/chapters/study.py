@@ -59,9 +59,7 @@ def study_finding(study: Study) -> str:
         if d.low is None:
             parts.append(f"{name} differs by {formats.signed(d.value)} on a single seed, which proves nothing")
         elif not d.excludes_zero:
-            parts.append(
-                f"shows no clear difference in {name} ({formats.with_interval(d.value, d.low, d.high, plus=True)})"
-            )
+            parts.append(f"shows no clear difference in {name} ({formats.with_interval(d, plus=True)})")
         else:
             verb = "lowers" if d.value < 0 else "raises"
             size = formats.estimate(abs(d.value), *sorted((abs(d.low), abs(d.high or 0))))
@@ -147,7 +145,7 @@ def study_sections(study: Study) -> list[Section]:
             values = list(study.values(*arm, metric).values())
             count = max(count, len(values))
             mean = t_interval(values, bounds=metric_of(metric).bounds) if values else None
-            row.append(formats.with_interval(mean.value, mean.low, mean.high) if mean else "–")
+            row.append(formats.with_interval(mean))
         rows.append([*row, str(count)])
     names = [metric_of(m).title for m in metrics]
     table = Table(

@@ -59,7 +59,7 @@ def sweep_finding(data: SweepData, analysis: Analysis) -> str:
     if axis is None or lowest is None:
         return f"{data.done:,} of {len(data):,} cells are finished; there is no curve to draw yet."
     where, best = lowest
-    mean = formats.with_interval(best.value, best.low, best.high)
+    mean = formats.with_interval(best)
     sentence = f"Mean {formats.figure_name(test)} is lowest at {formats.setting(data.whole(where))}: {mean}"
     judged = [d for d in analysis.directions if d.judged]
     if judged:
@@ -421,7 +421,7 @@ def sweep_tables(data: SweepData) -> list[Section]:
         rows = []
         for where in settings[:_ROWS]:
             points = [means[c].get(tuple(where.values())) for c in shown]
-            cells = [formats.with_interval(p.value, p.low, p.high) if p else "–" for p in points]
+            cells = [formats.with_interval(p) for p in points]
             runs = str(max((p.n for p in points if p), default=0))
             rows.append([*map(formats.axis_value, data.whole(where).values()), *cells, runs])
         keys = [*data.axes, *(one.axis for one in data.together)]

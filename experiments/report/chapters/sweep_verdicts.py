@@ -14,7 +14,6 @@ from experiments.results.sweep import SweepData
 from experiments.statistics.beside import Beside
 from experiments.statistics.curve import Curve
 from experiments.statistics.emc import Crossing, emc_from_curve
-from experiments.statistics.intervals import Interval
 from experiments.statistics.peak import PeakTest
 from finetune.errors import UserError
 
@@ -115,16 +114,10 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
 
 
 def _beside(curve: Curve, found: Beside) -> list[str]:
-    def shown(interval: Interval | None, *, plus: bool = True) -> str:
-        if interval is None:
-            return "–"
-        value, ends = formats.estimate(interval.value, interval.low, interval.high, plus=plus)
-        return f"{value} ({ends})" if ends else value
-
     at = "–" if found.triple is None else _number(curve.values[found.triple[1]])
     p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (found.p, found.peak_p))
-    threshold = shown(found.threshold, plus=False)
-    return [shown(found.mean), p, at, shown(found.peak), peak_p, threshold]
+    mean, peak = (formats.with_interval(interval, plus=True) for interval in (found.mean, found.peak))
+    return [mean, p, at, peak, peak_p, formats.with_interval(found.threshold)]
 
 
 def verdict_notes(analysis: Analysis) -> list[str]:
