@@ -9,11 +9,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
+from experiments.recipe.rules import CELL_RULES
+from experiments.recipe.rules import RULES as RECIPE_RULES
 from finetune.config import Adapter, Mesh, Train
 from finetune.models.families import context_families, pipeline_families, tensor_plans
 from finetune.parallel.pipeline import bubble, schedules
 from finetune.parallel.pipeline.plan import virtual_stages
 from finetune.parallel.rules import RULES, Settings, broken_rule
+from finetune.stacked.refusing import REASONS
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
 from regularizers.config import GGPO, SAM, Plain, RegularizerConfig
 
@@ -149,6 +152,14 @@ def page() -> str:
         "blocks; a trained matrix that embedding and head share under `mesh.pp`; quantised weight files.",
         "\n## Schedules\n",
         *pipelines(),
+        "\n## What else does not go together\n",
+        "Refused as early, on a mesh or not; `…` stands for the recipe's own value:\n",
+        *(f"- {rule.says.format(it='…')}" for rule in RECIPE_RULES),
+        "\nIn the cells of a sweep or a comparison:\n",
+        *(f"- {rule.says.format(it='…')}" for rule in CELL_RULES),
+        "\nCells of a sweep that share a task share forward passes (`--stack`). A cell runs alone, and the sweep says",
+        "why, where its task says so, or for one of these reasons:\n",
+        *(f"- {reason.says.format(it='…')}" for reason in REASONS if reason.says != "{it}"),
     ]
     return "\n".join(parts) + "\n"
 

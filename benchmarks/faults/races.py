@@ -143,13 +143,7 @@ def _resumed(out: Path) -> Found:
 
 def _cells(out: Path) -> Found:
     """Of a comparison: what its cells found, without what they took."""
-    found = {}
-    for file in sorted((out / "cells").glob("*.json")):
-        cell = json.loads(file.read_text(encoding="utf-8"))
-        found[file.name] = json.dumps(
-            {key: value for key, value in cell.items() if not key.endswith(("cpu_s", "wall_s"))}
-        )
-    return found | leavings(out, (), whole=("report.html",))
+    return leavings(out, ("cells/*/result.json",), whole=("report.html",))
 
 
 def _whichever(out: Path) -> Found:

@@ -36,7 +36,7 @@ LABELLED = [
     for i in range(32)
 ]
 TIMES = (
-    *("seconds", "time_s", "record_s", "cpu_s", "wall_s", "rates", "tokens_per_s", "mfu"),
+    *("seconds", "time_s", "record_s", "cpu_s", "step_cpu_s", "wall_s", "rates", "tokens_per_s", "mfu"),
     *("created", "peak_bytes", "attempt", "code", "seal"),
 )
 """What differs between two undisturbed runs, or tells of the disturbance."""
@@ -249,7 +249,7 @@ SCENARIOS = {
             _sweep,
             lambda out: leavings(out, ("cells.parquet", "cells/*/result.json", "recipe.resolved.yaml"), (PAGE,)),
         ),
-        Scenario("compare", _compare, lambda out: leavings(out, ("cells/*.json",), (PAGE,))),
+        Scenario("compare", _compare, lambda out: leavings(out, ("cells/*/result.json",), (PAGE,))),
         Scenario("merge", _merge, lambda out: leavings(out, ("*",)), prepare=("train",)),
         Scenario("export", _export, lambda out: leavings(out, ("*",)), prepare=("train",)),
         Scenario("report", _report, lambda out: leavings(out, (), whole=("page.html",)), prepare=("train",)),

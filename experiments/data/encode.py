@@ -27,10 +27,9 @@ from finetune.cache_directory import cache_root
 from finetune.data.columns import Examples, ExampleWriter
 from finetune.data.encoding import Losses
 from finetune.data.formats import split_suffix
-from finetune.data.labels import classes_of, sort_labels
+from finetune.data.labels import Units, classes_of, sort_labels
 from finetune.data.rows import Row, expand
 from finetune.data.token_cache import TokenCache, content_name
-from finetune.data.units import Units
 from finetune.errors import UserError, user_path
 from finetune.tasks import Task
 
@@ -357,13 +356,12 @@ def _code_digest() -> str:
 def _code_files() -> list[Path]:
     """The files of that source. What else they import says nothing about rows, or what it says is in the key itself."""
     import finetune.data
-    import finetune.data.units
     import finetune.models.backbone
     import finetune.seeds
     import finetune.tasks
 
     here = Path(__file__).resolve().parent
-    single = [finetune.models.backbone.__file__, finetune.seeds.__file__, finetune.data.units.__file__]
+    single = [finetune.models.backbone.__file__, finetune.seeds.__file__]
     return [
         *(file for room in (finetune.data, finetune.tasks) for file in sorted(_folder(room).rglob("*.py"))),
         *map(Path, single),

@@ -224,21 +224,6 @@ def shares_of(mixture: Mixture) -> list[float]:
     return Proportions(mixture.weights).shares
 
 
-def check_data(recipe: Recipe) -> None:
-    """Refuse what the rows cannot be used for. Raises UserError."""
-    if recipe.train.group is not None and recipe.task.pack:
-        raise UserError(
-            f"train.group: {recipe.train.group} has no use with task.pack: true, whose rows are full; leave it out, or "
-            "set task.pack: false"
-        )
-    strict = [name for name, source in (recipe.data.train.sources or {}).items() if source.when_over == "refuse"]
-    if recipe.train.spikes is not None and strict:
-        raise UserError(
-            f"data.train.sources.{strict[0]}.when_over: refuse cannot be promised with train.spikes, which leaves "
-            "batches out and reads on; set it to repeat, or leave spikes out"
-        )
-
-
 def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
     """Refuse to tell one class from none. Raises UserError.
 

@@ -16,15 +16,14 @@ from finetune.atomic import read_object
 from finetune.config import Columns
 from finetune.data.columns import Examples, ExampleWriter, open_examples
 from finetune.data.example import Example
-from finetune.data.labels import label_index
+from finetune.data.labels import Units, label_index
 from finetune.data.mixture import Mixture
 from finetune.data.noise import shuffled_examples
 from finetune.data.rows import Row, expand, read_rows, require_rows
 from finetune.data.token_cache import CacheError
-from finetune.data.units import Units
 from finetune.errors import UserError
 from finetune.seeds import derive
-from finetune.tasks import LanguageModel, MaskedLM, Task
+from finetune.tasks import Task
 
 if TYPE_CHECKING:
     from finetune.train.trace.recorder import Recording
@@ -279,17 +278,6 @@ def _routed(train: Sequence[Row], rows: SplitRows) -> Routed:
         start += size
     yield from (("dev", 0, row) for row in rows.dev)
     yield from (("test", 0, row) for row in rows.test)
-
-
-def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
-    """What the recipe's warm-up trains, and why."""
-    from finetune.models.backbone import open_backbone
-
-    if recipe.warmup is not None and recipe.warmup.task is not None:
-        return recipe.warmup.task, "as warmup.task says"
-    if open_backbone(recipe.backbone).reads_both_ways:
-        return MaskedLM(), f"because {recipe.backbone} is an encoder"
-    return LanguageModel(), f"because {recipe.backbone} is a decoder"
 
 
 def _noise_seed(recipe: Recipe) -> int:

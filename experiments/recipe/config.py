@@ -149,3 +149,14 @@ class Recipe:
     """Default grid of `flatshift sweep`."""
     comparison: Comparison | None = None
     """Methods, tasks and protocol of `flatshift compare`."""
+
+
+def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
+    """What the recipe's warm-up trains, and why."""
+    from finetune.models.backbone import open_backbone
+
+    if recipe.warmup is not None and recipe.warmup.task is not None:
+        return recipe.warmup.task, "as warmup.task says"
+    if open_backbone(recipe.backbone).reads_both_ways:
+        return MaskedLM(), f"because {recipe.backbone} is an encoder"
+    return LanguageModel(), f"because {recipe.backbone} is a decoder"

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.recipe import Resolved, recipe_key
+from experiments.recipe.rules import check_cell
 from experiments.results.cells import RESULT, Status, result_files
 from experiments.results.code_version import flatshift_version, source_digest
 from experiments.run.console import Console
 from finetune.digests import digest, write_sealed
-from finetune.errors import Interrupted, UserError, is_out_of_memory, user_path
+from finetune.errors import Interrupted, is_out_of_memory, user_path
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
@@ -137,12 +138,6 @@ def file_digest(path: str) -> list[str]:
     return [entry["sha256"] for entry in describe([path])]
 
 
-def refuse_tracked(recipe: Recipe) -> None:
-    """Raise UserError for trackers: there would be one run for each of hundreds of cells."""
-    if recipe.tracker.kinds:
-        raise UserError("tracker.kinds: the cells of a sweep or study are not tracked; leave the block out")
-
-
 def without_cache(recipe: Recipe) -> Recipe:
     """A cell's recipe: `data.cache: auto` keeps no rows that its seed chose, which hardly another cell reads again."""
     data = recipe.data
@@ -188,7 +183,7 @@ def train_cell(
     from experiments.workflows.run_parts import remove_weights
     from experiments.workflows.train import execute
 
-    refuse_tracked(recipe)
+    check_cell(recipe)
     rows = (prepared or prepare)(recipe)
     probe = cell.probe() if cell.probe is not None else None
     run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())

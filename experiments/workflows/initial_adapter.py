@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.data.splits import Prepared, warm_up_task
-from experiments.recipe.config import Recipe
+from experiments.data.splits import Prepared
+from experiments.recipe.config import Recipe, warm_up_task
 from experiments.run.console import Console
 from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter

@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from experiments.checkrecipe import check_recipe as check_recipe
 from experiments.data.lengths import check_memory
 from experiments.data.sources import check_supply, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
@@ -29,11 +28,11 @@ from experiments.data.splits import (
     prepare,
     prepare_texts,
     recording_of,
-    warm_up_task,
 )
 from experiments.recipe import Resolved, resume_recipe
-from experiments.recipe.config import Recipe
+from experiments.recipe.config import Recipe, warm_up_task
 from experiments.recipe.precision import settled
+from experiments.recipe.rules import check_recipe
 from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
 from experiments.run.console import Bar, Console, Draw
@@ -63,9 +62,9 @@ from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.compute.attention import refuse_leaks
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
+from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
 from finetune.data.rows import describe
-from finetune.data.units import fold_units
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
 from finetune.figures import rate_text

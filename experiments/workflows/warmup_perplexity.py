@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experiments.data.splits import read_splits, warm_up_task
-from experiments.recipe.config import Recipe
+from experiments.data.splits import read_splits
+from experiments.recipe.config import Recipe, warm_up_task
 from experiments.workflows.build import judge, lay_out
 from finetune.data.encoding import encode
 from finetune.data.rows import limit_rows

@@ -23,7 +23,7 @@ from typing import Any, overload
 import numpy as np
 
 from .encoding import IGNORE, Example
-from .units import Units
+from .labels import Units
 
 _RAGGED = ("input_ids", "labels", "segments", "decoder_ids", "prompt", "words")
 _TEXTS = ("id", "answer", "where")
@@ -383,7 +383,7 @@ class Examples(Sequence[Example]):
         return values if values is None or self._index is None else values[self._index]
 
     def seen_targets(self) -> np.ndarray | None:
-        """(N,) float64 targets as training sees them (`finetune.data.units.Units.seen`); None if there are none."""
+        """(N,) float64 targets as training sees them (`finetune.data.labels.Units.seen`); None if there are none."""
         targets, numbers = self.column("target"), self.column("units")
         if targets is None or numbers is None:
             return targets

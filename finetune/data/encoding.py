@@ -22,9 +22,9 @@ from ..errors import UserError
 from .example import IGNORE as IGNORE
 from .example import Encoded as Encoded
 from .example import Example as Example
+from .labels import Units
 from .rows import Row
 from .template import Template, longest_first
-from .units import Units
 from .vectors import with_features
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from .units import Units
+from .labels import Units
 
 IGNORE = -100
 """Label of a token that is not supervised."""

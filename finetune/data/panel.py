@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import UserError
 from .batches import MicroBatch
 from .example import IGNORE
-from .units import Units
+from .labels import Units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

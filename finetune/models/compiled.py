@@ -17,37 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..compute.numerics import uses_dropout
-from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from .anatomy import blocks
 
 if TYPE_CHECKING:
-    from ..tasks import Task
-
-REGULARIZERS = frozenset({"plain", "ggpo", "flat-lora"})
-"""Those whose compiled steps are compared with eager ones in the tests."""
-
-
-def refuse_compile(train: Train, *, mesh: Mesh, adapter: Adapter, task: Task, regularizer: str) -> None:
-    """Raise UserError where `train.compile` would break, or change what is computed (on a mesh:
-    `finetune.parallel.rules`)."""
-    if not train.compile:
-        return
-    if mesh.auto:
-        raise UserError("train.compile: blocks are compiled in one process only; leave mesh.auto off, or compile")
-    task.refuse("train.compile")
-    reasons = {
-        "train.quantization": train.quantization is not None and "quantised products are the library's own kernels",
-        "train.checkpointing": train.checkpointing != "none" and "it replaces the blocks' own forward pass",
-        "adapter.dropout": adapter.dropout > 0 and "compiled masks are not those of the same seed",
-        "adapter.projector": adapter.projector is not None and "features enter between the blocks",
-        "adapter.dora": adapter.dora and "its norms are taken without a gradient inside of the graph",
-        f"regularizer.kind: {regularizer}": regularizer not in REGULARIZERS
-        and "it has not been compared with eager steps",
-    }
-    for setting, reason in reasons.items():
-        if reason:
-            raise UserError(f"train.compile does not go with {setting}: {reason}; leave one of them out")
+    pass
 
 
 class Compiled:

@@ -1,62 +1,103 @@
-"""What cannot be stacked, and why, in a sentence."""
+"""What cannot be stacked, and why: a table, a sentence each."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ..config import Adapter, Train
+from ..config import Adapter, Mesh, Train
 from ..errors import UserError
+from ..parallel.rules import Settings
 
 if TYPE_CHECKING:
     from regularizers.config import RegularizerConfig
 
     from ..tasks import Task
 
-_OWN_PASS = {
-    "sam": "it differentiates with respect to the dense weights",
-    "bi-lora": "it trains a second adapter",
-    "neftune": "it draws its noise in the embedding's own forward pass",
-}
-
 
 class NotStackable(UserError):
     """These cells cannot share a forward pass; each of them can run alone."""
 
 
+@dataclass(frozen=True)
+class Reason:
+    """Why a cell runs alone."""
+
+    says: str
+    """The setting, and why; `{it}` is what `holds` found."""
+    holds: Callable[[Settings], Any]
+
+
+def _adapter_has(name: str, why: str) -> Reason:
+    return Reason(f"adapter.{name}: {why}", lambda s: getattr(s.adapter, name) is not None)
+
+
+_OWN_LAYERS = "stacked cells share frozen weights and train fresh factors of linear layers only"
+_OWN_RANKS = "stacked cells adapt the same layers, each cell at one rank"
+_OWN_MASKS = "the masks are drawn by each cell in a forward pass of its own"
+
+REASONS: tuple[Reason, ...] = (
+    Reason("{it}", lambda s: s.task.refuses.get("stack")),
+    Reason("adapter.dora: the norms of DoRA need each cell's whole weights", lambda s: s.adapter.dora),
+    Reason(
+        "adapter.init: {it} is worked out for each cell, and may change the frozen weights",
+        lambda s: s.adapter.init != "default" and s.adapter.init,
+    ),
+    *(
+        _adapter_has(name, _OWN_LAYERS)
+        for name in ("under", "start", "bias", "train_whole", "experts", "soft_tokens")
+    ),
+    *(_adapter_has(name, _OWN_RANKS) for name in ("ranks", "alphas", "layers", "exclude")),
+    Reason(f"adapter.dropout: {_OWN_MASKS}", lambda s: s.adapter.dropout > 0),
+    Reason(f"train.backbone_dropout: {_OWN_MASKS}", lambda s: s.train.backbone_dropout),
+    Reason(
+        "train.quantization: the products with quantised weights are the library's own",
+        lambda s: s.train.quantization is not None,
+    ),
+    Reason("train.precision: fp16 scales each cell's loss by itself", lambda s: s.train.precision == "fp16"),
+    Reason(
+        "train.backbone_precision: bf16 widens weights in each cell's own forward pass",
+        lambda s: s.train.backbone_precision == "bf16",
+    ),
+    Reason(
+        "train.adapter_precision: stacked adapters are kept in float32",
+        lambda s: s.train.adapter_precision == "bf16",
+    ),
+    Reason(
+        "train.checkpointing: blocks that are computed again would be computed for all cells",
+        lambda s: s.train.checkpointing != "none",
+    ),
+    Reason(
+        "train.compile: a stack computes the adapted layers of all cells with kernels of its own",
+        lambda s: s.train.compile,
+    ),
+    Reason(
+        "train.spikes: cells of a stack keep no checkpoints to go back to", lambda s: s.train.spikes is not None
+    ),
+    Reason(
+        "regularizer.kind: sam changes the forward pass, it differentiates with respect to the dense weights",
+        lambda s: s.regularizer.kind == "sam",
+    ),
+    Reason(
+        "regularizer.kind: bi-lora changes the forward pass, it trains a second adapter",
+        lambda s: s.regularizer.kind == "bi-lora",
+    ),
+    Reason(
+        "regularizer.kind: neftune changes the forward pass, it draws its noise in the embedding's own forward pass",
+        lambda s: s.regularizer.kind == "neftune",
+    ),
+    Reason(
+        "regularizer.scope: sample draws for the rows of one cell's batch",
+        lambda s: getattr(s.regularizer, "scope", "step") == "sample",
+    ),
+)  # fmt: skip
+
+
 def refusal(task: Task, adapter: Adapter, train: Train, regularizer: RegularizerConfig) -> str | None:
     """Why a cell with these settings runs alone; None where it may share the backbone with others."""
-    if "stack" in task.refuses:
-        return task.refuses["stack"]
-    if adapter.dora:
-        return "adapter.dora: the norms of DoRA need each cell's whole weights"
-    if adapter.init != "default":
-        return f"adapter.init: {adapter.init} is worked out for each cell, and may change the frozen weights"
-    for name in ("under", "start", "bias", "train_whole", "experts", "soft_tokens"):
-        if getattr(adapter, name) is not None:
-            return f"adapter.{name}: stacked cells share frozen weights and train fresh factors of linear layers only"
-    for name in ("ranks", "alphas", "layers", "exclude"):
-        if getattr(adapter, name) is not None:
-            return f"adapter.{name}: stacked cells adapt the same layers, each cell at one rank"
-    if adapter.dropout > 0:
-        return "adapter.dropout: the masks are drawn by each cell in a forward pass of its own"
-    if train.backbone_dropout:
-        return "train.backbone_dropout: the masks are drawn by each cell in a forward pass of its own"
-    if train.quantization is not None:
-        return "train.quantization: the products with quantised weights are the library's own"
-    if train.precision == "fp16":
-        return "train.precision: fp16 scales each cell's loss by itself"
-    if train.backbone_precision == "bf16":
-        return "train.backbone_precision: bf16 widens weights in each cell's own forward pass"
-    if train.adapter_precision == "bf16":
-        return "train.adapter_precision: stacked adapters are kept in float32"
-    if train.checkpointing != "none":
-        return "train.checkpointing: blocks that are computed again would be computed for all cells"
-    if train.compile:
-        return "train.compile: a stack computes the adapted layers of all cells with kernels of its own"
-    if train.spikes is not None:
-        return "train.spikes: cells of a stack keep no checkpoints to go back to"
-    if regularizer.kind in _OWN_PASS:
-        return f"regularizer.kind: {regularizer.kind} changes the forward pass, {_OWN_PASS[regularizer.kind]}"
-    if getattr(regularizer, "scope", "step") == "sample":
-        return "regularizer.scope: sample draws for the rows of one cell's batch"
+    settings = Settings(Mesh(), train, adapter, task, regularizer=regularizer)
+    for reason in REASONS:
+        if found := reason.holds(settings):
+            return reason.says.format(it=found)
     return None

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from ..data.encoding import Encoder
     from ..data.example import Example
+    from ..data.labels import Units
     from ..data.rows import Row
-    from ..data.units import Units
     from ..evaluate.bootstrap import Interval
     from ..evaluate.judge import Judge
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from ..data.encoding import Encoder
     from ..data.example import Example, Question
+    from ..data.labels import OutputLayer, Units
     from ..data.masking import Masking
     from ..data.rows import Row
     from ..data.template import Template
-    from ..data.units import OutputLayer, Units
     from ..evaluate.bootstrap import Interval
     from ..evaluate.judge import Judge
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from ..data.encoding import Encoder
     from ..data.example import Example
+    from ..data.labels import OutputLayer, Units
     from ..data.rows import Row
-    from ..data.units import OutputLayer, Units
     from ..evaluate.bootstrap import Interval
     from ..evaluate.judge import Judge
 
@@ -48,7 +48,7 @@ class Regress(ByExample):
         return read_number(value)
 
     def units(self, targets: Sequence[float], backbone: str | Path) -> Units:
-        from ..data.units import units_of
+        from ..data.labels import units_of
 
         return units_of(targets, self.head_layer(backbone))
 
@@ -60,7 +60,7 @@ class Regress(ByExample):
             UserError: as `finetune.models.meta.build_skeleton`; or no linear layer that is trained whole answers.
         """
         from ..adapters.settings import trained_whole
-        from ..data.units import OutputLayer
+        from ..data.labels import OutputLayer
         from ..models.meta import build_skeleton
 
         if not self.standardise:
@@ -88,7 +88,7 @@ class Regress(ByExample):
 
     def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
         """As `Classify.encode`, with the row's number as its label."""
-        from ..data.units import Units
+        from ..data.labels import Units
 
         kept = to.wholes(rows)
         return to.labelled(kept, [_target(row) for row, _, _ in kept], units=to.units or Units(0.0)), None
@@ -118,7 +118,7 @@ class Regress(ByExample):
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (squared error per example as training sees it), and as `finetune.evaluate.regression.judge_numbers`.
-        The model must answer in the targets' own units (`finetune.data.units.fold_units`)."""
+        The model must answer in the targets' own units (`finetune.data.labels.fold_units`)."""
         import numpy as np
 
         from ..evaluate.regression import judge_numbers

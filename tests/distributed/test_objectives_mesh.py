@@ -29,8 +29,8 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     from finetune.config import Adapter, Evaluate, Train
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
+    from finetune.data.labels import Units, fold_units
     from finetune.data.masking import Masking
-    from finetune.data.units import Units, fold_units
     from finetune.evaluate.judge import evaluate
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World

@@ -14,8 +14,8 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate
 from finetune.data.batches import Batches, iterate_eval
 from finetune.data.encoding import encode
+from finetune.data.labels import Units
 from finetune.data.masking import Masking
-from finetune.data.units import Units
 from finetune.evaluate.answers import chrf, generate_answers
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.multilabel import Sets, average_precision, f1_macro, f1_micro, judge_sets

@@ -18,9 +18,10 @@ from torch import nn
 
 from experiments.data.encode import is_large
 from experiments.recipe.config import Recipe
+from experiments.recipe.rules import check_rules
 from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from finetune.compute.loss import batch_loss, find_head
-from finetune.config import Adapter, Data, Mesh, Optimizer, Projector, Train, TrainFiles
+from finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
 from finetune.data.columns import Examples
 from finetune.data.example import Example
 from finetune.errors import UserError
@@ -28,7 +29,6 @@ from finetune.evaluate import ranking
 from finetune.evaluate.perplexity import document_nats
 from finetune.evaluate.writing import lacking_room
 from finetune.models.anatomy import position_limit
-from finetune.models.compiled import refuse_compile
 from finetune.models.fingerprint import checksum
 from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
@@ -358,5 +358,5 @@ def test_what_is_refused(sources):
     with pytest.raises(RegularizerError, match="no LoRA layer"):
         build(GGPO()).attach(model, seed=0, total_steps=4)
     with pytest.raises(UserError, match=r"train\.compile does not go with adapter\.projector"):
-        refuse_compile(Train(compile=True), mesh=Mesh(), adapter=FIRST, task=LM, regularizer="plain")
+        check_rules(Recipe(train=Train(compile=True), adapter=FIRST, task=LM))
     assert "adapter.soft_tokens" in (refusal(LM, FIRST, Train(), Plain()) or "")

@@ -13,8 +13,8 @@ from experiments.data import splits
 from experiments.data.sources import judged_train, supply, supply_lines
 from experiments.data.splits import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
+from experiments.recipe.rules import check_recipe
 from experiments.workflows.run_parts import recipe_inputs
-from experiments.workflows.train import check_recipe
 from finetune.data.batches import Batches
 from finetune.data.columns import Examples
 from finetune.data.encoding import encode

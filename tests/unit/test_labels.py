@@ -12,11 +12,19 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
-from finetune.data.labels import classes_of, read_classes, read_number, sort_labels
+from finetune.data.labels import (
+    OutputLayer,
+    Units,
+    classes_of,
+    fold_units,
+    read_classes,
+    read_number,
+    sort_labels,
+    units_of,
+)
 from finetune.data.noise import foreign_answers
 from finetune.data.panel import first_batch_panel
 from finetune.data.rows import read_rows
-from finetune.data.units import OutputLayer, Units, fold_units, units_of
 from finetune.errors import UserError
 from finetune.models.load import load_backbone
 from finetune.tasks import Classify, Regress

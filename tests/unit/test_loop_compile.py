@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from experiments.recipe.config import Recipe
+from experiments.recipe.rules import COMPILED_REGULARIZERS, check_recipe, check_rules
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from finetune.errors import UserError
 from finetune.models import compiled as compiling
 from finetune.models.anatomy import blocks
-from finetune.models.compiled import REGULARIZERS, Compiled, refuse_compile
+from finetune.models.compiled import Compiled
 from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel, Seq2Seq
 from finetune.train.loop import TrainingStage, train_stage
-from regularizers import GGPO, FlatLora, Plain, build
+from regularizers import GGPO, SAM, FlatLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()
@@ -74,7 +76,7 @@ def compare(source, tmp_path, config, backend, monkeypatch):
     ids=lambda config: config.kind,
 )
 def test_a_compiled_course_is_the_plain_one(config, tmp_path, monkeypatch):
-    assert config.kind in REGULARIZERS
+    assert config.kind in COMPILED_REGULARIZERS
     source = save_backbone("llama", tmp_path / "model")
     graphs = compare(source, tmp_path, config, "aot_eager", monkeypatch)
     assert graphs <= 6  # blocks of one make share theirs, and later steps make none
@@ -86,20 +88,21 @@ def test_a_course_compiled_by_inductor_is_the_plain_one(tmp_path, monkeypatch):
 
 
 def test_what_it_does_not_go_with_is_refused(tmp_path):
-    how = {"mesh": Mesh(), "adapter": Adapter(), "task": LM, "regularizer": "plain"}
-    refuse_compile(Train(), **{**how, "regularizer": "sam"})
-    refuse_compile(Train(compile=True), **how)
-    for train, more, said in [
-        (Train(compile=True, quantization="nf4"), {}, r"train\.quantization"),
-        (Train(compile=True, checkpointing="full"), {}, r"train\.checkpointing"),
-        (Train(compile=True), {"adapter": Adapter(dropout=0.1)}, r"adapter\.dropout"),
-        (Train(compile=True), {"adapter": Adapter(dora=True)}, r"adapter\.dora"),
-        (Train(compile=True), {"task": Seq2Seq()}, "seq2seq"),
-        (Train(compile=True), {"regularizer": "sam"}, r"regularizer\.kind: sam"),
-        (Train(compile=True), {"mesh": Mesh(auto=True)}, "one process"),
+    how = {"train": Train(compile=True, device="cpu"), "task": LM}
+    check_recipe(Recipe(train=Train(device="cpu"), task=LM, regularizer=SAM()))
+    check_recipe(Recipe(**how))
+    for changes, said in [
+        ({"train": Train(compile=True, checkpointing="full", device="cpu")}, r"train\.checkpointing"),
+        ({"adapter": Adapter(dropout=0.1)}, r"adapter\.dropout"),
+        ({"adapter": Adapter(dora=True)}, r"adapter\.dora"),
+        ({"task": Seq2Seq()}, "seq2seq"),
+        ({"regularizer": SAM()}, r"regularizer\.kind: sam"),
+        ({"mesh": Mesh(auto=True)}, "one process"),
     ]:
         with pytest.raises(UserError, match=said):
-            refuse_compile(train, **{**how, **more})
+            check_recipe(Recipe(**{**how, **changes}))
+    with pytest.raises(UserError, match=r"train\.quantization"):  # whether or not the package is here
+        check_rules(Recipe(**{**how, "train": Train(compile=True, quantization="nf4")}))
     dropout = load_backbone(save_backbone("gpt2-dropout", tmp_path), task=LM)
     with pytest.raises(UserError, match="draws dropout masks"):
         compiling.Compiled(dropout)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.cells.refusing import refuse_in_study, refuse_tracked
+from benchmarks.studies.cells.refusing import refuse_in_study
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.config import Recipe
+from experiments.recipe.rules import check_cell, check_recipe
 from experiments.results.run import read_metrics
-from experiments.workflows.train import check_recipe
 from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
 from finetune.errors import UserError
 from finetune.run_directory import SPIKE, RunDirectory
@@ -83,7 +83,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused(r"tracker\.kinds: wandb needs", tracker=Tracker(kinds=("wandb",)))
     tracked = dataclasses.replace(base, tracker=Tracker(kinds=("wandb",)))
-    for check in (refuse_tracked, refuse_in_study):
+    for check in (check_cell, refuse_in_study):
         check(base)
         with pytest.raises(UserError, match=r"cells of a sweep or study are not tracked"):
             check(tracked)

@@ -14,8 +14,8 @@ from experiments.recipe import from_override, load_recipe
 from finetune.data.batches import Batches
 from finetune.data.columns import Examples
 from finetune.data.encoding import encode
+from finetune.data.labels import Units, units_of
 from finetune.data.masking import Masking, unmasked
-from finetune.data.units import Units, units_of
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
 from finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq

@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from experiments.data.splits import warm_up_task
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.config import warm_up_task
+from experiments.recipe.rules import check_recipe
 from experiments.studies.stack import stackable
-from experiments.workflows.train import check_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
+from finetune.data.labels import Units
 from finetune.data.masking import Masking
-from finetune.data.units import Units
 from finetune.errors import Interrupted, UserError
 from finetune.evaluate.judge import head_scores
 from finetune.models.load import load_backbone

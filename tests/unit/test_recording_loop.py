@@ -10,7 +10,8 @@ import torch
 
 from experiments.data.splits import prepare
 from experiments.recipe import from_override, load_recipe
-from experiments.workflows.train import LABEL_NOISE, check_recipe, train
+from experiments.recipe.rules import check_recipe
+from experiments.workflows.train import LABEL_NOISE, train
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
 from finetune.data.example import Example

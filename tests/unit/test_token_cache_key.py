@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import finetune.data.units
+import finetune.data
 import finetune.models.backbone
 import finetune.seeds
+import finetune.tasks
 from experiments.data import encode
 
 ROOT = Path(encode.__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing
 
 
 @pytest.mark.parametrize(
-    "module", [finetune.seeds, finetune.models.backbone, finetune.data.units], ids=lambda m: m.__name__
+    "module", [finetune.seeds, finetune.models.backbone, finetune.data, finetune.tasks], ids=lambda m: m.__name__
 )
 def test_another_version_of_it_is_another_entry(module, tmp_path, monkeypatch):
     before = encode._code_digest()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.checkrecipe import check_recipe
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.rules import check_recipe
 from finetune.errors import UserError
 from finetune.models.load import load_backbone
 from finetune.models.task_support import check_task

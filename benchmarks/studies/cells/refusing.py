@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from experiments.recipe.config import Recipe
+from experiments.recipe.rules import check_cell, check_rules
 from finetune.config import DATA_INITS
 from finetune.errors import UserError
-
-
-def refuse_tracked(recipe: Recipe) -> None:
-    """Raise UserError for trackers: there would be one run for each of hundreds of cells."""
-    if recipe.tracker.kinds:
-        raise UserError("tracker.kinds: the cells of a sweep or study are not tracked; leave the block out")
 
 
 def refuse_beginning(recipe: Recipe) -> None:
@@ -21,16 +16,12 @@ def refuse_beginning(recipe: Recipe) -> None:
 
 def refuse_in_study(recipe: Recipe) -> None:
     """Raise UserError for what the cells of a study, which train in memory, do not do."""
-    refuse_tracked(recipe)
+    check_cell(recipe)
     if recipe.adapter.projector is not None:
         raise UserError("adapter.projector: a study's cells encode their rows without features; leave it out")
     if recipe.train.compile:
         raise UserError("train.compile: a study's cells are too short to be compiled; leave it off")
-    from experiments.data.sources import (
-        check_data,  # numpy: the plan of a sweep, which leaves thread pools alone, has none
-    )
-
-    check_data(recipe)
+    check_rules(recipe)
     refuse_beginning(recipe)
     if recipe.optimizer.kind != "adamw":
         raise UserError(f"optimizer.kind: a study trains with adamw, not {recipe.optimizer.kind}; leave it out")

@@ -16,7 +16,7 @@ from experiments.recipe.key import short_hash
 from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
-from experiments.studies.cell import Cell, file_digest, refuse_tracked, settings_digests
+from experiments.studies.cell import Cell, file_digest, settings_digests
 from experiments.studies.compare.measures import Measures
 from experiments.studies.compare.rows import Judged, TaskRows, task_rows
 from experiments.studies.compare.tuning import Setting, first_trials
@@ -102,7 +102,7 @@ class Plan:
 
     def check(self) -> None:
         """Refuse what cannot run here, as `flatshift train` does; nothing may turn into failed cells in silence."""
-        from experiments.checkrecipe import check_recipe
+        from experiments.recipe.rules import check_cell, check_recipe
         from regularizers import build
 
         for method, regularizer in self._tried:
@@ -117,7 +117,7 @@ class Plan:
             try:
                 if recipe.mesh.size > 1 or recipe.mesh.auto:
                     raise UserError("mesh: a study's cell trains on one device; leave every axis at 1 and auto off")
-                refuse_tracked(recipe)
+                check_cell(recipe)
                 check_recipe(recipe)
             except UserError as error:
                 raise UserError(f"method {method!r} on task {task!r}: {error}") from None

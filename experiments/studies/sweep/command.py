@@ -171,7 +171,7 @@ class _Asked:
 
 def _could_record(asked: _Asked) -> bool:
     """Whether the cells record nothing along the steps, and might."""
-    from experiments.workflows.train import check_recipe
+    from experiments.recipe.rules import check_recipe
 
     recipe = asked.base.recipe
     if recipe.record is not None or any(key.partition(".")[0] == "record" for key in asked.axes):

@@ -13,7 +13,7 @@ from experiments.recipe import Resolved, from_override
 from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import get_dotted, recipe_tree, resolve_tree
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse
-from experiments.studies.cell import Cell, cell_of, label_of, refuse_tracked
+from experiments.studies.cell import Cell, cell_of, label_of
 from experiments.studies.sweep.axes import Axes, Design, Range, Values, points_of
 from finetune.errors import UserError
 
@@ -163,12 +163,12 @@ def _fields(cls: type) -> set[str]:
 
 def _check_point(recipe: Recipe, written: str) -> None:
     from experiments.data.sources import parts_of
-    from experiments.workflows.train import check_recipe
+    from experiments.recipe.rules import check_cell, check_recipe
 
     try:
         parts_of(recipe.data)  # refuses a recipe without training files
         check_recipe(recipe)
-        refuse_tracked(recipe)
+        check_cell(recipe)
     except ValueError as error:
         raise UserError(f"{f'--grid {written}: ' if written else ''}{error}") from None
 

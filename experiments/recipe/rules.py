@@ -1,0 +1,208 @@
+"""What no run can do, refused before anything is read or trained: a table, over that of a mesh.
+
+`finetune.parallel.rules` says what goes with what on a mesh; this table what else of a recipe does not go together, and
+what a cell of a sweep or study cannot be. docs/support-matrix.md prints both. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.recipe.config import Recipe, WarmUp, warm_up_task
+from finetune.errors import UserError
+from finetune.parallel.rules import Settings, check_settings
+
+COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
+"""Those whose compiled steps are compared with eager ones in the tests."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A sentence, and when it is told."""
+
+    says: str
+    """What, why, and the nearest valid setting; `{it}` is what `broken` found."""
+    broken: Callable[[Recipe], Any]
+    """What is wrong with a recipe; nothing (None, False) where it obeys."""
+
+
+def _compiled(other: str, why: str, broken: Callable[[Recipe], Any]) -> Rule:
+    return Rule(
+        f"train.compile does not go with {other}: {why}; leave one of them out",
+        lambda recipe: recipe.train.compile and broken(recipe),
+    )
+
+
+def _strict_source(recipe: Recipe) -> str | None:
+    sources = recipe.data.train.sources or {}
+    return next((name for name, source in sources.items() if source.when_over == "refuse"), None)
+
+
+def _uneven_warm_up(recipe: Recipe) -> str | None:
+    ranks = recipe.mesh.replicate * recipe.mesh.dp
+    if recipe.warmup is None or recipe.warmup.batch_size % ranks == 0:
+        return None
+    return f"{recipe.warmup.batch_size} rows do not divide among the {ranks}"
+
+
+def _other_regularizer(recipe: Recipe) -> str | None:
+    kind: str = recipe.regularizer.kind
+    return None if kind in COMPILED_REGULARIZERS else kind
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "train.group: {it} has no use with task.pack: true, whose rows are full; leave it out, or set task.pack: false",
+        lambda r: r.task.pack and r.train.group,
+    ),
+    Rule(
+        "data.train.sources.{it}.when_over: refuse cannot be promised with train.spikes, which leaves batches out and "
+        "reads on; set it to repeat, or leave spikes out",
+        lambda r: r.train.spikes is not None and _strict_source(r),
+    ),
+    Rule(
+        "optimizer.kind: {it} is for one process; leave mesh.auto off, or take adamw",
+        lambda r: r.mesh.auto and r.optimizer.kind != "adamw" and r.optimizer.kind,
+    ),
+    Rule(
+        "train.compile: blocks are compiled in one process only; leave mesh.auto off, or compile",
+        lambda r: r.train.compile and r.mesh.auto,
+    ),
+    _compiled(
+        "train.quantization", "quantised products are the library's own kernels",
+        lambda r: r.train.quantization is not None,
+    ),
+    _compiled(
+        "train.checkpointing", "it replaces the blocks' own forward pass", lambda r: r.train.checkpointing != "none"
+    ),
+    _compiled(
+        "adapter.dropout", "compiled masks are not those of the same seed", lambda r: r.adapter.dropout > 0
+    ),
+    _compiled(
+        "adapter.projector", "features enter between the blocks", lambda r: r.adapter.projector is not None
+    ),
+    _compiled(
+        "adapter.dora", "its norms are taken without a gradient inside of the graph", lambda r: r.adapter.dora
+    ),
+    _compiled("regularizer.kind: {it}", "it has not been compared with eager steps", _other_regularizer),
+    Rule(
+        "train.compile does not go with record: what is recorded is of plain blocks; leave one out",
+        lambda r: r.train.compile and r.record is not None,
+    ),
+    Rule(
+        "record: a run on a mesh is not recorded; leave every axis of mesh at 1, or take the block out",
+        lambda r: r.record is not None and (r.mesh.size > 1 or r.mesh.auto),
+    ),
+    Rule(
+        "record: dynamics and sharpness are of LoRA factors, and adapter.soft_tokens trains none; set "
+        "record.dynamics: false and leave record.sharpness out",
+        lambda r: r.record is not None
+        and (r.record.dynamics or r.record.sharpness)
+        and r.adapter.soft_tokens is not None,
+    ),
+    Rule(
+        "adapter.projector: the rows of a warm-up are texts without features; leave the recipe's `warmup` block out",
+        lambda r: r.warmup is not None and r.adapter.projector is not None,
+    ),
+    Rule(
+        "adapter.soft_tokens: a warm-up hands on the factors of LoRA, and its soft tokens would be thrown away; leave "
+        "the recipe's `warmup` block out",
+        lambda r: r.warmup is not None and r.adapter.soft_tokens is not None,
+    ),
+    Rule(
+        "the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files",
+        lambda r: r.warmup is not None and r.select is None,
+    ),
+    Rule(
+        "warmup.batch_size: {it} data ranks of the mesh; take a multiple of them", _uneven_warm_up,
+    ),
+)  # fmt: skip
+CELL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "tracker.kinds: the cells of a sweep or study are not tracked; leave the block out",
+        lambda r: bool(r.tracker.kinds),  # there would be one run for each of hundreds of cells
+    ),
+)
+"""What a cell of a sweep or study cannot be beside."""
+
+
+def check_rules(recipe: Recipe) -> None:
+    """Raise UserError for the first rule of this table that a recipe breaks."""
+    _check(RULES, recipe)
+
+
+def check_cell(recipe: Recipe) -> None:
+    """Refuse what a cell of a sweep or study cannot be, though a run can. Raises UserError."""
+    _check(CELL_RULES, recipe)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse what no run can do: settings that do not go together, a package that is not here, a regularizer's bad
+    setting, a task that the backbone has no class for. Raises UserError."""
+    from finetune.compute.presence import resolve_device
+    from finetune.models.quantize import check_available
+    from finetune.train.adam8bit import check_optimizer
+    from finetune.train.stage import check_best
+    from finetune.train.trackers import check_trackers
+    from regularizers import build as build_regularizer
+
+    build_regularizer(recipe.regularizer)
+    check_settings(Settings.of(recipe))
+    check_available(recipe.train.quantization)
+    check_rules(recipe)
+    kind = recipe.optimizer.kind
+    check_optimizer(kind, device=resolve_device(recipe.train.device).type if kind.startswith("paged") else None)
+    check_trackers(recipe.tracker)
+    check_best(recipe.train, recipe.task)
+    asked = {
+        "train.compile": recipe.train.compile,
+        "data.label_noise": recipe.data.label_noise,
+        "record": recipe.record is not None,
+    }
+    for setting, is_asked in asked.items():
+        if is_asked:
+            recipe.task.refuse(setting)
+    if recipe.warmup is not None:
+        _check_warm_up(recipe, recipe.warmup)
+    recipe.task.template_record()
+
+
+def _check(rules: tuple[Rule, ...], recipe: Recipe) -> None:
+    for rule in rules:
+        found = rule.broken(recipe)
+        if found:
+            raise UserError(rule.says.format(it=found))
+
+
+def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
+    """Refuse a warm-up that the backbone cannot be trained by, and a fine-tune after it that would be refused only
+    then."""
+    from finetune.models.backbone import open_backbone
+    from finetune.models.task_support import check_task
+
+    recipe.task.refuse("warmup")
+    if open_backbone(recipe.backbone).has_both_sides:
+        raise UserError(
+            f"the recipe's `warmup` block trains a decoder or an encoder alone, and backbone {recipe.backbone!r} has "
+            "both; leave it out"
+        )
+    task, _ = warm_up_task(recipe)
+    try:
+        check_task(recipe.backbone, task)
+    except UserError as error:
+        if warmup.task is None:
+            raise
+        raise UserError(f"warmup.task: {error}; without warmup.task the backbone decides") from None
+    check_task(recipe.backbone, recipe.task)
+    try:
+        check_settings(replace(Settings.of(recipe), task=task))
+    except UserError as error:
+        raise UserError(f"the recipe's `warmup` block: {error}") from None
+    begun = recipe.adapter.init != "default" or recipe.adapter.under is not None
+    if begun and task.new_head:
+        what = "adapter.under" if recipe.adapter.under is not None else f"adapter.init: {recipe.adapter.init}"
+        raise UserError(
+            f"{what} does not go with the warm-up of an encoder, whose stages differ in their heads; leave one out"
+        )

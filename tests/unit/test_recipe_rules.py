@@ -1,0 +1,73 @@
+"""The table of what a recipe cannot ask for: short sentences that name the setting, each told of a recipe that asks."""
+
+import dataclasses
+
+import pytest
+
+from experiments.recipe.config import Recipe, Select, WarmUp
+from experiments.recipe.rules import CELL_RULES, RULES, check_cell, check_rules
+from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
+from finetune.errors import UserError
+from finetune.stacked.refusing import REASONS
+from finetune.tasks import LanguageModel
+from regularizers.config import SAM
+
+BASE = Recipe(task=LanguageModel())
+COMPILED = Train(compile=True)
+
+
+def broken(**changes):
+    return dataclasses.replace(BASE, **changes)
+
+
+def strict():
+    train = dataclasses.replace(BASE.data.train, sources={"wiki": Source(files=("a",), when_over="refuse")})
+    return broken(data=dataclasses.replace(BASE.data, train=train), train=Train(spikes=Spikes()))
+
+
+RECIPES = {
+    "train.group: length": broken(task=LanguageModel(pack=True), train=Train(group="length")),
+    "data.train.sources.wiki.when_over": strict(),
+    "optimizer.kind: adamw-8bit": broken(optimizer=Optimizer(kind="adamw-8bit"), mesh=Mesh(auto=True)),
+    "train.compile: blocks": broken(train=COMPILED, mesh=Mesh(auto=True)),
+    "train.compile does not go with train.quantization": broken(train=Train(compile=True, quantization="nf4")),
+    "train.compile does not go with train.checkpointing": broken(train=Train(compile=True, checkpointing="full")),
+    "train.compile does not go with adapter.dropout": broken(train=COMPILED, adapter=Adapter(dropout=0.1)),
+    "train.compile does not go with adapter.projector": broken(
+        train=COMPILED, adapter=Adapter(soft_tokens=1, projector=Projector())
+    ),
+    "train.compile does not go with adapter.dora": broken(train=COMPILED, adapter=Adapter(dora=True)),
+    "train.compile does not go with regularizer.kind: sam": broken(train=COMPILED, regularizer=SAM()),
+    "train.compile does not go with record": broken(train=COMPILED, record=Record()),
+    "record: a run on a mesh": broken(record=Record(), mesh=Mesh(dp=2)),
+    "record: dynamics": broken(record=Record(), adapter=Adapter(soft_tokens=1)),
+    "adapter.projector: the rows": broken(warmup=WarmUp(), adapter=Adapter(soft_tokens=1, projector=Projector())),
+    "adapter.soft_tokens: a warm-up": broken(warmup=WarmUp(), adapter=Adapter(soft_tokens=1)),
+    "the recipe has a `warmup` block": broken(warmup=WarmUp()),
+    "warmup.batch_size: 3 rows": broken(warmup=WarmUp(batch_size=3), select=Select(), mesh=Mesh(dp=2)),
+}
+
+
+def test_every_rule_has_a_recipe_here():
+    assert len(RECIPES) == len(RULES)
+
+
+@pytest.mark.parametrize("says", RECIPES)
+def test_a_recipe_that_breaks_a_rule_is_told(says):
+    with pytest.raises(UserError) as error:
+        check_rules(RECIPES[says])
+    assert str(error.value).startswith(says) and len(str(error.value)) <= 300
+
+
+def test_a_recipe_that_breaks_none_is_not():
+    check_rules(BASE)
+    check_cell(BASE)
+
+
+def test_a_cell_is_not_tracked():
+    with pytest.raises(UserError, match=r"tracker\.kinds"):
+        check_cell(broken(tracker=Tracker(kinds=("wandb",))))
+
+
+def test_sentences_are_short():
+    assert all(len(rule.says) <= 300 for rule in (*RULES, *CELL_RULES, *REASONS))
