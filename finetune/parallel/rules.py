@@ -6,7 +6,7 @@ divide, plans, stages) is checked on its skeleton. Imports nothing heavy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, RegularizerCo
 
 from ..config import Adapter, Mesh, Optimizer, Train
 from ..errors import UserError
+from ..tasks import refused_axes
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -61,6 +62,16 @@ def _schedule_is_looped(s: Settings) -> bool:
 
 
 REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
+
+
+def _task_rules() -> Iterator[Rule]:
+    """What tasks say of axes: a row for each axis and reason."""
+    for axis, why, kinds in refused_axes():
+
+        def broken(s: Settings, axis: str = axis, why: str = why) -> bool:
+            return getattr(s.mesh, axis) > 1 and s.task.no_axes.get(axis) == why
+
+        yield Rule(f"mesh.{axis} > 1", INCOMPATIBLE, f"task.kind: {kinds}", why, "use mesh.dp", broken)
 
 
 RULES: tuple[Rule, ...] = (
@@ -125,29 +136,11 @@ RULES: tuple[Rule, ...] = (
         "mesh.schedule: zbv", REQUIRES, "mesh.virtual: 2", "its stages form a V", "leave mesh.virtual out",
         lambda s: s.mesh.schedule == "zbv" and s.mesh.virtual not in (None, 2),
     ),
-    Rule(
-        "mesh.cp > 1", INCOMPATIBLE, "task.kind: classify or regress",
-        "a head takes the last token, which one rank has", "use mesh.dp",
-        lambda s: s.mesh.cp > 1 and s.task.by_example,
-    ),
-    Rule(
-        "task.kind: masked-lm", INCOMPATIBLE, "mesh.tp, mesh.pp or mesh.cp > 1",
-        "its head is cut by none of them", "use mesh.dp or mesh.replicate",
-        lambda s: "tp" not in s.task.mesh_axes and s.mesh.tp * s.mesh.pp * s.mesh.cp > 1,
-    ),
-    Rule(
-        "mesh.pp > 1", INCOMPATIBLE, "task.kind: regress, or classify with multi",
-        "a row that fills a piece up must bear a label that the loss leaves out", "use mesh.dp",
-        lambda s: s.mesh.pp > 1 and "pp" not in s.task.mesh_axes,
-    ),
+    *_task_rules(),
     Rule(
         "task.label_smoothing", INCOMPATIBLE, "mesh.tp > 1", "the mean over the vocabulary lies on several ranks",
         "set it to 0 or use mesh.dp",
         lambda s: s.task.smoothing > 0 and s.mesh.tp > 1,
-    ),
-    Rule(
-        "mesh.cp > 1", INCOMPATIBLE, "task.kind: seq2seq", "encoder and decoder have rows of their own",
-        "use mesh.dp", lambda s: s.mesh.cp > 1 and "cp" not in s.task.mesh_axes,
     ),
     Rule(
         "adapter.dora", INCOMPATIBLE, "mesh.tp > 1", "a row's norm needs columns that lie on other ranks",

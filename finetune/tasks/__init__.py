@@ -9,6 +9,7 @@
 `Task`, from which a recipe's `task.kind` is read. Imports nothing heavy.
 """
 
+from collections.abc import Iterator
 from typing import get_args
 
 from .chat import Chat as Chat
@@ -23,3 +24,14 @@ from .seq2seq import Seq2Seq as Seq2Seq
 Task = LanguageModel | Completion | Chat | MaskedLM | Classify | Regress | Seq2Seq
 KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(Task)}
 """Every kind by its tag."""
+
+
+def refused_axes() -> Iterator[tuple[str, str, str]]:
+    """Axes of a mesh that kinds do not train on: (axis, reason, the kinds in words)."""
+    tasks = [task for kind in KINDS.values() for task in kind.variants()]
+    for axis in ("tp", "pp", "cp"):
+        for why in dict.fromkeys(task.no_axes[axis] for task in tasks if axis in task.no_axes):
+            refused = [task for task in tasks if task.no_axes.get(axis) == why]
+            whole = {task.kind for task in refused if task.called == task.kind}  # whatever else is set
+            kinds = [task.called for task in refused if task.called == task.kind or task.kind not in whole]
+            yield axis, why, " or ".join(kinds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -51,8 +51,16 @@ class Classify(ByExample):
         return not self.multi
 
     @property
-    def mesh_axes(self) -> frozenset[str]:
-        return super().mesh_axes if self.multi else super().mesh_axes | {"pp"}
+    def called(self) -> str:
+        return f"{self.kind} with multi" if self.multi else self.kind
+
+    @classmethod
+    def variants(cls) -> Sequence[Self]:
+        return cls(), cls(multi=True)
+
+    @property
+    def no_axes(self) -> Mapping[str, str]:
+        return {axis: why for axis, why in super().no_axes.items() if self.multi or axis != "pp"}
 
     @property
     def has_classes(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -47,8 +47,8 @@ class MaskedLM(Objective):
         check_bounds(self, share=(0.01, 0.9))
 
     @property
-    def mesh_axes(self) -> frozenset[str]:
-        return frozenset({"replicate", "dp"})
+    def no_axes(self) -> Mapping[str, str]:
+        return dict.fromkeys(("tp", "pp", "cp"), "its head is not cut")
 
     def masking(self, tokenizer: PreTrainedTokenizerBase) -> Masking:
         from ..data.masking import Masking

@@ -116,9 +116,19 @@ class Objective:
             raise UserError(self.refuses[what])
 
     @property
-    def mesh_axes(self) -> frozenset[str]:
-        """Axes of a mesh that its models train on; what goes with what else is in `finetune.parallel.rules`."""
-        return frozenset({"replicate", "dp", "tp", "pp", "cp"})
+    def called(self) -> str:
+        """Its kind, with the settings that make another of it."""
+        return self.kind
+
+    @classmethod
+    def variants(cls) -> Sequence[Self]:
+        """The kind at its defaults, and with the settings that make another of it."""
+        return (cls(),)
+
+    @property
+    def no_axes(self) -> Mapping[str, str]:
+        """Axes of a mesh that its models do not train on, and why: rows of `finetune.parallel.rules`."""
+        return {}
 
     @property
     def writes(self) -> bool:
@@ -412,10 +422,11 @@ class ByExample(Objective):
     peft_type: ClassVar[str] = "SEQ_CLS"
 
     @property
-    def mesh_axes(self) -> frozenset[str]:
-        """A head takes the last token, which one rank of cp has; and a row that fills a pipeline's piece up must bear a
-        label that the loss leaves out."""
-        return frozenset({"replicate", "dp", "tp"})
+    def no_axes(self) -> Mapping[str, str]:
+        return {
+            "cp": "a head takes the last token, which one rank has",
+            "pp": "a row that fills a piece up must bear a label that the loss leaves out",
+        }
 
     def columns(self) -> tuple[str, ...]:
         return ("text", "label")

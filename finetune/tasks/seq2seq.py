@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -64,9 +64,8 @@ class Seq2Seq(Templated):
             raise ValueError(f"num_beams is for `score: generate`, got {self.num_beams} with score: {self.score}")
 
     @property
-    def mesh_axes(self) -> frozenset[str]:
-        """Encoder and decoder have rows of their own, which cp cannot cut alike."""
-        return super().mesh_axes - {"cp"}
+    def no_axes(self) -> Mapping[str, str]:
+        return {"cp": "encoder and decoder have rows of their own"}
 
     def templates(self) -> tuple[Template, Template]:
         from ..data.template import Template

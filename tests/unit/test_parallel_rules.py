@@ -67,11 +67,14 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
         {"virtual": 3, "pp": 2, "schedule": "zero-bubble"},
     ),
     ("mesh.cp > 1", "task.kind: classify or regress"): ({"cp": 2, "task": Classify()}, {"cp": 2}),
-    ("task.kind: masked-lm", "mesh.tp, mesh.pp or mesh.cp > 1"): (
-        {"tp": 2, "task": MaskedLM()},
-        {"dp": 2, "replicate": 2, "task": MaskedLM()},
-    ),
-    ("mesh.pp > 1", "task.kind: regress, or classify with multi"): (
+    **{
+        (f"mesh.{axis} > 1", "task.kind: masked-lm"): (
+            {axis: 2, "task": MaskedLM()},
+            {"dp": 2, "replicate": 2, "task": MaskedLM()},
+        )
+        for axis in ("tp", "pp", "cp")
+    },
+    ("mesh.pp > 1", "task.kind: classify with multi or regress"): (
         {"pp": 2, "task": Regress()},
         {"pp": 2, "task": Classify()},
     ),

@@ -228,10 +228,10 @@ def test_what_a_task_refuses_is_one_sentence(task):
     task.refuse("nothing of that name")
     for axis in ("dp", "tp", "pp", "cp"):
         settings = Settings(Mesh(**{axis: 2}), Train(batch_size=4), Adapter(), task.judged())
-        if axis in task.mesh_axes:
+        if axis not in task.no_axes:
             check_settings(settings)
         else:
-            with pytest.raises(UserError, match="does not go with"):
+            with pytest.raises(UserError, match=rf"mesh.{axis} > 1 does not go with task.kind: .*{task.no_axes[axis]}"):
                 check_settings(settings)
 
 
