@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from experiments.results.cells import read_marker
 from finetune.errors import UserError
@@ -64,77 +63,18 @@ def planned_cells(plan: dict[str, Any]) -> int | None:
 
 
 def rows_planned(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those finished cells that are the plan's: a directory may hold cells of an earlier grid as well."""
-    tests = _tests(plan).items()
-    return [row for row in rows if all(key in row and fits(row[key]) for key, fits in tests)]
+    """Those finished cells that are the plan's: a directory may hold cells of an earlier grid as well.
+
+    All where the plan does not name its cells.
+    """
+    return [row for row in rows if "keys" not in plan or row["cell"] in plan["keys"]]
 
 
 def only_planned(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
-    """`rows_planned` of a table of cells; a column is judged by its distinct values."""
-
-    kept = np.ones(table.num_rows, dtype=bool)
-    for key, fits in _tests(plan).items():
-        if key not in table.column_names:
-            kept[:] = False
-            continue
-        column = table.column(key).combine_chunks()
-        if pa.types.is_nested(column.type) or pa.types.is_null(column.type):
-            continue  # as for one row: lists and nothing are taken as planned
-        encoded = column.dictionary_encode(null_encoding="encode")
-        fitting = np.array([fits(value) for value in encoded.dictionary.to_pylist()], dtype=bool)
-        kept &= fitting[encoded.indices.to_numpy(zero_copy_only=False)]
-    return table if kept.all() else table.filter(pa.array(kept))
-
-
-def _tests(plan: dict[str, Any]) -> dict[str, Callable[[Any], bool]]:
-    """Column → whether a value in it is the plan's.
-
-    By the keys of its cells; a plan of an earlier version, which lists none, is compared value by value.
-    """
-    if "keys" in plan:
-        return {"cell": frozenset(plan["keys"]).__contains__}
-    grid, seeds = plan.get("grid"), plan.get("seeds")
-    if not isinstance(grid, dict):
-        return {}
-    tests: dict[str, Callable[[Any], bool]] = {key: partial(_among, written=values) for key, values in grid.items()}
-    if isinstance(seeds, int) and "bisection" not in plan:  # which lists its cells at its end, and seeds may begin late
-        tests["seed"] = lambda seed: not isinstance(seed, int) or seed < seeds
-    return tests
-
-
-def _among(value: Any, written: Any) -> bool:
-    """Whether a resolved value may be one of those written in the plan, where `5e-4` and `0.0005` are the same.
-
-    What a word (`alpha=rank`) or a relative path came to is not known here: such a value is taken as planned.
-    """
-    given = written if isinstance(written, list) else [written]
-    texts = [str(text) for text in given]
-    if not texts or any(".." in text for text in texts):  # nothing is said, or a range that values were drawn from
-        return True
-    # a table holds lists as text and components by their kind
-    if isinstance(value, list | dict) or any(_is_collection(text) for text in given):
-        return True
-    if isinstance(value, str):
-        return value in texts or any("/" in value and Path(value).name == Path(text).name for text in texts)
-    if value is None or isinstance(value, bool):  # YAML spells them in more than one way
-        return True
-    return any(_same(text, value) or not _is_number(text) for text in texts)
-
-
-def _is_collection(written: Any) -> bool:
-    return isinstance(written, list | dict) or str(written).lstrip().startswith(("[", "{"))
-
-
-def _same(text: str, value: Any) -> bool:
-    return _is_number(text) and _is_number(value) and math.isclose(float(text), float(value), rel_tol=1e-12)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (ValueError, TypeError):
-        return False
-    return True
+    """`rows_planned` of a table of cells."""
+    if "keys" not in plan or "cell" not in table.column_names:
+        return table
+    return table.filter(pc.is_in(table.column("cell"), value_set=pa.array(sorted(plan["keys"]), pa.string())))
 
 
 def read_searched(path: Path) -> tuple[list[dict[str, Any]], float | None]:

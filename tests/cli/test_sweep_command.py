@@ -284,9 +284,13 @@ def test_bisection_at_a_kind_with_settings_of_its_own(cheap: Sweep, tmp_path: Pa
     assert found[0]["emc"] == found[1]["emc"]
 
 
-def test_bisection_ends_at_a_cell_that_fails_otherwise(cheap: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bisection_ends_at_a_cell_that_fails_otherwise(
+    cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cheap("--grid", "adapter.rank=7", "--seeds", "1", "--bisect", "data.train.limit=10..100") == 2
     assert "rank 7 is unlucky" in (said := capsys.readouterr().err) and "--rerun-failed tries it again" in said
+    marker = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))
+    assert marker["keys"] == list(started(tmp_path / "sweep")) and "cells" not in marker  # a page shows these alone
 
 
 # ------------------------------------------------------------------------------------------- for real

@@ -9,6 +9,7 @@ import pytest
 from experiments.report.chapters.sweep import sweep_finding, sweep_sections, sweep_tiles
 from experiments.results.analysis import Analysis
 from experiments.results.run import read_run
+from experiments.results.sweep_plan import only_planned, rows_planned
 from tests.sweep_tables import cells, result, rows, words
 
 
@@ -18,7 +19,8 @@ def test_results_stand_in_for_tables_that_are_not_there_yet(tmp_path):
         result(folder / "cells" / f"c{i}", rank, trace=[(0, 2.0), (4, 1.5), (4, 1.0 + rank)])
     result(folder / "cells" / "other", 64)  # of an earlier grid
     grid = {"adapter.rank": ["1", "2", "4"]}
-    (folder / "sweep.json").write_text(json.dumps({"recipe": "r", "grid": grid, "seeds": 1, "design": "grid"}))
+    plan = {"recipe": "r", "grid": grid, "seeds": 1, "design": "grid", "keys": ["c0", "c1", "c2"]}
+    (folder / "sweep.json").write_text(json.dumps(plan))
     data = read_run(folder).sweep
     assert data.axes == ("adapter.rank",) and data.values("adapter.rank") == [1, 2]
     assert data.at("test.error", {"adapter.rank": 2}).value == 0.25  # 1 − accuracy
@@ -48,35 +50,19 @@ def test_tables_of_an_earlier_plan_are_cut_to_the_plan(tmp_path):
     folder.mkdir()
     pq.write_table(pa.Table.from_pylist(curves), folder / "curves.parquet")
     pq.write_table(pa.Table.from_pylist(rows({1: 0.5, 2: 0.4, 8: 0.1}, seeds=3)), folder / "cells.parquet")
-    plan = {"recipe": "r", "grid": {"adapter.rank": ["1", "2.0"]}, "seeds": 2}
+    keys = [f"{rank}-{seed}" for rank in (1, 2) for seed in (0, 1)]
+    plan = {"recipe": "r", "grid": {"adapter.rank": ["1", "2.0"]}, "seeds": 2, "keys": keys}
     (folder / "sweep.json").write_text(json.dumps(plan))
     data = read_run(folder).sweep
     assert data.values("adapter.rank") == [1, 2] and len(data) == 4 and data.unfinished == 0
     assert sorted(data.trace.table.column("cell").to_pylist()) == ["1-0", "1-0", "2-0", "2-0"]
 
 
-@pytest.mark.parametrize(
-    ("value", "written", "planned"),
-    [
-        ([0.9, 0.95], [[0.9, 0.95], [0.9, 0.999]], True),
-        ("0.9, 0.95", [[0.9, 0.95]], True),
-        ("0.9, 0.95", ["[0.9, 0.95]"], True),
-        ("ggpo", ["{kind: ggpo}"], True),
-        ({"kind": "ggpo"}, ["ggpo"], True),
-        ("ggpo", ["plain"], False),
-        (2.0, ["rank", "16"], True),
-        ("/data/a.jsonl", ["a.jsonl", "b.jsonl"], True),
-        ("/data/c.jsonl", ["a.jsonl", "b.jsonl"], False),
-        (3e-4, ["0.0003"], True),
-        (4e-4, ["0.0003"], False),
-    ],
-)
-def test_a_planned_value_is_found_however_it_is_written(value, written, planned):
-    from experiments.results.sweep_plan import only_planned, rows_planned
-
-    plan = {"grid": {"x": written}, "seeds": 1}
-    assert bool(rows_planned([{"x": value, "seed": 0}], plan)) == planned
-    assert only_planned(pa.table({"x": [value], "seed": [0]}), plan).num_rows == planned
+def test_cells_are_the_plans_by_their_keys_alone():
+    table = pa.table({"cell": ["a", "b"], "x": ["[0.9, 0.95]", "rank"]})
+    for plan, left in (({}, ["a", "b"]), ({"keys": frozenset("b")}, ["b"]), ({"keys": frozenset()}, [])):
+        assert only_planned(table, plan).column("cell").to_pylist() == left
+        assert [row["cell"] for row in rows_planned(table.to_pylist(), plan)] == left
 
 
 def test_a_paired_design_has_one_axis_and_a_random_one_has_dots(tmp_path):

@@ -104,7 +104,12 @@ def sweep(
                 "parameters and what tells an unstable training apart"
             )
 
+        searched: dict[str, None] = {}
+
         def run(some: Sequence[Cell], label: str = "sweep") -> None:
+            if asked.bisection is not None:  # a page of a search at work shows its cells, and none of another grid
+                searched.update(dict.fromkeys(cell.key for cell in some))
+                write_marker(out, {**asked.document(cells), "keys": list(searched)})
             results = results_of(out, some)
             rerun = stale_keys(results, console, rerun=rerun_stale) | (_failed(results) if rerun_failed else set())
             run_cells(out, some, workers, console, label=label, stack=asked.stack, devices=placed, rerun=rerun)
