@@ -13,7 +13,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -140,7 +140,7 @@ def stage_work(model: Any, tokenizer: Any, told: TrainingStage) -> Stage:
     engine = model if isinstance(model, Engine) else Engine.alone(model)
 
     def run(stage: Stage) -> StageResult:
-        engine.compute = stage.compute  # type: ignore[method-assign]
+        engine.compute = stage.compute  # type: ignore[method-assign, assignment]
         try:
             return train_stage(engine, tokenizer, told)
         finally:
@@ -151,7 +151,7 @@ def stage_work(model: Any, tokenizer: Any, told: TrainingStage) -> Stage:
 
 def run_together(
     host: Host, stages: Sequence[Stage], *, stop: Callable[[], bool] = lambda: False
-) -> Iterator[tuple[int, StageResult | ValueError]]:
+) -> Generator[tuple[int, StageResult | ValueError], None, None]:
     """Each stage's place and how it ended, as soon as it has: its result, or the mistake that ended it alone.
 
     A stage that has ended takes no part in what follows. Between its end and the next one asked for, the others wait.

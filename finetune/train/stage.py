@@ -74,17 +74,17 @@ class TrainingStage:
     seed: int
     recording: Recording | None = None
     """What goes into the run's trace.jsonl at which steps; in one process only."""
-    on_step: Callable[[dict[str, Any]], object] | None = None
+    on_step: Callable[[dict[str, Any]], None] | None = None
     """Called after every update with its line of metrics.jsonl."""
     stop: Callable[[], bool] | None = None
     """Asked after every update; True saves a checkpoint and raises Interrupted."""
     callbacks: Sequence[TrainerCallback] = ()
     """Objects of `transformers.TrainerCallback` (`finetune.train.callbacks` says which events there are)."""
-    track: Callable[[dict[str, Any]], object] | None = None
+    track: Callable[[dict[str, Any]], None] | None = None
     """Takes every line of metrics.jsonl, on the main rank (`finetune.train.trackers`)."""
     peak_tflops: float | None = None
     """Of one device, for the MFU; by default `train.peak_tflops`."""
-    say: Callable[[str], object] | None = None
+    say: Callable[[str], None] | None = None
     """Told what a CUDA device decided, in lines; by default the run's log."""
 
     @property

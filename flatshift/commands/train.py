@@ -39,15 +39,15 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "train", rest)
     if (flags.recipe is None) == (flags.resume is None):
         raise UserError("train needs either a RECIPE (`flatshift recipes list`) or --resume RUN_DIR")
-    if flags.resume is not None:
+    if (old := flags.resume) is not None:
         if flags.out is not None:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
-        found = resume_recipe(flags.resume, overrides)
+        found = resume_recipe(old, overrides)
         if chosen := mesh_flags(found.recipe, given=named_axes(overrides)):
             return run([*argv, *chosen])
         if spawn.wants_ranks(found.recipe.mesh):
-            return spawn_ranks("train", argv, found.recipe, flags.resume)
-        return _trained(flags, lambda: api.resume(flags.resume, overrides, quiet=flags.json))
+            return spawn_ranks("train", argv, found.recipe, old)
+        return _trained(flags, lambda: api.resume(old, overrides, quiet=flags.json))
     resolved = load_recipe(flags.recipe, overrides)
     if chosen := mesh_flags(resolved.recipe):
         return run([*argv, *chosen])
@@ -57,9 +57,9 @@ def run(argv: list[str]) -> int:
                 return spawn_ranks("train", [*argv, "--out", str(new)], resolved.recipe, new)
         refuse_old(flags.out, resumable=True)
         return spawn_ranks("train", argv, resolved.recipe, flags.out)
-    if flags.out is not None and spawn.restarted() and (flags.out / RECIPE).is_file():
+    if (out := flags.out) is not None and spawn.restarted() and (out / RECIPE).is_file():
         _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
-        return _trained(flags, lambda: api.resume(flags.out, axes, quiet=flags.json))
+        return _trained(flags, lambda: api.resume(out, axes, quiet=flags.json))
     if flags.out is None and failure.several() and spawn.restarts_allowed():
         raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
     return _trained(flags, lambda: api.train(resolved, flags.out, quiet=flags.json))
