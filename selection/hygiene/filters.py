@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from selection.hygiene import config
 from selection.hygiene.shingles import WORDS, WordHashes, mix, windows
+
+if TYPE_CHECKING:
+    from selection.hygiene import config
 
 # Function words, the commonest first in no strict order; a word may belong to several languages.
 _COMMON = {
