@@ -26,8 +26,7 @@ MARKER, FORMAT = "sweep.json", 2
 """What a sweep was asked for, and the newest form of that."""
 CELLS, CURVES, POINTS, EMC = "cells.parquet", "curves.parquet", "points.csv", "emc.json"
 """What a sweep's cells come to."""
-_FIX = f"delete the cell's {RESULT}, and the same command runs the cell anew"
-_KEYS = {"status", "reason", "metrics"}
+_KEYS = {"status", "reason"}
 
 
 def status_of(found: dict[str, Any]) -> Status:
@@ -52,6 +51,7 @@ def read_result(directory: Path) -> dict[str, Any] | None:
     """The result of the cell in `directory`; None if it has none yet. Raises UserError if the file is no result, or it
     or a record of the cell is not what the cell left."""
     for path in result_files(directory):
+        fix = f"delete the cell's {path.name}, and the same command runs the cell anew"
         try:
             found = json.loads(path.read_bytes())
             if not found.keys() >= _KEYS:
@@ -59,8 +59,8 @@ def read_result(directory: Path) -> dict[str, Any] | None:
         except FileNotFoundError:
             continue
         except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}: not a cell's result ({error}); {_FIX}") from None
-        found = unsealed(path, found, fix=_FIX)
+            raise UserError(f"{path}: not a cell's result ({error}); {fix}") from None
+        found = unsealed(path, found, fix=fix)
         return {**found, "status": status_of(found)}
     return None
 

@@ -60,7 +60,7 @@ def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
     for key in dict.fromkeys(cell.key for cell in cells):
         result = read_result(out / "cells" / key)
         if result is not None:
-            del result["metrics"]  # thousands of cells are held at once
+            result.pop("metrics", None)  # thousands of cells are held at once
             found[key] = result
     return found
 

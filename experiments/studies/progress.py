@@ -152,7 +152,7 @@ class Progress:
         self._counts[self._point[cell.key]][1 if done else 3] += 1
         self.done, self.failed = self.done + done, self.failed + (not done)
         if done:
-            self._costs.observe(cell, float(result["seconds"] or 0))
+            self._costs.observe(cell, float(result.get("wall_s", result.get("seconds")) or 0))
 
     def eta(self) -> float | None:
         """Seconds until the last cell is finished; None while nothing has finished. Running cells count half."""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.cells.files import is_final, read_result
-from benchmarks.studies.cells.runner import Runner, claim_study
+from benchmarks.studies.cells.runner import Runner
+from experiments.results.cells import read_result
 from experiments.run.console import Console
+from experiments.studies.study import claim_study
 from finetune.errors import UserError
 from tests.kill_points import kill_points
 from tests.study_cells import StandIn, run_stand_in
@@ -19,34 +20,38 @@ def test_a_dead_worker_costs_one_cell_and_not_the_study(tmp_path: Path) -> None:
     cells = [StandIn(str(i), name) for i, name in enumerate(behaves)]
     lines: list[str] = []
     told: list[Path] = []
-    with Runner(
-        tmp_path,
+    (tmp_path / "cells").mkdir()
+    runner = Runner(
+        tmp_path / "cells",
         run_stand_in,
         jobs=2,
         console=Console(quiet=True, log=lines.append),
-        total=len(cells),
         on_cell=told.append,
-    ) as runner:
-        runner.run(cells)
-        results = [runner.result(cell) for cell in cells]
-    assert [result["status"] for result in results] == ["done", "crashed", "done", "done", "done"]
-    assert results[1]["figure"] is None and "worker process ended 2 times" in results[1]["reason"]
+        label="study",
+    )
+    runner.run(cells)
+    results = [runner.result(cell) for cell in cells]
+    assert [result["status"] for result in results] == ["done", "failed", "done", "done", "done"]
+    assert results[1]["figure"] is None and "SIGKILL" in results[1]["reason"] and "2 times" in results[1]["reason"]
     assert sorted(path.stem for path in told) == [cell.key for cell in cells], "each cell is told once"
-    assert not is_final(tmp_path, "1") and is_final(tmp_path, "3"), "a crashed cell runs again with the next start"
-    tries = {cell.key: len((tmp_path / f"seen-{cell.key}").read_text()) for cell in cells}
+    assert all(runner.done(cell) for cell in cells), "no cell is tried twice by one start"
+    again = Runner(tmp_path / "cells", run_stand_in, jobs=1, console=Console(quiet=True), on_cell=told.append, label="")
+    assert not again.done(cells[1]) and again.done(cells[3]), "a failed cell runs again with the next start"
+    tries = {cell.key: len((tmp_path / "cells" / f"seen-{cell.key}").read_text()) for cell in cells}
     assert tries["1"] == tries["3"] == 2
-    assert any(line.startswith("crashed: die 1: its worker process") for line in lines)
+    assert any(line.startswith("failed 1 (die 1): its worker") for line in lines)
 
 
 def test_a_cell_that_ended_its_workers_is_not_run_for_its_result(tmp_path: Path) -> None:
     run_stand_in(tmp_path, StandIn("a", "die"), 1, died="its worker process ended")
-    found = read_result(tmp_path, "a")
-    assert (found["status"], found["reason"], found["figure"]) == ("crashed", "its worker process ended", None)
+    found = read_result(tmp_path / "a")
+    assert found is not None
+    assert (found["status"], found["reason"], found["figure"]) == ("failed", "its worker process ended", None)
     assert not (tmp_path / "seen-a").exists()
     file = tmp_path / "a.json"
     file.write_text(file.read_text().replace("worker", "porker"))
-    with pytest.raises(UserError, match=r"a\.json is not what was saved .*; delete it, and the same command runs"):
-        read_result(tmp_path, "a")
+    with pytest.raises(UserError, match=r"a\.json is not what was saved .*; delete the cell's a\.json"):
+        read_result(tmp_path / "a")
 
 
 def test_a_study_takes_its_own_directory_and_no_other(tmp_path: Path) -> None:

@@ -8,29 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.atomic import read_object
-from finetune.digests import unsealed, write_sealed
+from finetune.digests import write_sealed
 from finetune.errors import Interrupted
 
 Result = dict[str, Any]
-FINAL_STATES = ("done", "diverged", "refused")
-"""The same settings end the same way again; `crashed` cells are run again by the next start."""
 
 
 def cell_file(directory: Path, key: str) -> Path:
     """Where a cell's result lies."""
     return directory / f"{key}.json"
-
-
-def read_result(directory: Path, key: str) -> Result:
-    """The result of a cell that has one. Raises UserError if the file is none, or not what the cell left."""
-    file, fix = cell_file(directory, key), "delete it, and the same command runs the cell anew"
-    return unsealed(file, read_object(file, "status", fix=fix), fix=fix)
-
-
-def is_final(directory: Path, key: str) -> bool:
-    """Whether a cell has a result that another start would not change."""
-    return cell_file(directory, key).is_file() and read_result(directory, key)["status"] in FINAL_STATES
 
 
 def write_result(
@@ -45,11 +31,11 @@ def write_result(
     """Run `measure` and write `about`, what it returned and its time; a failure is a result with its reason.
 
     empty: what stands for the figures of a cell that failed. died: how the cell ended its workers; nothing is run then.
-    `status`: done; diverged or refused (kept); crashed (run again by the next start).
+    `status`: as `experiments.results.cells` says.
     """
     started, cpu = time.monotonic(), time.process_time()
     outcome: Result = {"reason": None, **empty}
-    outcome |= _outcome_of(measure) if died is None else {"status": "crashed", "reason": died}
+    outcome |= _outcome_of(measure) if died is None else {"status": "failed", "reason": died}
     write_sealed(
         cell_file(directory, key),
         {
@@ -73,8 +59,8 @@ def _outcome_of(measure: Callable[[], Mapping[str, Any]]) -> Result:
     except ValueError as error:
         from finetune.train.loop import Diverged
 
-        return {"status": "diverged" if isinstance(error, Diverged) else "refused", "reason": str(error)}
+        return {"status": "diverged" if isinstance(error, Diverged) else "failed", "reason": str(error)}
     except Exception as error:
-        return {"status": "crashed", "reason": f"{type(error).__name__}: {error}"}
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     finally:
         gc.collect()  # a PEFT model refers to itself: without this, each cell's weights outlive it

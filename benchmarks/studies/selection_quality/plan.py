@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.cells.inputs import chosen, digest, locate
-from benchmarks.studies.cells.study import study_recipe
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
 from benchmarks.studies.selection_quality.checks import check_cells, check_method, check_study
 from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
@@ -18,6 +16,8 @@ from experiments.recipe.key import settings_tree, short_hash
 from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
+from experiments.studies.cell import file_digest as digest
+from experiments.studies.study import chosen, locate, study_recipe
 from finetune.digests import digest as file_digest
 from finetune.errors import UserError
 from selection.config import Features, one_size

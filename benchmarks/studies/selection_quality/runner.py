@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.cells.files import Result, write_result
-from benchmarks.studies.cells.runner import Runner, claim_study
+from benchmarks.studies.cells.runner import Runner
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
 from benchmarks.studies.selection_quality.plan import Plan
 from experiments.recipe.build import nearest
 from experiments.run.console import Console
 from experiments.studies.compare.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
+from experiments.studies.study import claim_study
 from finetune.atomic import sweep_leftovers
 from finetune.errors import UserError
 
@@ -103,26 +104,15 @@ def run_study(
     Raises UserError if `out`, which the caller owns, holds something else, or where nothing can be judged.
     """
     claim_study(out, plan.resolved.to_yaml(), "study")
-    with Runner(
-        out / "cells", run_cell, jobs=jobs, console=console, total=_count(plan), on_cell=on_cell, label="quality"
-    ) as runner:
-        for made in ("pool", "selections"):
-            sweep_leftovers(out / made)
-        stages = _Stages(plan, runner, out)
-        stages.inputs()
-        stages.tune()
-        stages.finals()
-        stages.embedders()
+    for made in ("pool", "selections"):
+        sweep_leftovers(out / made)
+    runner = Runner(out / "cells", run_cell, jobs=jobs, console=console, on_cell=on_cell, label="quality")
+    stages = _Stages(plan, runner, out)
+    stages.inputs()
+    stages.tune()
+    stages.finals()
+    stages.embedders()
     return stages.outcome
-
-
-def _count(plan: Plan) -> int:
-    study = plan.study
-    pairs = len(study.targets) * len(plan.warm_arms())
-    selections = len(study.targets) * len(plan.arms_with_budget()) * (study.seeds + 1)
-    trials = pairs * (len(study.lr) + study.rounds) + len(study.targets) * len(study.fine_tune_lr)
-    embedders = len(study.embedders) * (1 + 2 * len(study.targets) * min(study.embedder_seeds, study.seeds))
-    return 2 + selections + trials + len(plan.points()) * study.seeds + embedders
 
 
 class _Stages:
@@ -135,11 +125,11 @@ class _Stages:
 
     def inputs(self) -> None:
         """The pool and its features, and the result of every selection."""
-        self._run([self.plan.pool], again=self._refused)
+        self._run([self.plan.pool])
         self.outcome.pool = self._good(self.plan.pool)
         self._check_pool()
         cells = [self.plan.features, *self.plan.embedders.values()]
-        self._run(cells, again=self._refused)
+        self._run(cells)
         self.outcome.features = {cell.name: self._good(cell) for cell in cells}
         # by seed, so that an interrupted study has whole seeds
         for arm in self.plan.arms_with_budget():
@@ -247,16 +237,12 @@ class _Stages:
 
     # ---------------------------------------------------------------------------------------- running
 
-    def _run(self, cells: Sequence[Any], *, again: Callable[[Any], bool] = lambda cell: False) -> None:
-        """Run cells; first, again, what they need and is not on this disk. again: cells to run though they ended."""
-        todo = [cell for cell in cells if again(cell) or not self.runner.done(cell)]
+    def _run(self, cells: Sequence[Any]) -> None:
+        """Run cells; first, again, what they need and is not on this disk."""
+        todo = [cell for cell in cells if not self.runner.done(cell)]
         if any(not isinstance(cell, PoolCell) for cell in todo):
             self._provide(todo)
-        self.runner.run(cells, again=again)
-
-    def _refused(self, cell: Any) -> bool:
-        """Whether an input was refused by an earlier start: what it is made of, files and tags, may be mended since."""
-        return self.runner.done(cell) and bool(self.runner.result(cell)["status"] == "refused")
+        self.runner.run(cells)
 
     def _provide(self, todo: Sequence[Any]) -> None:
         from benchmarks.studies.selection_quality.choosing import selection_file

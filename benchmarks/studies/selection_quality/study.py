@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.cells.study import carry_out
 from benchmarks.studies.selection_quality.analysis import analyse
 from benchmarks.studies.selection_quality.page import page
 from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.runner import run_study
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
+from experiments.studies.study import carry_out
 
 DOCUMENT = "quality.json"
 
