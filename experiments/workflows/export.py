@@ -61,7 +61,7 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
     if base_model is not None:
         _require_hub_name(base_model)
     labels = known_labels(path, recipe)
-    tokenizer = open_backbone(recipe.backbone).tokenizer
+    tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.prepare_tokenizer(tokenizer)
     with new_output(out) as temporary:
         if added:

@@ -34,15 +34,6 @@ def begins_elsewhere(adapter: Adapter) -> bool:
     return adapter.init != "default" or adapter.under is not None or adapter.start is not None
 
 
-def backbone_record(recipe: Recipe) -> dict[str, Any]:
-    """What manifest.json says of the backbone: its name, the fingerprint of its weights, digests of its texts."""
-    from finetune.models.backbone import open_backbone
-    from finetune.models.fingerprint import fingerprint, text_digests
-
-    directory = open_backbone(recipe.backbone).directory
-    return {"name": recipe.backbone, "fingerprint": fingerprint(directory), "files": text_digests(directory)}
-
-
 def check_backbone(path: Path, recipe: Recipe) -> None:
     """Raise UserError if the recipe's backbone is not the one that the run directory `path` trained on.
 
@@ -50,14 +41,13 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
     (`finetune.models.fingerprint`). What a run did not note passes.
     """
     from finetune.models.backbone import open_backbone
-    from finetune.models.fingerprint import fingerprint, text_digests
 
     file = path / "manifest.json"
     noted = read_object(file).get("backbone") if file.is_file() else None
     if not isinstance(noted, dict):
         return
-    directory = open_backbone(recipe.backbone).directory
-    files, found = noted.get("files"), text_digests(directory)
+    backbone = open_backbone(recipe.backbone)
+    files, found = noted.get("files"), backbone.text_digests
     if isinstance(files, dict) and found != files:
         name = min(name for name in files.keys() | found.keys() if files.get(name) != found.get(name))
         what = "is gone" if name not in found else "is new" if name not in files else "is another one"
@@ -66,7 +56,7 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
             "there, or train anew"
         )
     before = noted.get("fingerprint")
-    if before is not None and (now := fingerprint(directory)) != before:
+    if before is not None and (now := backbone.fingerprint) != before:
         raise UserError(
             f"{path}: its backbone {recipe.backbone!r} has other weights than the run trained on (fingerprint "
             f"{now[:12]}…, then {before[:12]}…); restore them, or train anew"

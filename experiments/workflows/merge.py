@@ -84,7 +84,7 @@ def _merge(path: Path, out: Path, check: Check) -> dict[str, Any]:
     _refuse_quantised(recipe)
     SavedAdapter.find(str(path), where=str(path))  # refuses one that fits changed frozen weights
     labels = known_labels(path, recipe)
-    tokenizer = open_backbone(recipe.backbone).tokenizer
+    tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.prepare_tokenizer(tokenizer)
     dtype = stored_dtype(recipe)
     adapter = path / "adapter"

@@ -41,7 +41,6 @@ from experiments.select.select import select_into
 from experiments.workflows.build import judge_splits, lost_lines
 from experiments.workflows.context import RunContext, opened
 from experiments.workflows.initial_adapter import (
-    backbone_record,
     beginning,
     check_backbone,
     check_beginning,
@@ -108,7 +107,7 @@ def train(
         check_memory(recipe, prepared.train)
         manifest = _manifest(recipe, prepared)
         if world.is_main:
-            manifest["backbone"] = backbone_record(recipe)
+            manifest["backbone"] = open_backbone(recipe.backbone).record
             RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest, texts=template_copy(recipe))
         world.wait()
         run = RunDirectory(out, writes=world.is_main)

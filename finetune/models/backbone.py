@@ -49,7 +49,8 @@ _opened: dict[tuple[str, str], Backbone] = {}
 class Backbone:
     """A backbone that is there, as `open_backbone` gives it. Its parts are read when they are first asked for.
 
-    Configuration and tokenizer are shared by all who open it: whoever changes them takes a copy (`own_config`).
+    Configuration and tokenizer are shared by all who open it: whoever changes them takes one of their own
+    (`own_config`, `own_tokenizer`).
     """
 
     name: str
@@ -93,6 +94,10 @@ class Backbone:
         Raises:
             UserError: there is none, or it has neither of those tokens.
         """
+        return self.own_tokenizer()
+
+    def own_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer read anew, to be changed and saved."""
         from transformers import AutoTokenizer
 
         config = self.config  # which the tokenizer's class is told by, so that it would be blamed for a bad one
@@ -106,6 +111,25 @@ class Backbone:
                 raise UserError(f"{self.where}: its tokenizer has neither a pad nor an end-of-sequence token")
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of its weights, every byte of them (`finetune.models.fingerprint`)."""
+        from .fingerprint import fingerprint
+
+        return fingerprint(self.directory)
+
+    @property
+    def text_digests(self) -> dict[str, str]:
+        """SHA-256 of its configuration, tokenizer and chat templates, by file."""
+        from .fingerprint import text_digests
+
+        return text_digests(self.directory)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a manifest says of it: its name, the fingerprint of its weights, digests of its texts."""
+        return {"name": self.name, "fingerprint": self.fingerprint, "files": self.text_digests}
 
     @property
     def reads_both_ways(self) -> bool:

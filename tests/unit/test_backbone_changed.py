@@ -12,9 +12,10 @@ from experiments.recipe import resume_recipe
 from experiments.workflows import export, merge, train
 from experiments.workflows.evaluate import evaluate_run
 from experiments.workflows.generate import generate_from_run
-from experiments.workflows.initial_adapter import backbone_record, check_backbone
+from experiments.workflows.initial_adapter import check_backbone
 from experiments.workflows.sharpness import measure_run
 from finetune.errors import UserError
+from finetune.models.backbone import open_backbone
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 
@@ -32,7 +33,7 @@ def finished(tmp_path: Path) -> Path:
     (run / "recipe.resolved.yaml").write_text(
         f"backbone: {source}\ntask: language-model\ndata: {{train: {{files: [rows.jsonl]}}}}\n", encoding="utf-8"
     )
-    record = backbone_record(resume_recipe(run).recipe)
+    record = open_backbone(resume_recipe(run).recipe.backbone).record
     (run / "manifest.json").write_text(json.dumps({"inputs": [], "backbone": record}), encoding="utf-8")
     return run
 

@@ -100,3 +100,9 @@ def test_a_models_own_configuration_is_what_transformers_would_read(kind: str, s
     assert type(mine) is type(theirs) and mine.to_dict() == theirs.to_dict()
     mine.pad_token_id = 7
     assert backbone.config is not mine and backbone.own_config({}).to_dict() == backbone.config.to_dict()
+
+
+def test_what_is_changed_and_saved_is_read_anew(counts: Counter[str]) -> None:
+    backbone = open_backbone("flatshift-5m")
+    backbone.own_tokenizer().chat_template = "{{ messages }}"
+    assert backbone.tokenizer.chat_template != "{{ messages }}" and counts["tokenizer"] == 2
