@@ -441,3 +441,37 @@ def test_warm_up_runs_alone():
     recipe = load_recipe("warmup").recipe
     assert "warmup" in stackable(recipe)
     assert stackable(dataclasses.replace(recipe, warmup=None, regularizer=Plain())) is None
+
+
+# --------------------------------------------------------------------------------------------- paused stages
+
+
+def test_a_stage_is_awake_only_while_somebody_waits_for_it():
+    from finetune.stacked.together import Stage
+
+    seen = []
+
+    def work(stage):
+        try:
+            seen.append(stage.pause("a"))
+            seen.append(stage.pause("b"))
+        finally:
+            seen.append("left")
+        return "end"
+
+    stage = Stage(work)
+    assert next(stage) == "a" and seen == [] and stage.send(1) == "b" and seen == [1]
+    with pytest.raises(StopIteration) as end:
+        stage.send(2)
+    assert end.value.value == "end" and seen == [1, 2, "left"] and stage.seconds > 0
+    closed = Stage(work)
+    next(closed)
+    closed.close()
+    assert seen == [1, 2, "left", "left"]
+    with pytest.raises(StopIteration):
+        next(closed)
+    broken = Stage(work)
+    next(broken)
+    with pytest.raises(ValueError, match="of the one who computes"):
+        broken.throw(ValueError("of the one who computes"))
+    Stage(work).close()  # never begun

@@ -351,3 +351,21 @@ def test_tables_without_traces_have_no_curves(tmp_path: Path) -> None:
     finish_cell(tmp_path / "cells" / cells[0].key, cells[0], Result("done", None, {"test": {"loss": {"value": None}}}))
     (row,) = write_table(tmp_path, cells)
     assert row["test.loss"] is None and not (tmp_path / "curves.parquet").exists()
+
+
+def test_every_form_of_result_ends_in_one_of_three_ways(tmp_path: Path) -> None:
+    from experiments.results.cells import ended, read_result
+
+    forms: list[tuple[dict, str]] = [
+        ({"status": "done"}, "done"),
+        ({"status": "diverged"}, "diverged"),
+        ({"status": "failed", "diverged": True}, "diverged"),  # of sweeps before
+        ({"status": "failed", "diverged": False}, "failed"),
+        ({"status": "refused"}, "failed"),  # of comparisons before
+        ({"status": "crashed"}, "failed"),
+    ]
+    for place, (found, status) in enumerate(forms):
+        (tmp_path / f"{place}.json").write_text(json.dumps(found | {"reason": None}), encoding="utf-8")
+        result = read_result(tmp_path / str(place))
+        assert result is not None and result["status"] == status
+    assert (ended("done"), ended("diverged"), ended("failed")) == ("stopped early", "diverged", "failed")
