@@ -28,7 +28,7 @@ from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.layout import local
 from finetune.parallel.mesh import World
-from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.rules import Settings, check_settings
 from finetune.run_directory import RunDirectory
 from finetune.seeds import torch_generator
 from finetune.tasks import Classify, LanguageModel, Seq2Seq, Task

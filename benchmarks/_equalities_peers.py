@@ -33,7 +33,7 @@ from benchmarks._equalities import (
     regularizer,
 )
 from finetune.models.backbone import quiet_transformers
-from finetune.parallel.layout import canonical
+from finetune.models.weight_names import canonical
 from finetune.seeds import derive
 
 

@@ -9,14 +9,72 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
-from .adapters.projector_settings import Projector as Projector
 from .bounds import LONGEST, MOST_STEPS, refuse_zero
 from .bounds import check_bounds as check_bounds
-from .train.data_order import Spikes as Spikes
-from .train.trackers import Tracker as Tracker
 
 DATA_INITS = ("eva", "corda", "lora-ga")
 """`adapter.init` that looks at training rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projector:
+    """One trained linear map (with bias) from feature vectors that every row brings along to the backbone's width."""
+
+    features: str = "features"
+    """Column of the rows: a list of `width` numbers, or a list of such lists where there are several vectors."""
+    width: int = 768
+    """Numbers in one vector, as the encoder that made them has it (ViT-B, AST and TimeSformer: 768)."""
+    vectors: int | None = None
+    """Vectors of each row; null: one, or one for each block of `inject`."""
+    inject: Literal["first"] | tuple[int, ...] = "first"
+    """`first`: each vector is a place of its own at the front of the row, from the first block on. Blocks, from 0: all
+    vectors share one place; at each of these blocks the next vector replaces what is there, and before the first of
+    them no token sees the place (eP-ALM's own way, in the upper blocks)."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, width=(1, None), vectors=(1, None))
+        if isinstance(self.inject, str):
+            return
+        if not self.inject or self.inject[0] < 0 or list(self.inject) != sorted(set(self.inject)):
+            raise ValueError(f"inject must be blocks in rising order, as [8, 9, 10], or first; got {list(self.inject)}")
+        if self.vectors not in (None, len(self.inject)):
+            raise ValueError(
+                f"vectors is {self.vectors} and inject names {len(self.inject)} blocks; leave it out, or name as many"
+            )
+
+    @property
+    def count(self) -> int:
+        """K: vectors of each row."""
+        return (self.vectors or 1) if isinstance(self.inject, str) else len(self.inject)
+
+    @property
+    def places(self) -> int:
+        """Positions that they take at the front of every row."""
+        return self.count if isinstance(self.inject, str) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spikes:
+    """What to do when the loss jumps: go back and leave out the batches around (PaLM, arXiv 2204.02311, §5.1).
+
+    An update is a spike where its loss is above m + `threshold` · max(1.4826 · MAD, m/100), m the median of the losses
+    of the last `window` updates and MAD their median distance from it.
+    """
+
+    window: int = 64
+    """Updates whose losses say what is usual; none is a spike before so many."""
+    threshold: float = 8.0
+    """Robust standard deviations above the median."""
+    back: int = 100
+    """Updates before the spike that are undone at least: training goes on from the newest regular checkpoint (a
+    multiple of `train.save_every`) that is so old."""
+    skip: int = 200
+    """Batches that are left out from there on; always at least those up to the spike."""
+    most: int = 3
+    """Spikes that a stage goes back for; the next one stops it."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, window=(4, None), threshold=(1, None), back=(0, None), skip=(1, None), most=(1, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,3 +537,20 @@ class Evaluate:
         check_bounds(
             self, batch_size=(1, None), train_limit=(0, None), bootstrap=(1, 1_000_000), confidence=(0.5, 0.9999)
         )
+
+
+TrackerKind = Literal["tensorboard", "wandb", "trackio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracker:
+    """Where the lines of metrics.jsonl go besides; nothing is sent anywhere unless it is asked for here."""
+
+    kinds: tuple[TrackerKind, ...] = ()
+    """`tensorboard` (event files in the run directory), `wandb`, `trackio`: the extras `track-tensorboard`,
+    `track-wandb`, `track-trackio`."""
+    project: str = "flatshift"
+    """Project of wandb and trackio."""
+    online: bool = False
+    """Whether wandb may send what it is given to its server; else its files stay in the run directory (`wandb sync`).
+    trackio keeps its own database on this machine."""

@@ -23,7 +23,7 @@ from experiments.recipe.config import Recipe
 from finetune.errors import UserError, shortened
 from finetune.launch import spawn
 from finetune.models.quantize import check_available
-from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.rules import Settings, check_settings
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 

@@ -15,7 +15,7 @@ from finetune.config import Adapter, Mesh, Train
 from finetune.models.families import context_families, pipeline_families, tensor_plans
 from finetune.parallel.pipeline import bubble, schedules
 from finetune.parallel.pipeline.plan import virtual_stages
-from finetune.parallel.rules import RULES, Settings, broken_rule
+from finetune.planner.rules import RULES, Settings, broken_rule
 from finetune.stacked.refusing import REASONS
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
 from regularizers.config import GGPO, SAM, Plain, RegularizerConfig

@@ -141,9 +141,9 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
     """`train.backbone_precision` for `auto`, and why: narrow weights only where wide ones do not fit."""
     from experiments.recipe.mesh import backbone_directory
     from finetune.figures import gib
-    from finetune.parallel.rules import Settings, broken_rule
     from finetune.planner.devices import at_hand
     from finetune.planner.footprint import Sizes, footprint
+    from finetune.planner.rules import Settings, broken_rule
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")

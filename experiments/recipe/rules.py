@@ -1,6 +1,6 @@
 """What no run can do, refused before anything is read or trained: a table, over that of a mesh.
 
-`finetune.parallel.rules` says what goes with what on a mesh; this table what else of a recipe does not go together, and
+`finetune.planner.rules` says what goes with what on a mesh; this table what else of a recipe does not go together, and
 what a cell of a sweep or study cannot be. docs/support-matrix.md prints both. Imports nothing heavy.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.recipe.config import Recipe, WarmUp, warm_up_task
 from finetune.errors import UserError
-from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.rules import Settings, check_settings
 
 COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
 """Those whose compiled steps are compared with eager ones in the tests."""

@@ -58,7 +58,6 @@ from experiments.workflows.run_parts import (
 )
 from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
-from finetune.compute.attention import refuse_leaks
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.labels import fold_units
@@ -66,14 +65,15 @@ from finetune.data.panel import first_batch_panel
 from finetune.data.rows import describe
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
+from finetune.evaluate.leaks import refuse_leaks
 from finetune.figures import rate_text
 from finetune.launch import consistency, spawn, watchdog
 from finetune.lock import owned
 from finetune.models.backbone import open_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
-from finetune.parallel.rules import Settings, check_settings
 from finetune.planner.memory import mesh_lines, plan_lines
+from finetune.planner.rules import Settings, check_settings
 from finetune.run_directory import RunDirectory, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
 from finetune.tasks import Task

@@ -21,7 +21,7 @@ from ..config import Adapter
 from ..digests import check_adapter
 from ..errors import UserError
 from ..models.backbone import open_backbone
-from ..parallel.layout import canonical
+from ..models.weight_names import canonical
 from ..seeds import torch_generator
 from . import soft_tokens
 from .initial_values import TAKES_OUT, Calibration, initialise, look_at_data, require_calibration

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..parallel.layout import canonical
+from ..models.weight_names import canonical
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -14,7 +14,7 @@ import torch
 from ..compute.numerics import seeded
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
-from ..parallel.rules import Settings, check_settings
+from ..planner.rules import Settings, check_settings
 from ..seeds import torch_generator
 from .projector import attach_projector
 
@@ -39,7 +39,7 @@ def attach_soft_tokens(
     They start as the embeddings of tokens drawn by `seed`, as the paper advises.
 
     Raises:
-        UserError: a task (`finetune.parallel.rules`) or a backbone that they do not go with.
+        UserError: a task (`finetune.planner.rules`) or a backbone that they do not go with.
     """
     from peft import PromptTuningConfig, get_peft_model
 

@@ -105,7 +105,7 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
     if held is None:
         kernel = head.kernel if rows.requires_grad and len(rows) else None
         return (kernel or linear_cross_entropy)(rows, linear, targets, smoothing=task.smoothing)
-    assert task.smoothing == 0  # finetune.parallel.rules
+    assert task.smoothing == 0  # finetune.planner.rules
     found: Tensor = held.cross_entropy(rows, linear, targets)  # finetune.parallel.tensor.vocabulary
     return found
 

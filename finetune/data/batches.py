@@ -5,7 +5,7 @@ so nothing is dropped and a batch may straddle two epochs. A mixture (`finetune.
 of its sources. `Batches.at(step)` needs nothing but the step: resuming exactly is calling it with the next one.
 
 `pack_order` decides which samples share a packed row, in which each has positions 0, 1, 2, …; that none sees another is
-measured on the model at hand (`finetune.compute.attention.refuse_leaks`).
+measured on the model at hand (`finetune.evaluate.leaks.refuse_leaks`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..data.example import IGNORE, Example
+from ..data.share import ALONE, Share
 from ..errors import UserError
-from ..parallel.share import ALONE, Share
 from .writing import lacking_room, written
 
 if TYPE_CHECKING:

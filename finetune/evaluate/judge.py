@@ -13,8 +13,8 @@ from ..compute.numerics import evaluating, forward_precision
 from ..config import Evaluate
 from ..data.batches import iterate_eval
 from ..data.example import IGNORE, Example
+from ..data.share import ALONE, Share
 from ..errors import UserError
-from ..parallel.share import ALONE, Share
 from .answers import generate_answers
 from .bootstrap import Interval, ratio_interval
 from .classes import judge_classes

@@ -16,8 +16,8 @@ from ..compute.loss import Head, aligned, find_head
 from ..compute.numerics import forward_precision
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
+from ..data.share import ALONE, Share
 from ..models.anatomy import vocabulary_size
-from ..parallel.share import ALONE, Share
 
 if TYPE_CHECKING:
     from ..tasks import Task

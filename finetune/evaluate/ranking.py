@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from ..compute.numerics import forward_precision
 from ..data.example import IGNORE, Example
-from ..parallel.share import ALONE, Share
+from ..data.share import ALONE, Share
 from .answers import prompt_of
 from .perplexity import document_nats
 from .writing import batched, padded

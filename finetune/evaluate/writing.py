@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..compute.numerics import forward_precision
+from ..data.share import ALONE, Share
 from ..models.anatomy import before_text
-from ..parallel.share import ALONE, Share
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -20,6 +20,11 @@ from .safetensors_index import Entry, read_index
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+_WRAPPER = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
+_PART = re.compile(r"^part\d+\.")
+_BASE_LAYER = re.compile(r"\.base_layer(?!\.lora_)")
+# not where PEFT nests adapters of stacked experts: `experts.base_layer.lora_A` beside `experts.lora_A`
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -133,3 +138,15 @@ def _equal(one: str, other: str, entries: dict[str, Entry]) -> bool:
         rows = max(1, (4 << 20) // max(1, a.bytes // max(1, a.shape[0])))
         starts = range(0, a.shape[0], rows)
         return all(torch.equal(left[s : s + rows], right[s : s + rows]) for s in starts)
+
+
+def canonical(name: str) -> str:
+    """A parameter's or module's name as in the backbone, whatever wraps it.
+
+    PEFT's prefix, adapter name, `base_layer` and `modules_to_save`, checkpoint wrappers and a pipeline's `part0.` go:
+    `part1.base_model.model.model.layers.3.q_proj.base_layer.weight` → `model.layers.3.q_proj.weight`.
+    """
+    name = _WRAPPER.sub("", _PART.sub("", name))
+    name = _BASE_LAYER.sub("", name.removeprefix("base_model.model."))
+    name = name.replace(".modules_to_save.default", "").replace(".original_module", "").replace(".default", "")
+    return f"{name}.weight" if name.endswith(".lora_magnitude_vector") else name

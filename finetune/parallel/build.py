@@ -25,9 +25,9 @@ from ..figures import gib
 from ..models.anatomy import is_conv1d
 from ..models.load import load_backbone
 from ..models.quantize import describe, unwrap_packed
+from ..models.weight_names import canonical
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
-from .layout import canonical
 from .mesh import World
 
 if TYPE_CHECKING:

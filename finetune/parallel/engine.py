@@ -34,11 +34,12 @@ from ..compute.attention import without_starts
 from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
 from ..compute.loss import Head, batch_loss, find_head
+from ..data.share import Share
 from ..errors import UserError
 from ..models.anatomy import position_limit
-from .layout import Layout, Slice, canonical, local, put, whole_all
+from ..models.weight_names import canonical
+from .layout import Layout, Slice, local, put, whole_all
 from .mesh import DATA, TOKENS, World
-from .share import Share
 
 if TYPE_CHECKING:
     from ..data.batches import MicroBatch

@@ -30,7 +30,8 @@ from ..compute.capabilities import capabilities
 from ..config import Mesh
 from ..errors import UserError
 from ..models.anatomy import blocks
-from .layout import canonical, local
+from ..models.weight_names import canonical
+from .layout import local
 from .mesh import World
 
 # A first dim that does not divide is still cut if it is this many times the ranks: the remainder is then negligible.

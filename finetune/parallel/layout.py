@@ -9,7 +9,6 @@ DTensor's placements) of that slice second. What holds for a parameter holds for
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,24 +22,6 @@ from .mesh import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-_WRAPPER = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
-# not where PEFT nests adapters of stacked experts: `experts.base_layer.lora_A` beside `experts.lora_A`
-_BASE_LAYER = re.compile(r"\.base_layer(?!\.lora_)")
-_PART = re.compile(r"^part\d+\.")
-
-
-def canonical(name: str) -> str:
-    """A parameter's or module's name as in the backbone, whatever wraps it.
-
-    PEFT's prefix, adapter name, `base_layer` and `modules_to_save`, checkpoint wrappers and a pipeline's `part0.` go:
-    `part1.base_model.model.model.layers.3.q_proj.base_layer.weight` → `model.layers.3.q_proj.weight`.
-    """
-    name = _WRAPPER.sub("", _PART.sub("", name))
-    name = _BASE_LAYER.sub("", name.removeprefix("base_model.model."))
-    name = name.replace(".modules_to_save.default", "").replace(".original_module", "").replace(".default", "")
-    return f"{name}.weight" if name.endswith(".lora_magnitude_vector") else name
 
 
 @dataclass(frozen=True)

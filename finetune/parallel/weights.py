@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import UserError, is_out_of_memory
 from ..models.backbone import quiet_transformers
-from ..models.weight_names import Checkpoint
-from .layout import Layout, Runs, canonical, held, local, put
+from ..models.weight_names import Checkpoint, canonical
+from .layout import Layout, Runs, held, local, put
 from .mesh import World
 
 Progress = Callable[[int, int, float], None]

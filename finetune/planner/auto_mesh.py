@@ -23,9 +23,9 @@ from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import gib
 from ..models.families import FAMILIES, pipeline_families
-from ..parallel.rules import Settings, broken_rule, check_settings
 from .devices import Devices, at_hand
 from .footprint import Footprint, Sizes, footprint
+from .rules import Settings, broken_rule, check_settings
 
 if TYPE_CHECKING:
     from ..tasks import Task

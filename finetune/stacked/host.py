@@ -16,8 +16,8 @@ from ..compute.loss import Head, aligned, linear_cross_entropies
 from ..compute.numerics import attention, uses_dropout
 from ..data.encoding import IGNORE
 from ..models.anatomy import is_conv1d
+from ..models.weight_names import canonical
 from ..parallel.engine import Engine
-from ..parallel.layout import canonical
 from .frozen import Distinct, blocks_below, once_a_row
 from .group import Group, Run
 from .linear import HeadPart, Noise, Part, StackedLinear, StackedLora

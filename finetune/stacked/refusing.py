@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
-from ..parallel.rules import Settings
+from ..planner.rules import Settings
 
 if TYPE_CHECKING:
     from regularizers.config import RegularizerConfig

@@ -127,7 +127,7 @@ class Objective:
 
     @property
     def no_axes(self) -> Mapping[str, str]:
-        """Axes of a mesh that its models do not train on, and why: rows of `finetune.parallel.rules`."""
+        """Axes of a mesh that its models do not train on, and why: rows of `finetune.planner.rules`."""
         return {}
 
     @property

@@ -9,34 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ..bounds import check_bounds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spikes:
-    """What to do when the loss jumps: go back and leave out the batches around (PaLM, arXiv 2204.02311, §5.1).
-
-    An update is a spike where its loss is above m + `threshold` · max(1.4826 · MAD, m/100), m the median of the losses
-    of the last `window` updates and MAD their median distance from it.
-    """
-
-    window: int = 64
-    """Updates whose losses say what is usual; none is a spike before so many."""
-    threshold: float = 8.0
-    """Robust standard deviations above the median."""
-    back: int = 100
-    """Updates before the spike that are undone at least: training goes on from the newest regular checkpoint (a
-    multiple of `train.save_every`) that is so old."""
-    skip: int = 200
-    """Batches that are left out from there on; always at least those up to the spike."""
-    most: int = 3
-    """Spikes that a stage goes back for; the next one stops it."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, window=(4, None), threshold=(1, None), back=(0, None), skip=(1, None), most=(1, None))
-
+from ..config import Spikes
 
 Ranges = Sequence[Sequence[int]]
 """Batches [first, stop) that are left out, ascending, none touching the next."""

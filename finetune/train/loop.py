@@ -24,7 +24,6 @@ from ..compute import attention
 from ..compute.fused_loss import with_kernel
 from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
 from ..compute.precision import autocast, float32_products, settled
-from ..data.prefetch import fed
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
 from ..figures import rate_text
@@ -42,6 +41,7 @@ from .dev_loss import dev_figures
 from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, learning_rate
 from .out_of_memory import Shortage, noted
+from .prefetch import fed
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict
 from .stage import ForwardBackward, check_best, check_length, ended
@@ -117,7 +117,7 @@ class _Loop:
     def __init__(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage, shortage: Shortage
     ) -> None:
-        from ..compute.attention import refuse_leaks
+        from ..evaluate.leaks import refuse_leaks
 
         train, batches = stage.train, stage.batches
         self.engine, self.stage, self.train, self.regularizer = engine, stage, train, stage.regularizer

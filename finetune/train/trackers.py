@@ -15,29 +15,12 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from ..config import Tracker, TrackerKind
 from ..errors import UserError
 from ..run_directory import ENVIRONMENT, RunDirectory
-
-TrackerKind = Literal["tensorboard", "wandb", "trackio"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tracker:
-    """Where the lines of metrics.jsonl go besides; nothing is sent anywhere unless it is asked for here."""
-
-    kinds: tuple[TrackerKind, ...] = ()
-    """`tensorboard` (event files in the run directory), `wandb`, `trackio`: the extras `track-tensorboard`,
-    `track-wandb`, `track-trackio`."""
-    project: str = "flatshift"
-    """Project of wandb and trackio."""
-    online: bool = False
-    """Whether wandb may send what it is given to its server; else its files stay in the run directory (`wandb sync`).
-    trackio keeps its own database on this machine."""
-
 
 FOLDER = "trackers"
 _SENDING = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")

@@ -118,7 +118,7 @@ def count_of(micros: list[Micro]) -> int:
 
 def named_trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trained parameters by canonical name."""
-    from finetune.parallel.layout import canonical
+    from finetune.models.weight_names import canonical
 
     return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
 

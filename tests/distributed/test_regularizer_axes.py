@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from finetune.config import Mesh
-from finetune.parallel.rules import Settings, broken_rule
+from finetune.planner.rules import Settings, broken_rule
 from regularizers import ASAM, BAR, GGPO, MGPO, MSAM, RegularizerConfig, RegularizerError
 from tests.distributed.test_dropout_mesh import ADAPTER, Case, apart, course, save
 from tests.distributed_ranks import run_ranks

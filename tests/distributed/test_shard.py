@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from finetune.config import Mesh
 from finetune.errors import UserError
 from finetune.models.meta import empty_model
-from finetune.models.weight_names import Checkpoint
+from finetune.models.weight_names import Checkpoint, canonical
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.fsdp import shard
-from finetune.parallel.layout import Layout, Slice, canonical, put, whole_all
+from finetune.parallel.layout import Layout, Slice, put, whole_all
 from finetune.parallel.mesh import World
 from finetune.parallel.weights import load_weights, materialize
 from finetune.seeds import torch_generator

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from finetune.compute.capabilities import slice_rows
 from finetune.config import Mesh
 from finetune.models.meta import empty_model
-from finetune.models.weight_names import Checkpoint
-from finetune.parallel.layout import Layout, canonical
+from finetune.models.weight_names import Checkpoint, canonical
+from finetune.parallel.layout import Layout
 from finetune.parallel.mesh import World
 from finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
 from finetune.parallel.weights import load_weights, materialize

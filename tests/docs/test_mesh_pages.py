@@ -19,8 +19,8 @@ import pytest
 from experiments.recipe import from_override, load_recipe
 from finetune.config import Adapter, Mesh, Train
 from finetune.parallel.pipeline.plan import bubble, virtual_stages
-from finetune.parallel.rules import Settings, check_settings
 from finetune.planner.footprint import Sizes, footprint
+from finetune.planner.rules import Settings, check_settings
 from tests.patience import HANG_S
 from tests.unit.test_parallel_auto import llama
 

@@ -15,7 +15,7 @@ from finetune.config import Adapter, Mesh, Train
 from finetune.data.example import Example
 from finetune.errors import UserError
 from finetune.models.load import load_backbone
-from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.rules import Settings, check_settings
 from finetune.tasks import LanguageModel
 from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone

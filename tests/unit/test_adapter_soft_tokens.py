@@ -10,7 +10,7 @@ from finetune.config import Adapter, Mesh, Optimizer, Train
 from finetune.errors import UserError
 from finetune.models.anatomy import position_limit
 from finetune.models.load import load_backbone
-from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.rules import Settings, check_settings
 from finetune.run_directory import read_metrics
 from finetune.tasks import Classify, Completion, LanguageModel
 from regularizers import GGPO, RegularizerError, build

@@ -10,7 +10,7 @@ from finetune.config import Adapter, Mesh, Optimizer, Train
 from finetune.errors import UserError
 from finetune.models.backbone import open_backbone
 from finetune.models.load import load_backbone
-from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.rules import Settings, check_settings
 from finetune.tasks import Classify
 from finetune.train.optimizer import AdapterOptimizer
 from tests.finetune_models import save_backbone

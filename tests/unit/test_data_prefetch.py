@@ -10,15 +10,15 @@ import torch
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Optimizer, Train
-from finetune.data import prefetch
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
 from finetune.data.masking import Masking
-from finetune.data.prefetch import Prefetch, fed
 from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM
+from finetune.train import prefetch
+from finetune.train.prefetch import Prefetch, fed
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 from tests.stage_runs import run_or_stop

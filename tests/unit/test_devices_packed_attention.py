@@ -9,17 +9,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute import attention
-from finetune.compute.attention import NAME, as_mask, refuse_leaks, rows_apart, starts, without_starts
+from finetune.compute.attention import NAME, as_mask, starts, without_starts
 from finetune.compute.loss import batch_loss
 from finetune.config import Adapter, Optimizer, Train
-from finetune.data import prefetch
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
-from finetune.data.prefetch import Prefetch
 from finetune.errors import UserError
+from finetune.evaluate.leaks import refuse_leaks, rows_apart
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
 from finetune.tasks import Completion, LanguageModel
+from finetune.train import prefetch
+from finetune.train.prefetch import Prefetch
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 from tests.stage_runs import run_or_stop
 from tests.unit.test_data_prefetch import FakeLane
@@ -127,7 +128,7 @@ def test_a_kernel_that_leaks_or_fails_is_not_taken(on_cuda):
         assert len(said) == 1 and said[0].startswith("packed rows: a dense mask of T² (") and words in said[0]
         assert "more words" not in said[0]
     with pytest.raises(UserError, match="see each other"):
-        attention._register(leaking)
+        attention.register(leaking)
         engine.peft.get_base_model().set_attn_implementation(NAME)
         refuse_leaks(engine.judged, starts=True)
 
@@ -231,7 +232,7 @@ def test_a_packed_step_on_meta_goes_through_torchs_kernel_and_waits_for_nothing(
     """Forward and backward with the real kernel's schema; a tensor of the host that strayed in would raise."""
     engine = engine_of()
     base = engine.peft.get_base_model()
-    attention._register(attention.flash)
+    attention.register(attention.flash)
     base.set_attn_implementation(NAME)
     model = engine.model.to("meta").to(torch.bfloat16).train()
     checkpoint_activations(model, checkpointing)

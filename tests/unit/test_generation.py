@@ -12,12 +12,12 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter
 from finetune.data.encoding import IGNORE, encode, end_token
 from finetune.data.example import Example
+from finetune.data.share import Share
 from finetune.errors import UserError
 from finetune.evaluate.answers import generate_answers, prompt_of
 from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
 from finetune.evaluate.writing import written as run_prompts
 from finetune.models.load import load_backbone
-from finetune.parallel.share import Share
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 from tests.seq2seq_models import save_encoder_decoder

@@ -10,10 +10,10 @@ import pytest
 from finetune import assets
 from finetune.config import Adapter, Mesh, Train
 from finetune.errors import UserError
-from finetune.parallel.rules import Settings, check_settings
 from finetune.planner.auto_mesh import AXES, resolve
 from finetune.planner.devices import Devices, visible
 from finetune.planner.footprint import Sizes, footprint
+from finetune.planner.rules import Settings, check_settings
 from finetune.tasks import LanguageModel
 from regularizers.config import SAM, Plain
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from finetune.errors import UserError
-from finetune.parallel.layout import canonical
+from finetune.models.weight_names import canonical
 from finetune.parallel.pipeline import bubble, check_pipeline, cut, schedules, split, stage_costs, tied_sources
 from finetune.parallel.pipeline.cut import Costs
 from finetune.parallel.pipeline.pieces import cut_micros

@@ -8,7 +8,7 @@ import pytest
 
 from finetune.config import Adapter, Mesh, Optimizer, Projector, Train
 from finetune.errors import UserError
-from finetune.parallel.rules import REQUIRES, RULES, Settings, check_settings
+from finetune.planner.rules import REQUIRES, RULES, Settings, check_settings
 from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
 from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
 

@@ -17,7 +17,7 @@ from finetune.compute.matmul_rate import Rates, Shape, cpu_rates, measure_rates,
 from finetune.compute.precision import Choice, choose, cuda_choice, faster
 from finetune.config import Train
 from finetune.errors import UserError
-from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.rules import Settings, check_settings
 
 SHAPE = Shape.of(tokens=128, width=256, inner=688)
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -29,7 +29,7 @@ from finetune.errors import UserError
 from finetune.evaluate.judge import evaluate
 from finetune.models.backbone import open_backbone
 from finetune.models.load import load_backbone
-from finetune.parallel.rules import Settings, check_settings
+from finetune.planner.rules import Settings, check_settings
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, Seq2Seq, Task
 from finetune.tasks.objective import ByExample
 from tests.data_models import byte_tokenizer

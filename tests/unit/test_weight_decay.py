@@ -11,7 +11,7 @@ from transformers import Trainer
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Optimizer
 from finetune.models.load import load_backbone
-from finetune.parallel.layout import canonical
+from finetune.models.weight_names import canonical
 from finetune.tasks import LanguageModel
 from finetune.train.optimizer import AdapterOptimizer, decays
 from tests.finetune_models import save_backbone

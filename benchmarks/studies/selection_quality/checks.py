@@ -38,7 +38,7 @@ def check_study(recipe: Recipe, study: Quality) -> None:
 
 def check_cells(recipe: Recipe, where: str = "") -> None:
     """Raise UserError for settings that the runs of a study cannot have; where: who set them, for the error."""
-    from finetune.parallel.rules import Settings, check_settings
+    from finetune.planner.rules import Settings, check_settings
 
     assert recipe.warmup is not None
     if not recipe.task.one_class:

@@ -17,7 +17,7 @@ from ...config import Mesh
 from ...errors import UserError
 from ...models.anatomy import Anatomy
 from ...models.families import Stack
-from ..layout import canonical
+from ...models.weight_names import canonical
 from ..mesh import World
 from .absent import Absent, BiasOnly, Inlet, Outlet
 from .plan import stages_of, virtual_stages

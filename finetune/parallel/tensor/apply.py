@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.anatomy import backbone_of, is_conv1d
-from ..layout import Layout, Slice, canonical
+from ...models.weight_names import canonical
+from ..layout import Layout, Slice
 from ..mesh import World
 from . import borders
 from .check import check_tensor_plan

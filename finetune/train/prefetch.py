@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ..compute.attention import as_mask, rows_apart, starts
+from ..compute.attention import as_mask, starts
 from ..compute.presence import is_cuda
 from ..config import Train
-from .batches import MicroBatch
+from ..data.batches import MicroBatch
+from ..evaluate.leaks import rows_apart
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
