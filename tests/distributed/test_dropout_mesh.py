@@ -114,7 +114,6 @@ def course(case: Case, source: str, folder: Path, *, stop_at: int | None = None)
         optimizer=Optimizer(lr=3e-3, eps=1e-4),
         train=train,
         regularizer=build(case.regularizer),
-        label_names=labels,
     )  # fmt: skip
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["split"] == "train"]
     losses = {line["step"]: line["loss"] for line in lines}

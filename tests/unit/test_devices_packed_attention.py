@@ -15,6 +15,7 @@ from finetune.config import Adapter, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
 from finetune.errors import UserError
+from finetune.evaluate import leaks
 from finetune.evaluate.leaks import refuse_leaks, rows_apart
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.engine import Engine
@@ -60,7 +61,7 @@ def absent(*args, **how):
 @pytest.fixture
 def on_cuda(monkeypatch):
     """The CPU taken for a capable CUDA device."""
-    monkeypatch.setattr(attention, "unusable", lambda engine, train, device: attention._unsuited(engine, train))
+    monkeypatch.setattr(leaks, "unusable", lambda engine, train, device: attention._unsuited(engine, train))
 
 
 def engine_of(kind="llama", **overrides):

@@ -234,7 +234,7 @@ def test_rows_with_and_without_a_second_text_are_refused_under_a_head_over_an_en
         UserError, match=rf"{file}:1: this row has 2 end-of-sequence tokens and {file}:9 has 1, .*text2"
     ):
         prepare(recipe)
-    noted = {"inputs": [], "label_names": ["a", "b"]}
+    noted = {"inputs": [], "label_names": ["a", "b"], "units": None}
     (tmp_path / "manifest.json").write_text(json.dumps(noted), encoding="utf-8")
     with pytest.raises(UserError, match="takes no such rows together"):
         prepare_apart(recipe, [str(file)], run=tmp_path)

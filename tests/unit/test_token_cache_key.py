@@ -33,9 +33,6 @@ APART = {
     "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
     "finetune.train.trace.recorder": "which rows a run looks at",
     "finetune.compute.capabilities": "how rows that are made already come to a device",
-    "finetune.compute.presence": "how rows that are made already come to a device",
-    "finetune.compute.attention": "a model's forward pass over rows that are made already",
-    "finetune.parallel.engine": "whose device rows that are made already are copied to",
 }
 """What the digested source imports, and why another version of it makes no other rows."""
 
