@@ -55,7 +55,8 @@ class Projector:
 
 @dataclass(frozen=True, kw_only=True)
 class Spikes:
-    """What to do when the loss jumps: go back and leave out the batches around (PaLM, arXiv 2204.02311, §5.1).
+    """What to do when the loss jumps: roll back to a checkpoint and leave out the batches around (PaLM, arXiv
+    2204.02311, §5.1).
 
     An update is a spike where its loss is above m + `threshold` · max(1.4826 · MAD, m/100), m the median of the losses
     of the last `window` updates and MAD their median distance from it.

@@ -317,8 +317,8 @@ def _stage(context: RunContext, plan: StagePlan) -> Path:
         result = train_stage(engine, tokenizer, dataclasses.replace(stage, on_step=_shows(context, plan, bar)))
     if result.skipped or result.rewinds:
         console.say(
-            f"{plan.name}: {result.skipped} updates were left out, {result.rewinds} spikes gone back from (log.txt has "
-            "them)"
+            f"{plan.name}: {result.skipped} updates were left out, "
+            f"{result.rewinds} spikes rolled back (log.txt has them)"
         )
     return adapter
 

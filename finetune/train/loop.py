@@ -257,7 +257,7 @@ class _Loop:
             self.callbacks.fire("save")
 
     def update(self) -> Line | Verdict:
-        """One optimizer update; returns its line of metrics.jsonl, or that it is to be gone back from.
+        """One optimizer update; returns its line of metrics.jsonl, or that the stage is to roll back to a checkpoint.
 
         Whether it is made at all is decided by figures that are the same on every rank.
         """
@@ -408,7 +408,7 @@ class _Loop:
                 write_json(folder / DONE, {**told, "rates": rates, FILES: adapter_sums(folder)})
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
-        mishaps += [f"went back from {result.rewinds} spikes"] if result.rewinds else []
+        mishaps += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
         line = ", ".join([f"{result.tokens} supervised tokens", *mishaps, *filter(None, [rate_text(rates)])])
         self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")
         return result

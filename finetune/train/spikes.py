@@ -1,4 +1,4 @@
-"""Updates that must not be made: left out where the loss or gradient is no number, gone back from where the loss jumps.
+"""Updates that must not be made: left out where loss or gradient is no number, rolled back where the loss jumps.
 
 Every decision is taken from figures that are the same on all ranks, before the regularizer learns from the step, so a
 left-out update leaves no trace but its line in metrics.jsonl.
@@ -76,7 +76,7 @@ class Guard:
             state.recent = [*state.recent, self.found["loss"]][-self._train.spikes.window :]
 
     def skip(self, verdict: Verdict) -> dict[str, Any] | None:
-        """Count the update as left out and say so for its line; None where it is to be gone back from instead.
+        """Count the update as left out and say so for its line; None where the stage is to roll back instead.
 
         Raises Diverged where neither is allowed.
         """

@@ -169,7 +169,8 @@ def training_sections(run: Run) -> list[Section]:
 
 
 def _mishaps(run: Run) -> list[str]:
-    """Updates that were left out, spikes that were gone back from, and how fast the stages went, in sentences."""
+    """Updates that were left out, spikes after which the stage was rolled back, and how fast the stages went, in
+    sentences."""
     found = []
     for stage, done in run.stages.items():
         if done.get("skipped"):
@@ -178,8 +179,8 @@ def _mishaps(run: Run) -> list[str]:
             if line["split"] == SPIKE and line["stage"] == stage and isinstance(line.get("rewound_to"), int):
                 gone = ", ".join(f"{first} to {stop - 1}" for first, stop in line.get("left_out") or [])
                 found.append(
-                    f"{stage}: a loss spike in update {line['step']} was gone back from, to step {line['rewound_to']}; "
-                    f"batches {gone} are left out."
+                    f"{stage}: after a loss spike in update {line['step']} it rolled back to step "
+                    f"{line['rewound_to']}; batches {gone} are left out."
                 )
         rates = done.get("rates")
         if isinstance(rates, dict) and (text := rate_text(rates)):
