@@ -120,9 +120,9 @@ def _rename(*, after: bool) -> Callable[[Callable[[], bool]], None]:
 
 def _load(*, after: bool) -> Callable[[Callable[[], bool]], None]:
     def install(now: Callable[[], bool]) -> None:
-        from finetune.train import loop
+        from finetune.train import checkpointer
 
-        whole = loop.latest_checkpoint
+        whole = checkpointer.latest_checkpoint
 
         def latest_checkpoint(*arguments: Any, **keywords: Any) -> Any:
             hit = now()
@@ -133,7 +133,7 @@ def _load(*, after: bool) -> Callable[[Callable[[], bool]], None]:
                 _die()
             return found
 
-        loop.latest_checkpoint = latest_checkpoint
+        checkpointer.latest_checkpoint = latest_checkpoint
 
     return install
 
