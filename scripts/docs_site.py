@@ -1,0 +1,86 @@
+"""Hooks of mkdocs: the tabs of the site are the headings of docs/index.md, and pages beside docs/ come along.
+
+make docs        # builds site/ from docs/, strictly: a link that leads nowhere fails it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+_LINK = re.compile(r"\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def sections() -> dict[str, list[tuple[str, str]]]:
+    """Heading of docs/index.md → (question, page) of each row of its table; a page is a path from docs/."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in (DOCS / "index.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            found[line[3:]] = []
+        elif found and line.startswith("| ") and "](" in line:
+            question, page = (cell.strip() for cell in line.strip("| ").split(" | "))
+            rows = _LINK.finditer(page)
+            found[next(reversed(found))] += [(question, match["target"]) for match in rows]
+    return found
+
+
+def outside() -> dict[str, Path]:
+    """Files beside docs/ that its pages or one another link to: their path in the site → the file."""
+    found: dict[str, Path] = {}
+    queue = sorted(DOCS.glob("*.md"))
+    while queue:
+        page = queue.pop()
+        for match in _LINK.finditer(page.read_text(encoding="utf-8")):
+            target = (page.parent / match["target"]).resolve()
+            if target.is_file() and not target.is_relative_to(DOCS) and target.is_relative_to(ROOT):
+                name = _name(target)
+                if name not in found:
+                    found[name] = target
+                    queue += [target] if target.suffix == ".md" else []
+    return found
+
+
+def _name(path: Path) -> str:
+    """Where a file of the repository stands in the site; a README does not become the index of its folder."""
+    inside = path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
+    if inside == "README.md":
+        return "readme.md"
+    if path.name == "README.md":
+        return inside.removesuffix("/README.md") + ".md"
+    return inside if path.suffix else inside + ".md"
+
+
+def on_config(config: Any) -> Any:
+    """The navigation: a tab for each heading, an entry for each question."""
+    config.nav = [{"Start": "index.md"}]
+    for heading, rows in sections().items():
+        pages = dict.fromkeys(_name((DOCS / page).resolve()) for _, page in rows)
+        config.nav.append({heading: list(pages)})
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds what the pages link to beside docs/."""
+    from mkdocs.structure.files import File
+
+    for name, path in outside().items():
+        files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links as they are right in the repository become those of the site."""
+    here = {name: path for name, path in outside().items()}.get(page.file.src_uri, DOCS / page.file.src_uri)
+
+    def moved(match: re.Match[str]) -> str:
+        target = (here.parent / match["target"]).resolve()
+        if not target.is_file() or not target.is_relative_to(ROOT):
+            return match[0]
+        link = os.path.relpath(_name(target), Path(page.file.src_uri).parent)
+        return f"]({link}{match['anchor'] or ''})"
+
+    return _LINK.sub(moved, markdown)

@@ -1,0 +1,57 @@
+"""What a release needs says the same everywhere: version, interpreters, lanes, and where pages stand."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import flatshift
+from scripts import docs_site
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def _yaml(name: str) -> dict:
+    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_one_version() -> None:
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert newest and newest[1] == PROJECT["version"] == _yaml("CITATION.cff")["version"] == flatshift.__version__
+
+
+def test_workflows_run_what_a_user_runs() -> None:
+    workflow = _yaml(".github/workflows/ci.yml")["jobs"]["test"]
+    matrix = workflow["strategy"]["matrix"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    lanes = {*matrix["lane"], *(entry["lane"] for entry in matrix["include"])}
+    for lane in lanes:
+        assert re.search(rf"^\s*[\w| ]*\b{lane}\b[\w| ]*\)", script, flags=re.M), f".ci/run knows no lane {lane}"
+    assert f">={min(matrix['python'])}" == PROJECT["requires-python"]
+    release = _yaml(".github/workflows/release.yml")["jobs"]
+    assert release["publish"]["permissions"] == {"id-token": "write"}, "published without a kept token"
+
+
+def test_templates_and_container_hold() -> None:
+    for name in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert {"name", "description", "body"} <= _yaml(str(name.relative_to(ROOT))).keys()
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Containerfile").read_text(encoding="utf-8"), flags=re.M)
+    for word in " ".join(copied).split():
+        assert (ROOT / word).exists(), f"Containerfile copies {word}, which is not there"
+
+
+def test_the_site_has_every_page_once() -> None:
+    listed = [page for rows in docs_site.sections().values() for _, page in rows]
+    assert len(listed) == len(set(listed))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= set(listed)
+    assert all((ROOT / "docs" / page).is_file() for page in listed)
+
+
+def test_links_out_of_docs_come_along() -> None:
+    beside = docs_site.outside()
+    assert beside["readme.md"] == ROOT / "README.md" and "NOTICE.md" in beside
