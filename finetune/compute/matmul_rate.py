@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -34,7 +35,7 @@ _TURNS = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a transformer block's feed-forward part in one micro-batch."""
+    """Of a transformer block's feed-forward part in one micro-batch whose rows are half full."""
 
     tokens: int
     width: int
@@ -60,7 +61,8 @@ class Rates:
     rows: int
     """Rows of that product; fewer than `PRODUCT` has where bf16 is slow beyond doubt."""
     block: float | None
-    """Time of a LoRA block's forward and backward pass in float32 ÷ in bf16; None where the product has settled it."""
+    """Time of a LoRA block's forward and backward pass in float32 ÷ in bf16, the geometric mean of half-full and full
+    rows; None where the product has settled it."""
 
     @property
     def gain(self) -> float:
@@ -87,7 +89,7 @@ def cpu_rates(shape: Shape) -> tuple[Rates, str | None]:
     """
     about = _machine(shape)
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache_root() / f"products-{name}.json"
+    path = cache_root() / f"rates-{name}.json"
     kept, wrong = _read(path, about)
     if kept is not None:
         return kept, None
@@ -154,9 +156,10 @@ def _on_one_thread(shape: Shape) -> Rates:
         fp32, bf16 = (_rate(dtype, PRODUCT) for dtype in (torch.float32, torch.bfloat16))
     block = None
     if bf16 > _WORTH * fp32:
-        step = {dtype: lora_block(shape, dtype) for dtype in (torch.float32, torch.bfloat16)}
-        best = interleaved(list(step.values()), turns=_TURNS, clock=time.thread_time)
-        block = best[0] / best[1]
+        full = Shape.of(tokens=2 * shape.tokens, width=shape.width, inner=shape.inner)
+        steps = [lora_block(s, dtype) for s in (shape, full) for dtype in (torch.float32, torch.bfloat16)]
+        half32, half16, full32, full16 = interleaved(steps, turns=_TURNS, clock=time.thread_time)
+        block = math.sqrt(half32 / half16 * full32 / full16)
     return Rates(fp32, bf16, rows, block)
 
 

@@ -85,7 +85,7 @@ def test_a_measurement_is_kept_and_costs_a_third_of_a_second(cache, monkeypatch)
 def test_a_torn_or_foreign_measurement_is_made_anew_and_told(cache, monkeypatch, text):
     monkeypatch.setattr(matmul_rate, "measure_rates", lambda shape: NARROW)
     cpu_rates(SHAPE)
-    (file,) = cache.glob("products-*.json")
+    (file,) = cache.glob("rates-*.json")
     whole = file.read_text()
     file.write_text(text)
     rates, wrong = cpu_rates(SHAPE)
