@@ -23,7 +23,10 @@ from finetune.errors import UserError
 from finetune.run_directory import forget_undone, parse_line
 from finetune.tasks import KINDS, Objective
 
-EXPECTED = "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json or comparison.json"
+EXPECTED = (
+    "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json, comparison.json or "
+    "evaluation.json"
+)
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,8 @@ class Run:
 
     @cached_property
     def eval(self) -> dict[str, dict[str, dict[str, float]]]:
+        if self.evaluation:
+            return {}  # of several models, each with splits of its own
         return _check_eval(self.path / "eval.json", read_object(self.path / "eval.json"))
 
     @cached_property
@@ -188,6 +193,11 @@ class Run:
     def comparison(self) -> dict[str, Any]:
         """What `flatshift compare` found; empty where the directory is none of its."""
         return read_object(self.path / "comparison.json")
+
+    @cached_property
+    def evaluation(self) -> dict[str, Any]:
+        """What `flatshift eval --out` found of several models; empty where the directory is none of its."""
+        return read_object(self.path / "evaluation.json")
 
     @cached_property
     def sweep(self) -> SweepData | None:
@@ -341,7 +351,7 @@ def _read_study(path: Path) -> Study:
 
 _FILES = (
     "recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json",
-    "comparison.json",
+    "comparison.json", "evaluation.json",
 )  # fmt: skip
 """What a directory that can be shown has one of, or `cells`."""
 

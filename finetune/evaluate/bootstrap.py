@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
@@ -26,6 +27,81 @@ class Interval(TypedDict):
     low: float | None
     high: float | None
     n: int
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a split that can be asked of any draw of its rows: of a group of them, or beside another model's."""
+
+    rows: NDArray[np.int64]
+    """(n,) places, among the examples of the split, of the rows that it is of, ascending."""
+    of: Callable[[NDArray[np.int64]], NDArray]
+    """Takes (R, m) numbers into `rows` and returns (R,)."""
+
+    @classmethod
+    def over(
+        cls, items: Sequence[ArrayLike], statistic: Callable[..., NDArray], rows: ArrayLike | None = None
+    ) -> Figure:
+        """As `interval` takes them: arrays of n entries, and what is made of them with shape (R, m)."""
+        arrays = [np.asarray(values, dtype=np.float64) for values in items]
+        places = np.arange(len(arrays[0])) if rows is None else np.asarray(rows, dtype=np.int64)
+        return cls(places, lambda drawn: statistic(*(values[drawn] for values in arrays)))
+
+    @classmethod
+    def of_kinds(cls, kinds: NDArray[np.int64], statistic: Callable[[NDArray], NDArray], *, num_kinds: int) -> Figure:
+        """As `frequency_intervals` takes them."""
+
+        def of(drawn: NDArray[np.int64]) -> NDArray:
+            shifted = kinds[drawn] + num_kinds * np.arange(len(drawn))[:, None]
+            counts = np.bincount(shifted.ravel(), minlength=num_kinds * len(drawn))
+            return statistic(counts.reshape(len(drawn), num_kinds).astype(np.float64))
+
+        return cls(np.arange(len(kinds)), of)
+
+    def renumbered(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> Figure:
+        """Of its rows those numbered `order`, whose places are `rows` now (ascending in that order)."""
+        return Figure(rows[order], lambda drawn: self.of(order[drawn]))
+
+    def within(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers into `self.rows` of those of the places `rows` (ascending) that it is of."""
+        return np.flatnonzero(np.isin(self.rows, rows))
+
+
+def group_interval(
+    figure: Figure,
+    groups: Sequence[NDArray[np.int64]],
+    base: Figure | None = None,
+    *,
+    resamples: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Interval | None:
+    """`figure` over the rows at the places `groups[0]` of its split; with several groups, the mean of it over them.
+
+    base: subtract this figure of another model, asked of the same draws of the rows that both are of.
+    Returns None where a group has no such row. One row alone has no interval.
+    """
+    _check(1, resamples, confidence)
+    values, drawn, total = [], [], 0
+    for number, places in enumerate(groups):
+        rows = np.intersect1d(figure.rows, places)
+        rows = rows if base is None else np.intersect1d(rows, base.rows)
+        if not len(rows):
+            return None
+        ours, theirs = figure.within(rows), np.array([]) if base is None else base.within(rows)
+
+        def of(index: NDArray, ours: NDArray = ours, theirs: NDArray = theirs) -> NDArray:
+            return figure.of(ours[index]) - (0.0 if base is None else base.of(theirs[index]))
+
+        n, total = len(rows), total + len(rows)
+        values.append(of(np.arange(n)[None])[0])
+        rng = numpy_generator(seed, "bootstrap", str(number)) if number else numpy_generator(seed, "bootstrap")
+        block = max(1, _ELEMENTS // n)
+        sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
+        parts = [of(rng.integers(0, n, size=(size, n))) for size in sizes]
+        drawn.append(np.concatenate(parts) if parts else np.array([values[-1]]))
+    replicates = np.full(1, np.nan) if total == 1 else np.mean(drawn, axis=0)
+    return _interval(float(np.mean(values)), [replicates], confidence, total)
 
 
 def interval(
@@ -72,13 +148,19 @@ def ratio_interval(
 
     0/0 is not finite, so null.
     """
+    items = [numerator, denominator]
+    return interval(items, ratio_statistic(transform), resamples=resamples, confidence=confidence, seed=seed)
+
+
+def ratio_statistic(transform: Callable[[NDArray], NDArray] | None = None) -> Callable[[NDArray, NDArray], NDArray]:
+    """Σ top / Σ bottom along the last dim, then `transform`."""
 
     def statistic(top: NDArray, bottom: NDArray) -> NDArray:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             ratio = top.sum(-1) / bottom.sum(-1)
             return transform(ratio) if transform else ratio
 
-    return interval([numerator, denominator], statistic, resamples=resamples, confidence=confidence, seed=seed)
+    return statistic
 
 
 def frequency_intervals(

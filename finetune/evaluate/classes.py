@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from .bootstrap import Interval, frequency_intervals
+from .bootstrap import Figure, Interval, frequency_intervals
 from .metrics import functions
 
 
@@ -91,15 +91,23 @@ def majority(pairs: Pairs, weights: NDArray) -> NDArray:
 
 
 def judge_classes(
-    true: Sequence[int], predicted: Sequence[int], *, resamples: int, confidence: float, seed: int
+    true: Sequence[int],
+    predicted: Sequence[int],
+    *,
+    resamples: int,
+    confidence: float,
+    seed: int,
+    figures: dict[str, Figure] | None = None,
 ) -> dict[str, Interval]:
-    """The metrics that are judged by "classes", with intervals.
+    """The metrics that are judged by "classes", with intervals; `figures` receives each.
 
     Raises:
         UserError: no item.
     """
     pairs = Pairs.of(true, predicted)
     statistics = {name: partial(function, pairs) for name, function in functions("classes").items()}
+    if figures is not None:
+        figures |= {n: Figure.of_kinds(pairs.kinds, of, num_kinds=len(pairs.true)) for n, of in statistics.items()}
     return frequency_intervals(
         pairs.kinds,
         statistics,

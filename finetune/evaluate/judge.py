@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..data.example import IGNORE, Example
 from ..data.share import ALONE, Share
 from ..errors import UserError
 from .answers import generate_answers
-from .bootstrap import Interval, ratio_interval
+from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
 from .classes import judge_classes
 from .metrics import functions
 from .perplexity import document_nats
@@ -38,12 +38,13 @@ def evaluate(
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
+    figures: dict[str, Figure] | None = None,
 ) -> dict[str, Interval]:
     """Figures of `model` on `examples`, in evaluation mode, without gradients and without a random draw of its own.
 
     Returns what the task's `judge` names, each as `{value, low, high, n}` with n the number of examples. A figure that
     is not finite is null. On a mesh every rank calls this and gets the same figures; `share` says which rows are its
-    own.
+    own. `figures` receives each as what can be asked of groups of the examples and beside another model's.
 
     Raises:
         UserError: no examples, or answers that do not fit the backbone.
@@ -59,7 +60,8 @@ def evaluate(
         "share": share,
     }
     with evaluating(model):
-        return task.judge(Judge(model, tokenizer, task, pad_id, how, draw, label_names), examples)
+        judge = Judge(model, tokenizer, task, pad_id, how, draw, label_names, {} if figures is None else figures)
+        return task.judge(judge, examples)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Judge:
     draw: dict[str, Any]
     """Of intervals: `resamples, confidence, seed`."""
     label_names: Sequence[str] | None = None
+    figures: dict[str, Figure] = field(default_factory=dict)
+    """Receives every figure by name."""
 
     # ------------------------------------------------------------------------------------------------- what it says
 
@@ -88,13 +92,16 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------------- figures
 
-    def ratio(self, values: Any, counts: Any) -> Interval:
-        """Σ values / Σ counts."""
-        return ratio_interval(values, counts, **self.draw)
+    def ratio(
+        self, name: str, values: Any, counts: Any, *, transform: Any = None, rows: Sequence[int] | None = None
+    ) -> Interval:
+        """The figure `name`: Σ values / Σ counts, then `transform`; of the examples at `rows`, by default all."""
+        self.figures[name] = Figure.over([values, counts], ratio_statistic(transform), rows)
+        return ratio_interval(values, counts, transform=transform, **self.draw)
 
-    def mean(self, values: Any) -> Interval:
-        """The mean of one value an example."""
-        return self.ratio(values, np.ones(len(values)))
+    def mean(self, name: str, values: Any, *, rows: Sequence[int] | None = None) -> Interval:
+        """The figure `name`: the mean of one value an example."""
+        return self.ratio(name, values, np.ones(len(values)), rows=rows)
 
     def surprise(
         self, examples: Sequence[Example], nats: np.ndarray, tokens: np.ndarray, *, of: str = "text"
@@ -104,7 +111,7 @@ class Judge:
         found = {}
         for name, function in functions(of).items():
             values, counts, transform = function(nats, tokens, size)
-            found[name] = ratio_interval(values, counts, transform=transform, **self.draw)
+            found[name] = self.ratio(name, values, counts, transform=transform)
         return found
 
     def ranked(self, examples: Sequence[Example]) -> dict[str, Interval]:
@@ -114,7 +121,7 @@ class Judge:
         # The row's own completion is one of the choices: its surprise is known.
         nats = -scores[np.arange(len(gold)), gold]
         figures = self.surprise(examples, nats, np.array([_supervised(example) for example in examples]))
-        return figures | judge_classes(gold, scores.argmax(-1).tolist(), **self.draw)
+        return figures | judge_classes(gold, scores.argmax(-1).tolist(), figures=self.figures, **self.draw)
 
     def answers(self, examples: Sequence[Example], *, num_beams: int = 1, of: str = "answers") -> dict[str, Interval]:
         """The metrics that are judged by "answers" (or "seq2seq") of what the model writes, over the examples that have
@@ -122,9 +129,10 @@ class Judge:
 
         Nothing where none has: conversations whose last answer `train.max_length` cut off.
         """
-        asked = [example for example in examples if example.answer is not None]
-        if not asked:
+        rows = [i for i, example in enumerate(examples) if example.answer is not None]
+        if not rows:
             return {}
+        asked = [examples[i] for i in rows]
         answers = generate_answers(
             self.model,
             self.tokenizer,
@@ -134,7 +142,10 @@ class Judge:
             **self.how,
         )
         pairs = [(said, example.answer or "") for said, example in zip(answers, asked, strict=True)]
-        return {name: self.mean([function(*pair) for pair in pairs]) for name, function in functions(of).items()}
+        return {
+            name: self.mean(name, [function(*pair) for pair in pairs], rows=rows)
+            for name, function in functions(of).items()
+        }
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 To add one: a function beside its like, and an entry here. What a function takes depends on what it is judged by:
 
+    "document"             (finetune.evaluate.text.Counts) → (values, counts, transform or None)
     "text", "hidden"       (nats, tokens, bytes) of documents, (n,) each → (values, counts, transform or None)
     "answers", "seq2seq"   (answer, reference), two strings → float
     "classes"              (finetune.evaluate.classes.Pairs, weights (R, U)) → (R,)
@@ -53,11 +54,12 @@ class Metric:
 _ALL = (
     Metric(
         name="loss", title="loss", unit="nats per supervised token or example", lower=True, bounds=_POSITIVE,
-        headline=9, tile=11, by={"text": "perplexity:loss", "hidden": "perplexity:loss"},
+        headline=9, tile=11, by={"text": "perplexity:loss", "hidden": "perplexity:loss", "document": "text:loss"},
     ),
     Metric(
         name="perplexity", title="perplexity", unit="exp of nats per token", lower=True, bounds=_POSITIVE,
-        headline=1, tile=7, hub="perplexity", by={"text": "perplexity:perplexity"},
+        headline=1, tile=7, hub="perplexity",
+        by={"text": "perplexity:perplexity", "document": "text:perplexity"},
     ),
     Metric(
         name="pseudo_perplexity", title="pseudo-perplexity", unit="exp of nats per hidden token", lower=True,
@@ -65,7 +67,19 @@ _ALL = (
     ),
     Metric(
         name="bits_per_byte", title="bits per byte", unit="bits per byte of text", lower=True, bounds=_POSITIVE,
-        headline=2, tile=10, by={"text": "perplexity:bits_per_byte"},
+        headline=2, tile=10, by={"text": "perplexity:bits_per_byte", "document": "text:bits_per_byte"},
+    ),
+    Metric(
+        name="word_perplexity", title="perplexity of a word", unit="exp of nats per word", lower=True, bounds=_POSITIVE,
+        hub="word_perplexity", by={"document": "text:word_perplexity"},
+    ),
+    Metric(
+        name="character_perplexity", title="perplexity of a character", unit="exp of nats per character", lower=True,
+        bounds=_POSITIVE, by={"document": "text:character_perplexity"},
+    ),
+    Metric(
+        name="fertility", title="tokens per word", unit="tokens per word", lower=True, bounds=_POSITIVE,
+        by={"document": "text:fertility"},
     ),
     Metric(
         name="accuracy", title="accuracy", unit="share correct", bounds=_SHARE, shown_as_share=True,

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from .bootstrap import Interval, frequency_intervals
+from .bootstrap import Figure, Interval, frequency_intervals
 from .metrics import functions
 
 
@@ -53,9 +53,15 @@ class Sets:
 
 
 def judge_sets(
-    true: NDArray[np.bool_], logits: NDArray[np.float64], *, resamples: int, confidence: float, seed: int
+    true: NDArray[np.bool_],
+    logits: NDArray[np.float64],
+    *,
+    resamples: int,
+    confidence: float,
+    seed: int,
+    figures: dict[str, Figure] | None = None,
 ) -> dict[str, Interval]:
-    """The metrics that are judged by "sets", with intervals, of n rows with C classes.
+    """The metrics that are judged by "sets", with intervals, of n rows with C classes; `figures` receives each.
 
     Arguments:
         true, logits: (n, C).
@@ -64,6 +70,9 @@ def judge_sets(
     """
     sets = Sets(true, logits)
     statistics = {name: partial(function, sets) for name, function in functions("sets").items()}
+    if figures is not None:
+        each = np.arange(len(true))
+        figures |= {name: Figure.of_kinds(each, of, num_kinds=len(true)) for name, of in statistics.items()}
     return frequency_intervals(
         np.arange(len(true)),
         statistics,

@@ -9,16 +9,23 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .bootstrap import Interval, interval
+from .bootstrap import Figure, Interval, interval
 from .metrics import functions
 
 
 def judge_numbers(
-    true: ArrayLike, predicted: ArrayLike, *, mean: float, resamples: int, confidence: float, seed: int
+    true: ArrayLike,
+    predicted: ArrayLike,
+    *,
+    mean: float,
+    resamples: int,
+    confidence: float,
+    seed: int,
+    figures: dict[str, Figure] | None = None,
 ) -> dict[str, Interval]:
     """The metrics that are judged by "numbers", with intervals; a floor answers `mean`, that of the training rows.
 
-    A correlation with numbers that are all alike is not defined, so null.
+    A correlation with numbers that are all alike is not defined, so null. `figures` receives each.
 
     Arguments:
         true, predicted: (n,) in the same units.
@@ -27,6 +34,8 @@ def judge_numbers(
     """
     true = np.asarray(true, dtype=np.float64)
     items = [true, predicted, np.full(len(true), mean)]
+    if figures is not None:
+        figures |= {name: Figure.over(items, function) for name, function in functions("numbers").items()}
     return {
         name: interval(items, function, resamples=resamples, confidence=confidence, seed=seed)
         for name, function in functions("numbers").items()

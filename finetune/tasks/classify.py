@@ -157,7 +157,7 @@ class Classify(ByExample):
         nats, logits = judge.head(examples)
         true = np.array([example.labels for example in examples])
         if self.multi:
-            figures = judge_sets(true > 0, logits, **judge.draw)
+            figures = judge_sets(true > 0, logits, figures=judge.figures, **judge.draw)
         else:
-            figures = judge_classes(true.tolist(), logits.argmax(-1).tolist(), **judge.draw)
-        return {"loss": judge.mean(nats)} | figures
+            figures = judge_classes(true.tolist(), logits.argmax(-1).tolist(), figures=judge.figures, **judge.draw)
+        return {"loss": judge.mean("loss", nats)} | figures

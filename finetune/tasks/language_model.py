@@ -25,6 +25,7 @@ class LanguageModel(Objective):
     causal: ClassVar[bool] = True
     backbone: ClassVar[Literal["decoder"]] = "decoder"
     noise: ClassVar[Literal["tokens"]] = "tokens"
+    documents: ClassVar[bool] = True
     soft_tokens: ClassVar[bool] = True
 
     def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:

@@ -94,6 +94,8 @@ class Objective:
     """The end that a longer text or prompt loses, unless `train.truncation` names one."""
     noise: ClassVar[Literal["tokens", "rows"]] = "rows"
     """Where `data.label_noise` makes labels wrong: among the tokens of encoded rows, or in the rows."""
+    documents: ClassVar[bool] = False
+    """Whether its rows are plain documents, of which every token is judged however long they are."""
     soft_tokens: ClassVar[bool] = False
     """Whether soft tokens may come before its rows."""
     accuracy: ClassVar[bool] = False

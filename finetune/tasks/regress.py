@@ -127,8 +127,9 @@ class Regress(ByExample):
         units = examples[0].units
         assert units is not None
         true = np.array([example.labels for example in examples], dtype=np.float64)
-        loss = judge.mean(((predicted - true) / units.scale) ** 2)
-        return {"loss": loss} | judge_numbers(true, predicted, mean=units.mean, **judge.draw)
+        loss = judge.mean("loss", ((predicted - true) / units.scale) ** 2)
+        numbers = judge_numbers(true, predicted, mean=units.mean, figures=judge.figures, **judge.draw)
+        return {"loss": loss} | numbers
 
 
 def _target(row: Row) -> float:

@@ -13,7 +13,7 @@ SUMMARIES = {
     "train": "fine-tune an adapter by a recipe, or resume a run",
     "sweep": "a resumable grid over recipe keys and seeds",
     "compare": "training methods against a baseline by one fair protocol",
-    "eval": "judge a run directory on dev, test or your own rows",
+    "eval": "judge runs and bare backbones, side by side, by groups of rows",
     "generate": "let a finished run write: prompts in, answers out",
     "report": "one offline HTML page from run directories",
     "merge": "fold a run's adapter into its backbone",

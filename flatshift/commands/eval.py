@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,16 +23,29 @@ from flatshift.command_line import parse, spawn_ranks, split_overrides
 class Flags:
     """Judge a finished run again, on its own dev and test rows or on other files; on another mesh by --mesh.dp N, …
 
+    Several runs and bare backbones are judged on the same rows, each run also beside the backbone that it changes:
+    `flatshift eval RUN_DIR BACKBONE --data FILE`.
+
     With --sharpness: measure instead how the loss rises around the trained weights, and write sharpness.json, charts
     and the report into the run directory.
     """
 
-    run: Positional[Path]
-    """Run directory."""
+    subjects: Positional[tuple[str, ...]]
+    """Run directories, and backbones (shipped name, directory or hub name)."""
     data: tuple[str, ...] = ()
     """Files to judge on instead; the split is called `data`."""
+    group_by: str | None = None
+    """A column of the rows: every figure also for each of its values."""
+    trained: tuple[str, ...] = ()
+    """Values of that column that the adapters were trained on; on the others they may have forgotten."""
+    window: int | None = None
+    """Tokens read at once of a whole document; by default what the backbone can, at most 1024."""
+    overlap: int | None = None
+    """Of them, how many were scored before and are context; by default a quarter."""
+    out: Path | None = None
+    """New directory for evaluation.json, eval.json and a page."""
     json: bool = False
-    """Print exactly what eval.json would hold, or what sharpness.json holds."""
+    """Print exactly what eval.json would hold, or what sharpness.json or evaluation.json holds."""
     sharpness: bool = False
     """Measure sharpness: λ_max, trace, mean and highest rises, slices, in adapter space and full weight space."""
     sharpness_batches: int | None = None
@@ -61,11 +75,27 @@ class Flags:
     harness_include: Path | None = None
     """Directory with task files of your own."""
 
+    @property
+    def asks_for_several(self) -> bool:
+        """Whether figures are wanted that one run alone does not give."""
+        given = self.group_by, self.trained, self.window, self.overlap, self.out
+        only = self.subjects[0] if len(self.subjects) == 1 else ""
+        return len(self.subjects) > 1 or any(given) or not _looks_like_run(only)
+
+    @property
+    def run(self) -> Path:
+        """The one run directory. Raises UserError where several are named."""
+        if len(self.subjects) > 1:
+            raise UserError(f"this takes one run directory, and {len(self.subjects)} are named; leave out the others")
+        return Path(self.subjects[0])
+
 
 def run(argv: list[str]) -> int:
     """`flatshift eval`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "eval", rest)
+    if not flags.subjects:
+        raise UserError("eval needs a RUN_DIR or a BACKBONE; see `flatshift eval --help`")
     if flags.harness:
         return _harness(flags, overrides)
     if given := [name for name in _fields(flags, "harness_") if getattr(flags, name) is not None]:
@@ -75,16 +105,47 @@ def run(argv: list[str]) -> int:
     if given := [name for name in _fields(flags, "sharpness_") if getattr(flags, name) is not None]:
         flag = given[0].replace("_", "-")
         raise UserError(f"--{flag} has a meaning with --sharpness only; add that, or leave it out")
-    recipe = resume_recipe(flags.run, overrides).recipe
+    if flags.asks_for_several:
+        return _side_by_side(flags, argv, overrides)
+    path = flags.run
+    recipe = resume_recipe(path, overrides).recipe
     if chosen := mesh_flags(recipe, given=named_axes(overrides)):
         return run([*argv, *chosen])
     if spawn.wants_ranks(recipe.mesh):
-        return spawn_ranks("eval", argv, recipe, flags.run)
+        return spawn_ranks("eval", argv, recipe, path)
     from experiments.workflows.evaluate import evaluate_run, render
 
-    result = evaluate_run(flags.run, data=flags.data, overrides=overrides, quiet=flags.json)
+    result = evaluate_run(path, data=flags.data, overrides=overrides, quiet=flags.json)
     if failure.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+    return 0
+
+
+def _looks_like_run(name: str) -> bool:
+    """A run directory, or a directory that is no backbone: what is wrong with it is said where runs are read."""
+    path = Path(name)
+    return (path / "recipe.resolved.yaml").is_file() or (path.is_dir() and not (path / "config.json").is_file())
+
+
+def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
+    """Several, or a bare backbone, or by groups."""
+    from experiments.report.chapters.evaluation import page
+    from experiments.workflows.side_by_side import judge_side_by_side, render
+
+    document = judge_side_by_side(
+        flags.subjects,
+        data=flags.data,
+        group_by=flags.group_by,
+        trained=flags.trained,
+        window=flags.window,
+        overlap=flags.overlap,
+        overrides=overrides,
+        out=flags.out,
+        command=shlex.join(["flatshift", "eval", *argv]),
+        quiet=flags.json,
+        page=page,
+    )
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document))
     return 0
 
 

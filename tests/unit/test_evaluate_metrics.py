@@ -7,7 +7,7 @@ import pytest
 
 from finetune.evaluate.metrics import METRICS, functions, in_headline_order, metric_of, on_tiles
 
-FAMILIES = ("text", "hidden", "answers", "seq2seq", "classes", "sets", "numbers")
+FAMILIES = ("document", "text", "hidden", "answers", "seq2seq", "classes", "sets", "numbers")
 
 
 @pytest.mark.parametrize("judged_by", FAMILIES)

@@ -1,0 +1,199 @@
+"""The page of models judged side by side: figures, differences, and the map of groups with what was forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.report import formats
+from experiments.report.blocks import Block, Chapter, Figures, Notes, Part, Section, Table, Tile
+from experiments.report.charts.intervals import Row, interval_chart
+from experiments.report.figure import WIDE, Chart
+from experiments.report.html import render
+from experiments.results.run import Run
+from finetune.evaluate.metrics import in_headline_order, metric_of
+
+Document = Mapping[str, Any]
+
+
+def part(run: Run) -> Part | None:
+    """A directory of `flatshift eval --out`."""
+    return _part(run.evaluation) if run.evaluation else None
+
+
+def page(document: Document) -> str:
+    """The whole page as HTML; everything that came from files or settings is escaped by the template."""
+    made = _part(document)
+    chapter = Chapter(
+        name=", ".join(subject["name"] for subject in document["subjects"]),
+        kind=made.kind,
+        finding=made.findings[0] if made.findings else "",
+        details=made.findings[1:],
+        facts=made.facts,
+        tiles=made.tiles,
+        sections=made.sections,
+        slug="evaluation",
+        command=str(document.get("command", "")),
+    )
+    return render([chapter])
+
+
+def _part(document: Document) -> Part:
+    grouped = document.get("group_by")
+    sections = [Section(f"Figures on {split}", _figures(document, split)) for split in document["rows"]]
+    if grouped:
+        for split in document["rows"]:
+            sections += _by_group(document, grouped, split)
+    if document["notes"]:
+        sections.append(Section("What to know", [Notes(document["notes"])]))
+    facts = [
+        ("rows", ", ".join(f"{n:,} {split}" for split, n in document["rows"].items())),
+        ("task", ", ".join(sorted({subject["task"] for subject in document["subjects"]}))),
+        ("precision", ", ".join(sorted({subject["precision"] for subject in document["subjects"]}))),
+    ]
+    return Part("evaluation", _findings(document), _tiles(document), sections, facts)
+
+
+def _headline(metrics: Mapping[str, Any]) -> str | None:
+    return next((name for name in ("bits_per_byte", *in_headline_order(metrics)) if name in metrics), None)
+
+
+def _findings(document: Document) -> list[str]:
+    """What is clear of each difference."""
+    said = []
+    for name, splits in document["differences"].items():
+        for split, metrics in splits.items():
+            metric = _headline(metrics)
+            if metric is None:
+                continue
+            found = metrics[metric]
+            low, high = found["low"], found["high"]
+            title = metric_of(metric).title
+            shown = formats.with_interval(found, plus=True)
+            if low is None or low <= 0 <= high:
+                said.append(f"{name}: no clear difference in {title} on {split}, {shown}.")
+            else:
+                better = (found["value"] < 0) == metric_of(metric).lower
+                said.append(f"{name}: {'better' if better else 'worse'} in {title} on {split}, {shown}.")
+    return said
+
+
+def _tiles(document: Document) -> list[Tile]:
+    split = next(iter(document["rows"]))
+    tiles = []
+    for name, splits in document["figures"].items():
+        metric = _headline(splits[split])
+        if metric is not None:
+            value, interval = formats.estimate(*(splits[split][metric][k] for k in ("value", "low", "high")))
+            tiles.append(Tile(f"{metric_of(metric).title}, {split}", value, interval, name))
+    return tiles[:6]
+
+
+def _figures(document: Document, split: str) -> list[Block]:
+    trees = {**document["figures"], **document["differences"]}
+    metrics = list(dict.fromkeys(name for splits in trees.values() for name in splits.get(split, {})))
+    rows = []
+    for name, splits in trees.items():
+        plus = name in document["differences"]
+        cells = [formats.with_interval(splits.get(split, {}).get(metric), plus=plus) for metric in metrics]
+        rows.append([name, *cells])
+    caption = (
+        "Intervals at the confidence of the recipe, by bootstrap over rows or documents. A difference asks both models "
+        "of the same draws of the same rows."
+    )
+    columns = ["judged", *(metric_of(metric).title for metric in metrics)]
+    return [Table(columns, rows, caption, frozenset(range(1, len(columns))))]
+
+
+def _by_group(document: Document, grouped: Document, split: str) -> list[Section]:
+    sections = []
+    families = grouped["families"]
+    ordered = [(family, group) for family, members in families.items() for group in members] or [
+        ("", group) for group in grouped["rows"]
+    ]
+    for name, splits in grouped["differences"].items():
+        if any(splits[split].values()):
+            sections.append(_change(grouped, name, split, ordered))
+    first = next(iter(grouped["figures"].values()))[split]
+    metrics = list(dict.fromkeys(metric for group in first.values() for metric in group))
+    for subject, splits in grouped["figures"].items():
+        rows = []
+        for family, group in ordered:
+            cells = [formats.with_interval(splits[split][group].get(metric)) for metric in metrics]
+            words = [family, _named(grouped, group)] if families else [_named(grouped, group)]
+            rows.append([*words, f"{grouped['rows'][group]:,}", *cells])
+        macro = grouped["macro"][subject].get(split, {})
+        cells = [formats.with_interval(macro.get(metric)) for metric in metrics]
+        rows.append([*([""] if families else []), "mean of all", "", *cells])
+        head = ["family"] * bool(families) + [grouped["column"], "rows", *(metric_of(m).title for m in metrics)]
+        numeric = frozenset(range(2 if families else 1, len(head)))
+        title = f"{subject} by {grouped['column']}, {split}"
+        sections.append(Section(title, [Table(head, rows, numeric=numeric)], folded=bool(sections)))
+    return sections
+
+
+def _named(grouped: Document, group: str) -> str:
+    name = grouped["names"].get(group)
+    return f"{group} {name}" if name else group
+
+
+def _change(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]]) -> Section:
+    """The map: what changed in each group, by family, trained groups apart from those that may be forgotten."""
+    found = grouped["differences"][name][split]
+    metric = next(m for m in map(_headline, found.values()) if m is not None)
+    about = metric_of(metric)
+    chart = _map(grouped, name, split, ordered, metric)
+    macro = grouped["macro_differences"][name][split]
+    rows = [[kind, formats.with_interval(metrics.get(metric), plus=True)] for kind, metrics in macro.items()]
+    blocks: list[Block] = [
+        Figures([chart]),
+        Table(["mean over", f"change in {about.title}"], rows, numeric=frozenset([1])),
+    ]
+    if grouped["trained"]:
+        lost = [
+            group
+            for _, group in ordered
+            if group not in grouped["trained"]
+            and (cell := found[group].get(metric)) is not None
+            and cell["low"] is not None
+            and (cell["low"] > 0 if about.lower else cell["high"] < 0)
+        ]
+        others = len(ordered) - len(grouped["trained"])
+        told = ", ".join(_named(grouped, group) for group in lost) or "none"
+        blocks.append(
+            Notes([f"Forgotten: of {others} groups that were not trained on, {len(lost)} are clearly worse: {told}."])
+        )
+    lead = f"{about.title.capitalize()} of the one less that of the other over the same rows" + (
+        "; below 0 is better." if about.lower else "; above 0 is better."
+    )
+    return Section(f"{name}: the map by {grouped['column']}, {split}", blocks, lead)
+
+
+def _map(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]], metric: str) -> Chart:
+    found, rows, family = grouped["differences"][name][split], list[Row | str](), ""
+    lower = metric_of(metric).lower
+    for of, group in ordered:
+        if of != family:
+            rows.append(of)
+            family = of
+        cell = found[group].get(metric)
+        if cell is None or cell["value"] is None:
+            continue
+        clear = cell["low"] is not None and not cell["low"] <= 0 <= cell["high"]
+        token = ("blue" if (cell["value"] < 0) == lower else "orange") if clear else "muted"
+        hollow = bool(grouped["trained"]) and group not in grouped["trained"]
+        said = formats.signed(cell["value"])
+        rows.append(Row(_named(grouped, group), cell["value"], cell["low"], cell["high"], said, token, hollow))
+    return interval_chart(
+        f"map-{split}",
+        rows,
+        title=f"Change in {metric_of(metric).title} by {grouped['column']}",
+        caption="Blue: clearly better, orange: clearly worse, grey: not clear."
+        + (" Hollow: not trained on." if grouped["trained"] else ""),
+        x=f"{name}: {metric_of(metric).unit or metric_of(metric).title}",
+        width=WIDE,
+        height=70 + 22 * len(rows),
+        left=170,
+        right=90,
+        zero=True,
+    )

@@ -1,0 +1,216 @@
+"""How surprised a model is by whole documents, per token, word, character and byte, from one pass.
+
+Every token of a document is scored exactly once, however long the document: in windows of the same width, each of which
+repeats the end of the one before as context. The first token follows the tokens that begin a text in training, else the
+end-of-sequence token, as lm-eval has it. The end of a document is not scored: what is counted is its text.
+
+Words are the segments of Unicode's default word boundaries (UAX #29) that hold a letter or a digit. Scripts without
+blanks (Thai, Lao, Khmer, Burmese, Chinese, Japanese) are cut by ICU's dictionaries where the package `icu4py` is there
+(extra `words`); without it each of their segments is a syllable or a sign, which `dictionary_missing` tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import regex
+from numpy.typing import NDArray
+
+from ..data.example import IGNORE, Example
+from ..errors import UserError
+from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
+from .metrics import functions
+from .perplexity import Ratio, document_nats
+
+if TYPE_CHECKING:
+    from ..tasks import Task
+
+_BOUNDARY = regex.compile(r"\b", regex.WORD | regex.V1)
+_WORDLIKE = regex.compile(r"[\p{L}\p{N}]")
+_NO_BLANKS = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Han}\p{Hiragana}\p{Katakana}]")
+_GRAPHEME = regex.compile(r"\X")
+_BATCH = 256
+"""Documents that are tokenised at once."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Documents, counted and scored; arrays of N."""
+
+    nats: NDArray[np.float64]
+    """Σ −log p of the tokens"""
+    tokens: NDArray[np.int64]
+    words: NDArray[np.int64]
+    characters: NDArray[np.int64]
+    """Unicode code points"""
+    graphemes: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    """Of UTF-8"""
+
+    def figures(self, *, into: dict[str, Figure], **draw: Any) -> dict[str, Interval]:
+        """The metrics that are judged by "document"; `into` receives each as a `Figure`.
+
+        draw: as `ratio_interval` takes it.
+        """
+        found = {}
+        for name, function in functions("document").items():
+            values, counts, transform = function(self)
+            into[name] = Figure.over([values, counts], ratio_statistic(transform))
+            found[name] = ratio_interval(values, counts, transform=transform, **draw)
+        return found
+
+
+def perplexity(counts: Counts) -> Ratio:
+    """exp of nats per token."""
+    return counts.nats, counts.tokens, np.exp
+
+
+def loss(counts: Counts) -> Ratio:
+    """Nats per token."""
+    return counts.nats, counts.tokens, None
+
+
+def word_perplexity(counts: Counts) -> Ratio:
+    """exp of nats per word: the perplexity of a token to the power of tokens per word."""
+    return counts.nats, counts.words, np.exp
+
+
+def character_perplexity(counts: Counts) -> Ratio:
+    """exp of nats per code point."""
+    return counts.nats, counts.characters, np.exp
+
+
+def bits_per_byte(counts: Counts) -> Ratio:
+    """nats / ln 2 / bytes of UTF-8."""
+    return counts.nats, counts.bytes * math.log(2.0), None
+
+
+def fertility(counts: Counts) -> Ratio:
+    """Tokens per word."""
+    return counts.tokens, counts.words, None
+
+
+def words_of(text: str) -> list[str]:
+    """The words of `text`, in order."""
+    if _NO_BLANKS.search(text) and (breaker := _dictionary()) is not None:
+        segments = breaker(text)
+    else:
+        segments = _BOUNDARY.split(text)
+    return [segment for segment in segments if _WORDLIKE.search(segment)]
+
+
+def graphemes_of(text: str) -> int:
+    """How many characters a reader sees: extended grapheme clusters of UAX #29."""
+    return len(text) if text.isascii() and "\r" not in text else sum(1 for _ in _GRAPHEME.finditer(text))
+
+
+def dictionary_missing(texts: Sequence[str]) -> str | None:
+    """What to tell a reader of words of these texts, where some have a script without blanks and ICU is not there."""
+    found = 0 if _dictionary() is not None else sum(1 for text in texts if _NO_BLANKS.search(text))
+    if not found:
+        return None
+    return (
+        f"{found:,} texts have words without blanks between them (Thai, Lao, Khmer, Burmese, Chinese, Japanese), "
+        "counted by syllable or sign; for ICU's dictionaries: pip install 'flatshift[words]'"
+    )
+
+
+def _dictionary() -> Callable[[str], list[str]] | None:
+    try:
+        from icu4py.breakers import WordBreaker
+    except ImportError:
+        return None
+    return lambda text: list(WordBreaker(text, "en"))
+
+
+def score_texts(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    task: Task,
+    window: int,
+    overlap: int,
+    batch_size: int,
+    pad_id: int,
+    where: Sequence[str] | None = None,
+    **how: Any,
+) -> Counts:
+    """Score every token of every text once.
+
+    Arguments:
+        window: tokens that the model reads at once.
+        overlap: of them, how many of every window but a document's first are context that was scored before.
+        where: place of each text, for messages.
+        how: `device, autocast_dtype, share`, as `document_nats` takes them.
+    Raises:
+        UserError: an overlap that leaves nothing to score, or a text without a token.
+    """
+    if not 1 <= overlap < window:
+        raise UserError(f"--overlap: {overlap} is not from 1 to {window - 1}, below the window of {window} tokens")
+    begin = beginning(tokenizer)
+    pieces: list[Example] = []
+    of: list[int] = []
+    for start in range(0, len(texts), _BATCH):
+        encoded = tokenizer(
+            list(texts[start : start + _BATCH]), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        for place, ids in enumerate(encoded, start=start):
+            if not ids:
+                raise UserError(f"{where[place] if where else f'text {place + 1}'}: the text is empty")
+            for piece, labels in windows([*begin, *ids], window, overlap):
+                pieces.append(Example(piece, labels, str(place), ""))
+                of.append(place)
+    nats, tokens = document_nats(model, pieces, task=task, batch_size=batch_size, pad_id=pad_id, **how)
+    n = len(texts)
+    return Counts(
+        nats=np.bincount(of, weights=nats, minlength=n).astype(np.float64),
+        tokens=np.bincount(of, weights=tokens, minlength=n).astype(np.int64),
+        words=np.array([len(words_of(text)) for text in texts], dtype=np.int64),
+        characters=np.array([len(text) for text in texts], dtype=np.int64),
+        graphemes=np.array([graphemes_of(text) for text in texts], dtype=np.int64),
+        bytes=np.array([len(text.encode()) for text in texts], dtype=np.int64),
+    )
+
+
+def beginning(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens before a document: those of training, else its end-of-sequence token, so that no token goes unscored.
+
+    Raises:
+        UserError: the tokenizer has neither.
+    """
+    from ..data.encoding import Specials
+
+    prefix = Specials.of(tokenizer).prefix
+    if not prefix and tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no token that could stand before a text; name a backbone with bos or eos")
+    return prefix or (tokenizer.eos_token_id,)
+
+
+def windows(ids: Sequence[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Input tokens and labels (IGNORE: context) of each window; every token but the first is a label exactly once."""
+    done = 1
+    while done < len(ids):
+        start = 0 if done == 1 else done - overlap
+        end = min(start + window, len(ids))
+        yield list(ids[start:end]), [IGNORE] * (done - start) + list(ids[done:end])
+        done = end
+
+
+@cache
+def _languages() -> dict[str, tuple[str, str]]:
+    """Name and family by code: ISO 639-1, 639-3, and codes of single varieties that stand for the language."""
+    lines = (Path(__file__).parent / "languages.tsv").read_text(encoding="utf-8").splitlines()
+    rows = (line.split("\t") for line in lines)
+    return {code: (name, family) for codes, name, family in rows for code in codes.split()}
+
+
+def language(code: str) -> tuple[str, str] | None:
+    """Name and family of a language by its code, region and script aside (`zh-CN`, `deu_1901`); None for any other."""
+    return _languages().get(regex.split(r"[-_]", code.strip().lower())[0])

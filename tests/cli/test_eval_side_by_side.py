@@ -1,0 +1,111 @@
+"""`flatshift eval` of several runs and bare backbones on the same rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flatshift.cli import run
+from tests.data_models import write_jsonl
+
+SMALL = {
+    "train.steps": 3, "train.batch_size": 4, "train.max_length": 32, "train.save_every": 0, "train.threads": 1,
+    "train.precision": "fp32", "optimizer.lr": 0.02, "data.train.limit": 24, "eval.bootstrap": 20,
+    "eval.train_limit": 0,
+}  # fmt: skip
+ROWS = [
+    {"lang": lang, "id": number, "text": f"{word} {number} " * 6}
+    for lang, word in (("de", "Das ist ein Satz"), ("en", "This is a sentence"), ("xal", "one"))
+    for number in range(1 if lang == "xal" else 12)
+]
+
+
+def trained(out: Path, recipe: str, **more: object) -> Path:
+    words = [word for key, value in (SMALL | more).items() for word in (f"--{key}", str(value))]
+    assert run(["train", recipe, "--out", str(out), *words]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("runs")
+    empty = {"data.dev.files": "[]", "data.test.files": "[]"}
+    return [trained(place / f"seed-{seed}", "language-model", **empty, **{"train.seed": seed}) for seed in (0, 1)]
+
+
+def asked(capsys: pytest.CaptureFixture, *words: object) -> dict:
+    capsys.readouterr()
+    assert run(["eval", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_runs_and_backbone_over_one_load(runs, tmp_path, capsys, monkeypatch):
+    from finetune.models import load
+
+    loads = []
+    whole = load.load_backbone
+    monkeypatch.setattr(load, "load_backbone", lambda *a, **k: loads.append(a) or whole(*a, **k))
+    data = write_jsonl(tmp_path / "texts.jsonl", ROWS)
+    out = tmp_path / "judged"
+    found = asked(
+        capsys, *runs, "flatshift-5m", "--data", data, "--group-by", "lang", "--trained", "en", "--out", out,
+    )  # fmt: skip
+    assert len(loads) == 1
+    names = [str(path) for path in runs]
+    assert set(found["figures"]) == {*names, "flatshift-5m"} and found["rows"] == {"data": len(ROWS)}
+    assert list(found["differences"]) == [f"{name} − flatshift-5m" for name in names]
+    for name in names:
+        figure = {s: found["figures"][s]["data"]["bits_per_byte"]["value"] for s in (name, "flatshift-5m")}
+        paired = found["differences"][f"{name} − flatshift-5m"]["data"]["bits_per_byte"]
+        assert paired["value"] == pytest.approx(figure[name] - figure["flatshift-5m"])
+        assert figure[name] != figure["flatshift-5m"] and paired["low"] <= paired["value"] <= paired["high"]
+    grouped = found["group_by"]
+    assert grouped["rows"] == {"de": 12, "en": 12, "xal": 1} and grouped["families"]["Germanic"] == ["de", "en"]
+    assert grouped["figures"][names[0]]["data"]["xal"]["loss"]["low"] is None
+    assert "not trained on" in grouped["macro_differences"][f"{names[0]} − flatshift-5m"]["data"]
+    assert any("fewer than 10 rows" in note for note in found["notes"])
+    # alone, each is the same: an adapter leaves nothing behind
+    for name in (names[1], "flatshift-5m"):
+        alone = asked(capsys, name, "--data", data, "--group-by", "lang", *(["--train.threads", 1] * (name[0] == "f")))
+        ours, theirs = alone["figures"][name]["data"], found["figures"][name]["data"]
+        assert ours["loss"]["value"] == pytest.approx(theirs["loss"]["value"], rel=1e-6)
+    page = (out / "report.html").read_text()
+    assert "the map by lang" in page and "Forgotten" in page and "http://" not in page.replace("http://www.w3.org", "")
+    flat = json.loads((out / "eval.json").read_text())
+    assert f"{names[0]} data lang=de" in flat
+    assert run(["report", str(out), "--out", str(tmp_path / "again.html")]) == 0
+
+
+def test_ranked_completions_have_groups_and_a_bare_backbone(tmp_path, capsys):
+    words = {"data.dev.limit": 4, "data.test.limit": 20, "train.steps": 1}
+    path = trained(tmp_path / "rank", "classify", **words, **{"task.kind": "completion", "task.score": "rank"})
+    found = asked(capsys, path, "flatshift-5m", "--group-by", "label")
+    assert {"accuracy", "f1_macro", "matthews"} <= set(found["figures"]["flatshift-5m"]["test"])
+    difference = found["differences"][f"{path} − flatshift-5m"]["test"]
+    assert "accuracy" in difference and "majority_floor" not in difference
+    by_label = found["group_by"]["figures"][str(path)]["test"]
+    right = sum(group["accuracy"]["value"] * group["accuracy"]["n"] for group in by_label.values())
+    assert right == pytest.approx(20 * found["figures"][str(path)]["test"]["accuracy"]["value"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["flatshift-5m"], "has no rows of its own; give --data"),
+        (["flatshift-5m", "flatshift-5m", "--data", "DATA"], "named twice"),
+        (["flatshift-5m", "--data", "DATA", "--group-by", "land"], "no column 'land' to group by"),
+        (["flatshift-5m", "--data", "DATA", "--trained", "de"], "--trained"),
+        (["flatshift-5m", "--data", "DATA", "--window", "9999"], "--window: 9999 is not from 2 to"),
+        (["flatshift-5m", "--data", "DATA", "--task.kind", "classify"], "has no head for task.kind: classify"),
+        (["nowhere-at-all", "--data", "DATA"], "is not a run directory, and"),
+        (["flatshift-5m", "--data", "DATA", "--out", "HERE"], "is not empty"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, said, tmp_path, capsys):
+    data = write_jsonl(tmp_path / "texts.jsonl", ROWS[:3])
+    given = {"DATA": str(data), "HERE": str(tmp_path)}
+    assert run(["eval", *(given.get(word, word) for word in words)]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said in line and len(line) < 330
