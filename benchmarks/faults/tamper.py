@@ -1,7 +1,9 @@
 """Every file of a finished run damaged, for every command that reads it: refused by name, or provably harmless.
 
-Harmless means that the command leaves, or says, what it does on the run as it was. Anything else is *silent* (another
-result and exit code 0), a *traceback*, or *unnamed* (a refusal that does not name the file, or in over 300 characters).
+Harmless means that the command leaves, or says, what it does on the run as it was; a cell of an unfinished sweep whose
+result is gone is one that has not run, so its page must be that of the sweep without the cell. Anything else is
+*silent* (another result and exit code 0), a *traceback*, or *unnamed* (a refusal that does not name the file, or in
+over 300 characters).
 """
 
 from __future__ import annotations
@@ -137,6 +139,10 @@ DAMAGES: dict[str, Callable[[Path, Path | None], None]] = {
 }
 
 
+def _no_cell(file: Path, other: Path | None) -> None:
+    shutil.rmtree(file.parent)
+
+
 @dataclass(frozen=True)
 class Tampered:
     """One damage to one file and what a command made of it."""
@@ -155,7 +161,7 @@ class Matrix:
     """Finished directories of one scenario, the one and another, and the undisturbed result of each reader."""
 
     def __init__(self, scenario: str, folder: Path, run: Runner, *, unfinished: bool = False) -> None:
-        self.scenario, self.folder, self.run = scenario, folder, run
+        self.scenario, self.folder, self.run, self.unfinished = scenario, folder, run, unfinished
         without, self.damaged = (UNFINISHED[scenario], "cells/*/*") if unfinished else ((), "**/*")
         self.inputs = folder / "inputs"
         if not self.inputs.is_dir():
@@ -172,7 +178,8 @@ class Matrix:
             shutil.copytree(self.place / "out", self.runs[name], copy_function=shutil.copy2)
             for file in without:
                 (self.runs[name] / file).unlink(missing_ok=True)
-        self.wanted: dict[str, dict[str, str]] = {}
+        self.wanted: dict[tuple[str, str | None], dict[str, str]] = {}
+        """By reader, and by the result file whose cell has not run."""
 
     def _clear(self) -> None:
         shutil.rmtree(self.place, ignore_errors=True)
@@ -190,12 +197,14 @@ class Matrix:
                     continue
                 yield name, damage, reader
 
-    def _read(self, reader: Reader, file: str | None = None, damage: str = "") -> tuple[int, str, dict[str, str]]:
+    def _read(
+        self, reader: Reader, file: str | None = None, damage: Callable[[Path, Path | None], None] = _no_cell
+    ) -> tuple[int, str, dict[str, str]]:
         self._clear()
         out, said = self.place / "out", self.folder / "said"
         shutil.copytree(self.runs["this"], out, copy_function=shutil.copy2)
         if file is not None:
-            DAMAGES[damage](out / file, self.runs["other"] / file)
+            damage(out / file, self.runs["other"] / file)
         said.unlink(missing_ok=True)
         code = self.run(reader.command(out, self.inputs), said)
         text = said.read_text(encoding="utf-8", errors="replace")
@@ -203,13 +212,14 @@ class Matrix:
 
     def judge(self, file: str, damage: str, reader: Reader) -> Tampered:
         """Do one damage to a copy, have the command read it, and compare."""
-        if reader.name not in self.wanted:
-            code, text, self.wanted[reader.name] = self._read(reader)
+        without = file if self.unfinished and damage == "missing" and Path(file).name == "result.json" else None
+        if (reader.name, without) not in self.wanted:
+            code, text, self.wanted[reader.name, without] = self._read(reader, without)
             if code:
                 raise RuntimeError(f"{reader.name} on the undisturbed {self.scenario} ends with {code}: {text[-2000:]}")
-        code, text, found = self._read(reader, file, damage)
+        code, text, found = self._read(reader, file, DAMAGES[damage])
         wrong, said = "", text.strip().splitlines()[-1] if text.strip() else ""
-        wanted = self.wanted[reader.name]
+        wanted = self.wanted[reader.name, without]
         different = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
         named = Path(file).name in said or f"{Path(file).parent}/" in said
         if code == BUG or "Traceback" in text:
