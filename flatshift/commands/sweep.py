@@ -42,6 +42,10 @@ class Flags:
     """auto (every CUDA device), cpu, or CUDA numbers such as 0,1; processes get them in turn."""
     max_cells: int | None = None
     """Refuse a plan of more cells (points times seeds) than this; 10000 by default."""
+    part: str | None = None
+    """i/n: run only this part of the cells, into a directory of its own (for arrays of jobs that share no disk)."""
+    merge: tuple[Path, ...] = ()
+    """Sweep directories whose finished cells are gathered in --out; nothing is trained, a missing cell is refused."""
     rerun_stale: bool = False
     """Run finished cells anew that another version of the code made."""
     rerun_failed: bool = False
@@ -68,6 +72,8 @@ def run(argv: list[str]) -> int:
         stack=flags.stack,
         devices=flags.devices,
         max_cells=flags.max_cells,
+        part=flags.part,
+        merged=flags.merge,
         rerun_stale=flags.rerun_stale,
         rerun_failed=flags.rerun_failed,
     )

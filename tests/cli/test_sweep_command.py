@@ -155,6 +155,34 @@ def test_other_code_is_said_and_run_anew_when_asked(
 # ------------------------------------------------------------------------------------------- mistakes
 
 
+def test_parts_are_merged_into_the_whole_sweep(
+    cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["--grid", "adapter.rank=1,4,9", "--seeds", "2"]
+    assert cheap(*plan) == 1  # rank 9 diverges
+    whole = table(tmp_path / "sweep")
+    parts = [tmp_path / f"part-{i}" for i in (1, 2, 3, 4)]
+    for i, part in enumerate(parts, 1):
+        cheap(*plan, "--part", f"{i}/4", "--out", str(part))
+    keys = [set(table(part)["cell"]) for part in parts]
+    assert set.union(*keys) == set(whole["cell"]) and sum(map(len, keys)) == 6, "none twice, none left out"
+
+    together = tmp_path / "together"
+    capsys.readouterr()
+    assert cheap(*plan, "--merge", *map(str, parts[:3]), "--out", str(together)) == 2
+    assert "1 of 6 cells are in none" in capsys.readouterr().err
+    assert cheap(*plan, "--merge", str(parts[3]), "--out", str(together)) == 1
+    found = table(together)
+    for column in ("cell", "status", "seed", "train.error"):
+        assert found[column] == whole[column]
+    assert not (together / "log.txt").exists(), "nothing ran"
+
+    damaged = parts[0] / "cells" / next(iter(keys[0])) / "result.json"
+    damaged.write_text(damaged.read_text(encoding="utf-8").replace('"seed"', '"sead"'), encoding="utf-8")
+    assert cheap(*plan, "--merge", *map(str, parts), "--out", str(tmp_path / "again")) == 2
+    assert "result.json" in capsys.readouterr().err
+
+
 def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sweep"
     grid = ["--grid", "adapter.rank=1", "--seeds", "1"]
@@ -208,6 +236,10 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
         (["--devices", "tpu"], "--devices"),
         (["--design", "paired", "--grid", "adapter.rank=1,2", "train.steps=1"], "adapter.rank 2, train.steps 1"),
         (["--points", "3"], "--design random"),
+        (["--part", "0/4"], "3/8"),
+        (["--part", "7/9", "--grid", "adapter.rank=1", "--seeds", "2"], "2 cells, so this part has none"),
+        (["--part", "1/2", "--bisect", "data.train.limit"], "takes no --part"),
+        (["--merge", "nowhere"], "nowhere is not a sweep directory"),
         (["--epsilon", "0.2"], "--bisect"),
         (["--bisect", "adapter.rank"], "data.train.limit"),
         (["--bisect", "data.train.limit", "--grid", "data.train.limit=5"], "axis of the grid"),

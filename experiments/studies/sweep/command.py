@@ -33,6 +33,7 @@ from experiments.studies.sweep.directory import (
     note_finished,
     write_marker,
 )
+from experiments.studies.sweep.parts import Part, check_parts, merge
 from experiments.studies.sweep.plan import Base
 from experiments.studies.sweep.table import Row, write_table
 from finetune.config import Record
@@ -64,6 +65,8 @@ def sweep(
     rerun_stale: bool = False,
     rerun_failed: bool = False,
     max_cells: int | None = None,
+    part: str | None = None,
+    merged: Sequence[Path] = (),
     quiet: bool = False,
     draw: Draw | None = None,
 ) -> int:
@@ -73,6 +76,7 @@ def sweep(
     design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs: worker
     processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code, and
     those that failed without diverging. max_cells: refuse a larger plan (`MOST_CELLS`).
+    part: `i/n`, only these cells; merged: directories of parts whose cells are copied here, where nothing runs then.
     stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`. draw: draws its page.
     Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's or in use,
     before any cell runs; Interrupted when stopped or when the disk is full.
@@ -84,6 +88,12 @@ def sweep(
         raise UserError(f"--jobs must be at least 1, got {jobs}")
     if devices != "auto" and workers < len(placed):
         raise UserError(f"--jobs {jobs} leaves some of --devices {devices} without work; give at least {len(placed)}")
+    share = None if part is None else Part.parse(part)
+    if asked.bisection is not None and (share or merged):
+        raise UserError("--bisect looks at each cell before it plans the next: it takes no --part and no --merge")
+    if share and merged:
+        raise UserError("--part runs cells and --merge only gathers them; give one of the two")
+    check_parts(merged)
     asked.base.check(asked.axes)
     asked.refuse_more(MOST_CELLS if max_cells is None else max_cells)
     with owned(out):
@@ -92,6 +102,8 @@ def sweep(
         said: list[str] = []
         asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
         cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
+        if share is not None:
+            cells = share.cells(cells)
         console = Console(quiet=quiet)
         for line in said:
             console.say(line)
@@ -123,7 +135,10 @@ def sweep(
             else:
                 if others := count_others(out, cells):
                     console.say(f"{others} finished cells in {out} are not of this plan: kept, but not in its tables")
-                run(cells)
+                if merged:
+                    merge(out, cells, merged, console)
+                else:
+                    run(cells)
         except Interrupted:
             with contextlib.suppress(OSError):  # if the disk is full, the cells at least are there
                 write_table(out, cells)
