@@ -19,6 +19,7 @@ from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.workflows.initial_adapter import check_run
 from experiments.workflows.model_card import card, own_name, published_name
+from experiments.workflows.saved_tokenizer import run_rows, save_tokenizer
 from finetune.atomic import write_json, write_text
 from finetune.digests import DONE
 from finetune.errors import UserError
@@ -61,8 +62,10 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
     if base_model is not None:
         _require_hub_name(base_model)
     labels = known_labels(path, recipe)
-    tokenizer = open_backbone(recipe.backbone).own_tokenizer()
-    recipe.task.prepare_tokenizer(tokenizer)
+    try:
+        rows = run_rows(recipe, labels)
+    except (UserError, OSError):  # a run that was copied elsewhere has its backbone, and maybe not its data
+        rows = None
     with new_output(out) as temporary:
         if added:
             from finetune.adapters.combine import combine
@@ -77,7 +80,7 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
         settings = json.loads((temporary / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = base_model or published_name(recipe.backbone)
         write_json(temporary / "adapter_config.json", settings)
-        tokenizer.save_pretrained(temporary)
+        tokenizer, _ = save_tokenizer(recipe, temporary, rows=rows)
         text = card(
             path,
             recipe,

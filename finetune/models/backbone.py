@@ -26,7 +26,8 @@ from ..errors import UserError, first_line, shortened, user_path
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PACKAGE = "package:"
+PACKAGE = "package:"
+"""How the name of a folder inside an installed Python package begins."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 _TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Files of which a directory with a tokenizer has one."""
@@ -204,7 +205,7 @@ def _resolve(name: str) -> Path:
     `package:NAME/FOLDER` is a folder inside an installed Python package, which is found without being imported.
     Of a hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
     """
-    if name.startswith(_PACKAGE):
+    if name.startswith(PACKAGE):
         directory = _in_package(name)
     else:
         directory = assets.backbone(name) or user_path(name)
@@ -219,7 +220,7 @@ def _resolve(name: str) -> Path:
 def _in_package(name: str) -> Path:
     import importlib.util
 
-    package, _, folder = name.removeprefix(_PACKAGE).partition("/")
+    package, _, folder = name.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         wanted = package.replace("_", "-")

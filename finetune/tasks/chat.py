@@ -97,6 +97,18 @@ class Chat(Objective):
         if self.template is not None:
             tokenizer.chat_template = template_text(self.template)
 
+    def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
+        """By the text that its chat template writes, blanks aside: tokens that an answer begins inside of are cut apart
+        in training. One that writes today's date is not compared."""
+        from ..data.chat.conversation import read_conversation
+
+        if self.date is not None or saved.unk_token_id in example.input_ids:
+            return True
+        talk = read_conversation(row, system=self.system)
+        read = str(saved.decode(example.input_ids, clean_up_tokenization_spaces=False))
+        written = str(saved.apply_chat_template(talk.messages, tools=talk.tools, tokenize=False))  # type: ignore[arg-type]
+        return "".join(written.split()).startswith("".join(read.split()))
+
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """As a language model's; with `score: generate` also `exact_match` of each row's last answer."""
         figures = super().judge(judge, examples)
@@ -126,6 +138,7 @@ class Chat(Objective):
         return Usage(
             "prompt",
             ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
+            whole=True,
             ends=sorted(end for end in ends if end is not None),
             ask=[
                 f"turns = {[*system, {'role': 'user', 'content': 'some text'}]!r}",

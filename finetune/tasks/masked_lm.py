@@ -61,19 +61,24 @@ class MaskedLM(Objective):
         masking = self.masking(to.tokenizer)
         return to.samples(rows, (), lambda chunk, _: _masked(chunk, to, masking)), None
 
+    def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
+        """With the tokens that are hidden put back."""
+        from ..data.example import IGNORE
+
+        assert isinstance(example.labels, list)
+        pairs = zip(example.input_ids, example.labels, strict=True)
+        whole = [token if label == IGNORE else label for token, label in pairs]
+        return list(saved(row.values["text"], truncation=True, max_length=max_length)["input_ids"]) == whole
+
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
         nats, tokens = judge.nats(examples)
         return judge.surprise(examples, nats, tokens, of="hidden")
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.encoding import Specials
-
-        specials = Specials.of(tokenizer)
         return Usage(
             "text",
             ["print(tokenizer.decode(logits[0, ids[0] == tokenizer.mask_token_id].argmax(-1)))"],
-            specials=(specials.prefix, specials.suffix),
             ask=[f"text = 'some {tokenizer.mask_token} text'"],
         )
 

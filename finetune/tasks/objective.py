@@ -32,8 +32,8 @@ class Usage:
     """The text that is read: an expression."""
     answer: Sequence[str]
     """Show the answer of `logits`, or the generated `answer`."""
-    specials: tuple[Sequence[int], Sequence[int]] = ((), ())
-    """Tokens before and after those of the text."""
+    whole: bool = False
+    """Whether the text has its special tokens in it, so that the tokenizer is to add none."""
     ends: int | list[int] | None = None
     """The tokens that end an answer."""
     before: Sequence[str] = ()
@@ -253,7 +253,21 @@ class Objective:
         return None
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Give `tokenizer`, in place, what must be saved with it so that a model is asked as it was trained."""
+        """Give `tokenizer`, in place, what must be saved with it so that a model is asked as it was trained: of a text
+        it makes what training put before an answer, or the whole row where there is none to write."""
+        from ..data.encoding import Specials
+        from ..data.post_processor import adopt
+
+        specials = Specials.of(tokenizer, begin=not self.encoder_decoder)
+        if self.causal:  # what closes an answer is none of a prompt
+            specials = dataclasses.replace(specials, middle=(), suffix=(), pair_suffix=())
+        adopt(tokenizer, specials, pairs=self.by_example)
+
+    def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
+        """Whether a tokenizer that `prepare_tokenizer` made and that was `saved` and read again gives for `row`, called
+        as everybody calls one, what training read of it as `example`: the whole, or all before an answer."""
+        ids = list(saved(self.prompt_text(row))["input_ids"])
+        return ids == (example.input_ids[: len(ids)] if self.causal else example.input_ids)
 
     # ------------------------------------------------------------------------------------------------------- backbone
 
@@ -353,12 +367,11 @@ class Objective:
 
         label_names: classes in head order, where it has them.
         """
-        from ..data.encoding import Specials, end_token
+        from ..data.encoding import end_token
 
         return Usage(
             "prompt",
             ["print(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))"],
-            specials=(Specials.of(tokenizer).prefix, ()),
             ends=end_token(tokenizer),
             ask=[f"prompt = {self.sample_prompt()!r}"],
         )
@@ -436,8 +449,10 @@ class ByExample(Objective):
     def optional_columns(self) -> tuple[str, ...]:
         return ("text2",)
 
-    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.encoding import Specials
+    def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
+        """Cut as in training by `truncation=True`."""
+        texts = [row.values["text"], *filter(None, [row.values.get("text2")])]
+        return list(saved(*texts, truncation=True, max_length=max_length)["input_ids"]) == example.input_ids
 
-        specials = Specials.of(tokenizer)
-        return Usage("'some text'", ["print(logits)"], specials=(specials.prefix, specials.suffix))
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        return Usage("'some text'", ["print(logits)"])

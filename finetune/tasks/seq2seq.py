@@ -129,13 +129,11 @@ class Seq2Seq(Templated):
         return [*specials.prefix, *plain_ids(tokenizer, text), *specials.suffix]
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        from ..data.encoding import Specials, end_token
+        from ..data.encoding import end_token
 
-        specials = Specials.of(tokenizer, begin=False)
         return Usage(
             "prompt",
             ["print(tokenizer.decode(answer[0], skip_special_tokens=True))"],
-            specials=(specials.prefix, specials.suffix),
             ends=end_token(tokenizer),
             ask=[f"prompt = {self.sample_prompt()!r}"],
             inputs=[("decoder_input_ids", "torch.tensor([[model.config.decoder_start_token_id]])")],

@@ -23,6 +23,8 @@ class Flags:
     check: Literal["auto", "logits", "rows"] = "auto"
     """What is compared with backbone + adapter afterwards: some rows of every changed weight, or also the logits,
     which takes the whole model into memory. auto: logits up to 2 GiB in float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the written weights. auto: the backbone's own."""
     json: bool = False
     """Print dtype, rounding and logit difference as JSON (what merge.json holds)."""
 
@@ -33,7 +35,7 @@ def run(argv: list[str]) -> int:
     out = flags.out or flags.run / "merged"
     from experiments.workflows.merge import merge as merge_run
 
-    result = merge_run(flags.run, out, check=flags.check)
+    result = merge_run(flags.run, out, check=flags.check, dtype=flags.dtype)
     if flags.json:
         print(json.dumps({"out": str(out), **result}, indent=2))
         return 0
@@ -51,6 +53,10 @@ def run(argv: list[str]) -> int:
             f"(largest logit {result['largest_logit']:.3g}, {result['rows']} rows"
             f"{' of drawn tokens, as those of the run cannot be read' if result['drawn'] else ''})"
         )
+    if result["other_labels"]:
+        print(f"{result['other_labels']} of these rows get another label by rounding; --dtype float32 keeps them all")
+    if result["tokenized_rows"]:
+        print(f"the saved tokenizer reads {result['tokenized_rows']} rows of the run as training did")
     if result["quantization"] is not None:
         print(f"the adapter was trained on the backbone in {result['quantization']}; here it is on the float weights")
     return 0

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.config import Recipe
 from experiments.workflows.export import export
-from experiments.workflows.merge import _drawn_inputs, _merge_in_memory, _some_rows, merge
+from experiments.workflows.merge import _drawn_inputs, _merge_in_memory, merge
 from experiments.workflows.model_card import _hub_sources
+from experiments.workflows.saved_tokenizer import run_rows
 from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
 from finetune.adapters.merge import merge_files, read_changes, spot_check
 from finetune.config import Adapter
@@ -205,7 +206,7 @@ def test_rows_that_are_all_left_out_are_no_rows_to_compare(tmp_path: Path) -> No
     files = {"data.train.files": f"[{tmp_path / 'a.jsonl'}]", "data.bad_rows": "skip", "task.kind": "language-model"}
     recipe = load_recipe(None, [from_override(key, value) for key, value in files.items()]).recipe
     with pytest.raises(UserError, match=rf"no row of the run's files is left, the first for {tmp_path}/a.jsonl:1: the"):
-        _some_rows(recipe, None, byte_tokenizer())
+        run_rows(recipe, None)
 
 
 @pytest.mark.parametrize(("kind", "task"), [("t5", "seq2seq"), ("t5", "classify"), ("bart", "classify")])
@@ -231,8 +232,8 @@ def test_rows_to_compare_come_from_sources_with_their_own_columns(tmp_path: Path
         "data.holdout": "0.4",
     }
     recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
-    rows = _some_rows(only(recipe, "a"), None, byte_tokenizer())
-    assert [row.id for row in rows] == ["a/0-0", "a/0-1"]
+    rows = run_rows(only(recipe, "a"), None)
+    assert [row.id for row, _ in rows] == ["a/0-0", "a/0-1"]
     assert _hub_sources(recipe) == ["org/texts", "other"]
 
 

@@ -1,0 +1,92 @@
+"""The tokenizer that is handed on with a run's adapter or merged model: made so that it reads a text as training did,
+saved, read again as a stranger would, and compared with training's own tokens on rows of the run."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from experiments.data.sources import parts_of
+from experiments.recipe.config import Recipe
+from finetune.data.example import Example
+from finetune.data.rows import Row
+from finetune.errors import UserError, first_line
+from finetune.models.backbone import open_backbone, quiet_transformers
+
+_ROWS = 64
+"""Rows of the run that are compared."""
+_ANY_LENGTH = 1 << 30
+_PROBES = ("some text", "Über 3 Wörter,\nin two lines", "猫が座った。")
+"""What is compared where the run's rows are out of reach."""
+
+RunRows = list[tuple[Row, Example]]
+
+
+def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tuple[Any, int]:
+    """Write the run's tokenizer into `folder`; returns it as it was read again, and the number of compared rows.
+
+    rows: rows of the run with their examples, as `run_rows` gives them; None: out of reach, probes are compared.
+    Raises UserError where the saved tokenizer reads another text than training did.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer, task = open_backbone(recipe.backbone).own_tokenizer(), recipe.task
+    task.prepare_tokenizer(tokenizer)
+    if task.by_example or task.hides_tokens:  # cut by `truncation=True` as in training; what writes has the whole room
+        tokenizer.model_max_length = recipe.train.max_length
+        tokenizer.truncation_side = recipe.train.truncation or task.truncates
+        tokenizer.padding_side = "right"
+    for name in ("is_local", "local_files_only"):  # of this machine's files
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(folder)
+    config = open_backbone(recipe.backbone).config
+    try:
+        with quiet_transformers():
+            saved = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(
+            f"the tokenizer of {recipe.backbone!r} cannot be read once saved: {first_line(error)}"
+        ) from error
+    if rows is None:
+        different = [text for text in _PROBES if saved(text)["input_ids"] != tokenizer(text)["input_ids"]]
+        where = repr(different[0]) if different else ""
+    else:
+        wrong = [row for row, example in rows if not task.reads_same(saved, row, example, recipe.train.max_length)]
+        where = wrong[0].where if wrong else ""
+    if where:
+        raise UserError(
+            f"the saved tokenizer of backbone {recipe.backbone!r} reads {where} otherwise than training did, so that "
+            "the model would be asked what it never saw; convert it to a fast one (tokenizer.json) first"
+        )
+    return saved, 0 if rows is None else len(rows)
+
+
+def run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int = _ROWS, whole: bool = True) -> RunRows:
+    """The first rows of the run's test files, else of dev, else of train, each with the example that training makes of
+    it; with `whole` only the rows of a head are cut.
+
+    Raises UserError or OSError where the files cannot be read, and UserError where no row is left.
+    """
+    data, task = recipe.data, recipe.task.lenient()  # shares are of all rows, and these are few
+    backbone = open_backbone(recipe.backbone)
+    parts = parts_of(data)
+    chosen = parts["test"] or parts["dev"] or parts["train"]
+    skipped: list[str] = []
+    found = list(islice(chain.from_iterable(part.rows(data, task, skipped) for part in chosen), most))
+    encoder = task.encoder(
+        backbone.tokenizer,
+        recipe.train.max_length if task.by_example or task.hides_tokens or not whole else _ANY_LENGTH,
+        label_names=labels or task.class_names(found),
+        bad_rows=data.bad_rows,
+        decoder_start=backbone.decoder_start if task.encoder_decoder else None,
+        truncation=recipe.train.truncation,
+    )
+    pairs: RunRows = []
+    for row in found:
+        encoded = encoder.add([row])
+        skipped += encoded.skipped
+        pairs += [(row, example) for example in encoded.examples[:1]]
+    if not pairs:
+        raise UserError(f"no row of the run's files is left{f', the first for {skipped[0]}' if skipped else ''}")
+    return pairs
