@@ -181,7 +181,7 @@ def _drawn(generator: np.random.Generator, texts: Sequence[str], count: int) -> 
 
 
 _WORDS = re.compile(r"\w+")
-_BATCH = 1024
+_BATCH = 512
 _REMEMBERED = 1 << 20
 """Distinct words whose bucket is remembered, at most: about 120 MB."""
 

@@ -144,7 +144,7 @@ def _by_script(text: str) -> tuple[str | None, float]:
 
 
 _PARAGRAPH = re.compile(r"\n{2,}")
-_WORDS_AT_ONCE = 1 << 18
+_WORDS_AT_ONCE = 1 << 17
 
 
 def shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) -> dict[str, np.ndarray]:
