@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 from pathlib import Path
 
 SENTENCE = 300
 """Characters of what a user is told of a mistake, at most."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a command to save and to end with exit code 3: Ctrl-C, and what schedulers send before their time limit."""
 _DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EREMOTEIO),
     *(errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN, errno.ECOMM, errno.EBUSY),

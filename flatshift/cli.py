@@ -159,7 +159,8 @@ def _set_allocator() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    signal.signal(signal.SIGTERM, _on_terminate)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C raises by itself
+        signal.signal(number, _on_terminate)
     # A message with text from the user's files must not fail on a terminal of another encoding.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -1,5 +1,6 @@
 """What a person sees while work runs (rich bars with rate and ETA on a terminal, plain lines elsewhere), and how he
-stops it: Ctrl-C and SIGTERM as a request to stop at the next step, with state saved; a second one stops at once."""
+stops it: Ctrl-C, SIGTERM and SIGUSR1 as a request to stop at the next step, with state saved; a second one stops at
+once."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+
+from finetune.errors import STOP_SIGNALS
 
 Draw = Callable[..., Path]
 """Draws the page of a finished directory and says where it is: `draw(directory)`, or `draw(directory, *parts)` for one
@@ -109,7 +112,7 @@ def graceful_stop(announce: Callable[[str], None]) -> Iterator[Callable[[], bool
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
     try:
         yield lambda: asked
     finally:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from ..errors import first_line, is_out_of_memory
+from ..errors import STOP_SIGNALS, first_line, is_out_of_memory
 from .rendezvous import Board, Silent, hosted_by_agent, job_board
 
 CAUSE = "cause"
@@ -111,9 +111,9 @@ def speak(message: str, code: int, *, patient: bool = False) -> int:
 
 
 def _be_deaf() -> None:
-    """A rank that is ending needs no further SIGTERM, and must not be interrupted while it speaks."""
+    """A rank that is ending needs no further request to stop, and must not be interrupted while it speaks."""
     if several() and threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 

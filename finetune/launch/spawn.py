@@ -3,7 +3,7 @@
     code = spawn(["-m", "flatshift", "train", "recipe.yaml", "--out", "runs/a"], ranks=4, resume=Path("runs/a"))
 
 The parent never imports torch: it holds a port for the ranks' store, gives each its environment (that of torchrun) and
-its share of the cores, forwards Ctrl-C and SIGTERM once, and reads from the job's board what the ranks have to say. A
+its share of the cores, forwards a request to stop once, and reads from the job's board what the ranks have to say. A
 rank that died without a word (SIGKILL) is spoken for here.
 
 The ranks' part: `join` makes the process group and the mesh, `leave` takes them down.
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from ..compute.allocator import growing_segments
 from ..config import Mesh
-from ..errors import UserError
+from ..errors import STOP_SIGNALS, UserError
 from ..lock import scratch
 from ..planner.devices import machine_memory
 from .failure import PATIENT_GRACE, Cause, claim_cause, rank, read_cause, sign_off
@@ -175,7 +175,7 @@ def _cores() -> int:
 
 @contextlib.contextmanager
 def _forwarding(job: _Job) -> Iterator[None]:
-    """Pass Ctrl-C and SIGTERM on to every rank: the first asks for a stop at a checkpoint, a second for one at once."""
+    """Pass a request to stop on to every rank: the first asks for a stop at a checkpoint, a second for one at once."""
 
     def forward(_number: int, _frame: FrameType | None) -> None:
         job.signals += 1
@@ -185,7 +185,7 @@ def _forwarding(job: _Job) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield
     finally:

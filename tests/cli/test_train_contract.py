@@ -190,7 +190,10 @@ def adapter_bytes(out: Path) -> bytes:
 LONG = SMALL | {"train.steps": 30, "train.eval_every": 0, "train.save_every": 7, "regularizer.kind": "ggpo"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGUSR1))],
+)
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, number: signal.Signals) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     words = ["train", "classify", *flags(LONG)]
@@ -199,7 +202,7 @@ def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path, number: signal
     wait_for_step(process, cut, 10)
     process.send_signal(number)
     code = process.wait(timeout=HANG_S)
-    assert code == (3 if number == signal.SIGTERM else -signal.SIGKILL)
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 3)
     assert not (cut / "eval.json").exists()
     assert run(["train", "--resume", str(cut)]) == 0
     assert adapter_bytes(cut) == adapter_bytes(whole)

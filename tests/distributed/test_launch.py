@@ -120,7 +120,9 @@ def test_a_stopped_rank(tmp_path: Path, rank: int) -> None:
     assert f"rank {rank} (" in ended.errors and "has not answered for" in ended.errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_request_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     ended = job(tmp_path, "steps", act=lambda process: process.send_signal(number))
     assert ended.code == 3 and len(messages(ended)) == 1, ended.errors
