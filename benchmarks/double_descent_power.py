@@ -2,9 +2,11 @@
 
     python -m benchmarks.double_descent_power
 
-2,000 draws of each null, each bump and each curve that is named, nine points, five and eight seeds; in the curves that
-are named a draw is a set of training runs or a series of least-squares fits. The peer is the test that is often used:
-resample the seeds, and call a peak what exceeds the lowest mean on either side in 95 % of the resamples.
+2,000 draws of each null and each bump and 500 of each curve that is named, nine points, five and eight seeds; in the
+curves that are named a draw is a set of training runs or a series of least-squares fits. Nulls "as a loss", log-normal
+and binomial ones go through the whole rule: the scale is that of their metric, and n items have their variance. The
+peer is the test that is often used: resample the seeds, and call a peak what exceeds the lowest mean on either side in
+95 % of the resamples.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import numpy as np
 
 from benchmarks._harness import Benchmark
 from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
-from benchmarks.curves.known import NULLS, bumps
+from benchmarks.curves.known import NAMED_NULLS, NULLS, bumps, log_normal, log_normal_peak
 from benchmarks.curves.random_features import random_features_curve
 from benchmarks.curves.rates import rejections
 from experiments.statistics import Curve, judge_curve, peak_test
 from finetune.seeds import numpy_generator
 
-DRAWS = 2000
+DRAWS, NAMED = 2000, 500
+SCATTER = 0.45
+"""Sd of the logarithm of losses: on the plain scale five seeds then name half of the peaks four times the valley."""
 POINTS = 9
 SEEDS = (5, 8)
 BAR = 0.06
@@ -70,7 +74,7 @@ def peer_rate(curves: np.ndarray, name: str) -> float:
 
 def named(make: Callable[..., Curve], right: tuple[str, ...], **settings: object) -> float:
     """Share of curves whose verdict is one of `right`."""
-    return float(np.mean([judge_curve(make(seed=seed, **settings)).kind in right for seed in range(DRAWS)]))
+    return float(np.mean([judge_curve(make(seed=seed, **settings)).kind in right for seed in range(NAMED)]))
 
 
 def main() -> None:
@@ -88,6 +92,20 @@ def main() -> None:
                 peer_name=PEER,
                 unit="share",
             )
+        for name, (metric, items, make) in NAMED_NULLS.items():
+            curves = make(numpy_generator(0, "benchmark", name, seeds), DRAWS, seeds, POINTS)
+            ours = float(rejections(curves, metric=metric, items=items).mean())
+            bench.row(f"false alarms, {seeds} seeds: {name}", ours=ours, unit="share", bar_op="<=", bar_value=BAR)
+        peaks = log_normal(log_normal_peak, SCATTER)(numpy_generator(0, "log-normal", seeds), DRAWS, seeds, POINTS)
+        bench.row(
+            f"power, {seeds} seeds: log-normal peak of four times the valley",
+            ours=float(rejections(peaks, metric="loss").mean()),
+            peer=rate(peaks),
+            peer_name="plain scale",
+            unit="share",
+            bar_op=">=",
+            bar_value=0.9,
+        )
         for height in (2, 3, 4):
             power = rate(draws_of(f"bump {height}", bumps(height), seeds))
             least = {(5, 3): 0.9, (8, 2): 0.8}.get((seeds, height))

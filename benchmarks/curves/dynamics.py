@@ -94,7 +94,7 @@ def gradient_flow_curve(
         train_error=train / (1 + noise),
         train_loss=train,
         gradient_norm=gradient,
-        metric="test error",
+        metric="test squared error",
     )
 
 

@@ -120,3 +120,68 @@ def bumps(height: float, *, broad: bool = False) -> Draws:
     """Curves with a peak of `height` standard deviations of one run."""
     shape = broad_bump if broad else bump
     return _gaussian(lambda points: shape(points, height))
+
+
+# ------------------------------------------------------------------------------------------- figures with a name
+
+LEVEL = 60.0
+"""Added to the nulls in standard deviations, so that they can be losses."""
+ITEMS = 200
+
+
+def log_normal(mean: Callable[[int], np.ndarray], sd: float | Callable[[int], np.ndarray] = 0.6) -> Draws:
+    """Losses whose logarithm scatters by `sd` about `mean` [J]: most runs lie low, a few very high."""
+
+    def draw(generator: np.random.Generator, count: int, seeds: int, points: int) -> np.ndarray:
+        spread = sd if isinstance(sd, float) else sd(points)
+        return np.exp(spread * generator.standard_normal((count, seeds, points)) + mean(points))
+
+    return draw
+
+
+def binomial(rate: Callable[[int], np.ndarray], items: int = ITEMS, spread: float = 0.0) -> Draws:
+    """Error rates of `items` items with the expectation `rate` [J]; spread: sd over runs of their logit."""
+
+    def draw(generator: np.random.Generator, count: int, seeds: int, points: int) -> np.ndarray:
+        logit = np.log(rate(points) / (1 - rate(points)))
+        own = logit + spread * generator.standard_normal((count, seeds, points))
+        return generator.binomial(items, 1 / (1 + np.exp(-own))) / items
+
+    return draw
+
+
+def _as_loss(draw: Draws) -> Draws:
+    return lambda generator, count, seeds, points: LEVEL + draw(generator, count, seeds, points)
+
+
+def _threefold(points: int) -> np.ndarray:
+    return np.where(np.arange(points) == points // 2, 1.2, 0.4)
+
+
+def _steep(points: int) -> np.ndarray:
+    return np.where(np.arange(points) == 0, 0.02, 0.4)
+
+
+NAMED_NULLS: dict[str, tuple[str, int | None, Draws]] = {
+    **{f"{name}, as a loss": ("test loss", None, draw) for name, draw in NULLS.items() if "without" not in name},
+    "log-normal loss, flat": ("test loss", None, log_normal(np.zeros)),
+    "log-normal loss, rise, then plateau": ("test loss", None, log_normal(lambda n: rise_then_plateau(n) / 10)),
+    "log-normal loss, 9-fold variance at one point": (
+        "test loss",
+        None,
+        log_normal(lambda n: rise_then_plateau(n) / 10, _threefold),
+    ),
+    "binomial error, flat at .1": ("test error", ITEMS, binomial(lambda n: np.full(n, 0.1))),
+    "binomial error, flat at .01": ("test error", ITEMS, binomial(lambda n: np.full(n, 0.01))),
+    "binomial error, rise, then plateau": ("test error", ITEMS, binomial(_steep)),
+    "binomial error with runs of their own, rise, then plateau": ("test error", ITEMS, binomial(_steep, spread=0.5)),
+}
+"""Name → (metric, items, draws): nulls as the rule for the scale sees them."""
+
+
+def log_normal_peak(points: int) -> np.ndarray:
+    """[J]: logarithm of a loss that falls from 8 to 1, has one point of 4, and falls to 1 again."""
+    mean = np.zeros(points)
+    mean[:2] = np.log(8.0), np.log(3.0)
+    mean[points // 2] = np.log(4.0)
+    return mean

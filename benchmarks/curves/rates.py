@@ -7,29 +7,40 @@ import math
 import numpy as np
 
 from experiments.statistics.pairs import critical, null, pairs_of, point_variances, rises_and_falls
+from experiments.statistics.scale import scale_of
 
 _SCREEN = 2000
 _CLEAR = 5.0
 
 
-def rejections(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, seed: int = 0) -> np.ndarray:
-    """[N] booleans: `peak_test(curves[n]).rejected` for finite `curves` [N, S, J].
+def rejections(
+    curves: np.ndarray,
+    *,
+    level: float = 0.05,
+    draws: int = 20_000,
+    seed: int = 0,
+    metric: str = "",
+    items: int | None = None,
+) -> np.ndarray:
+    """[N] booleans: `peak_test(curves[n]).rejected` for finite `curves` [N, S, J], on the scale that `metric` has.
 
     A curve whose share of the first 2,000 flat draws lies five standard errors away from `level` is decided by them;
     the others by all draws. The two differ with a probability below 1e-6 for each curve.
     """
-    pairs = pairs_of(np.asarray(curves, dtype=np.float64))
+    scales = [scale_of(metric, curve, items) for curve in curves]
+    least = max((scale.variance for scale in scales), default=0.0)
+    pairs = pairs_of(np.stack([scale.to(curve) for scale, curve in zip(scales, curves, strict=True)]), least)
     rise, fall = rises_and_falls(pairs.t)
     statistics = np.minimum(rise, fall).max(-1)
-    variances = point_variances(pairs.variance, pairs.seeds)
+    variances = point_variances(pairs.variance, pairs.seeds, least)
     flat = null(pairs.seeds, curves.shape[-1], draws, seed)
     first = min(_SCREEN, draws)
     margin = _CLEAR * math.sqrt(level * (1 - level) / first)
     found = np.zeros(len(curves), dtype=bool)
     for n in np.flatnonzero(statistics > 0):
-        share = float((flat.extremes(variances[n], first)[0] >= statistics[n]).mean())
+        share = float((flat.extremes(variances[n], first, least)[0] >= statistics[n]).mean())
         if abs(share - level) > margin:
             found[n] = share < level
         else:
-            found[n] = statistics[n] > critical(flat.extremes(variances[n])[0], level)
+            found[n] = statistics[n] > critical(flat.extremes(variances[n], least=least)[0], level)
     return found

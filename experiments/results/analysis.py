@@ -132,10 +132,18 @@ def _held(
         sharpness=column(SHARPNESS),
         metric=f"{split} {metric.replace('_', ' ')}",
         unit="nats" if metric == "loss" else "",
+        items=_items(table, test),
         epsilon=epsilon,
         training=test == "train.loss",
         lost=table.lost(where),
     )
+
+
+def _items(table: SweepTable, test: str) -> int | None:
+    """Items behind each error rate of the column `test`; None where it has none, or not the same everywhere."""
+    name = f"{test}.items"
+    known = set(table.column(name)[np.isfinite(table.column(name))].tolist()) if table.has(name) else set()
+    return int(known.pop()) if len(known) == 1 else None
 
 
 def compared(

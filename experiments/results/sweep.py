@@ -289,6 +289,7 @@ def _flat_result(file: Path) -> dict[str, Any]:
         row |= {key: tree.get(key) for key in ("reason", "seconds", "flatshift")}
         for split, metrics in tree["metrics"].items():
             row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
+            row[f"{split}.error.items"] = metrics.get("accuracy", {}).get("n")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
     unsealed(file, tree, fix="delete it and run the sweep again")

@@ -22,6 +22,7 @@ from experiments.statistics.curve import Curve
 from experiments.statistics.emc import crossing
 from experiments.statistics.intervals import Interval, paired_p, t_interval
 from experiments.statistics.peak import PeakTest, highest_between, peak_test
+from experiments.statistics.scale import Scale, scale_of
 from finetune.errors import UserError
 
 FEWEST_SEEDS = 3
@@ -152,7 +153,8 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Bes
     difference = mine - theirs
     each = 1 - (1 - confidence) / difference.shape[1]
     means = difference.mean(1).tolist()
-    tests = (_peak((mine + theirs) / 2), _peak(mine), _peak(theirs))
+    scale = scale_of(base.metric, np.concatenate([mine, theirs]), base.items)
+    tests = (_peak((mine + theirs) / 2, scale), _peak(mine, scale), _peak(theirs, scale))
     both = tests[0]
     triple = both.triple if both is not None else None
     heights = [] if triple is None else [height_at(curve, triple) for curve in (mine, theirs)]
@@ -167,7 +169,7 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Bes
         peak_p=None if gap is None else paired_p(gap),
         left=None if triple is None else _above_flanks(mine, triple, confidence),
         was=None if triple is None else _above_flanks(theirs, triple, confidence),
-        places=_places(mine, theirs, tests[1], tests[2], 1 - confidence),
+        places=_places(scale.to(mine), scale.to(theirs), tests[1], tests[2], 1 - confidence),
         threshold=_threshold(ours, base, whole, confidence),
         seeds=len(whole),
     )
@@ -196,10 +198,10 @@ def _places(
     return (before, now) if set(before) & set(base.location) and set(now) & set(ours.location) else None
 
 
-def _peak(curves: np.ndarray) -> PeakTest | None:
+def _peak(curves: np.ndarray, scale: Scale) -> PeakTest | None:
     """None with too few seeds or points, or too many of these."""
     try:
-        return peak_test(curves)
+        return peak_test(curves, scale=scale)
     except UserError:
         return None
 

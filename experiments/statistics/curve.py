@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.statistics.emc import EPSILON
 from experiments.statistics.peak import MOST_POINTS, thin
+from experiments.statistics.scale import Scale, scale_of
 from finetune.errors import UserError
 
 Lost = Literal["diverged", "failed", "stopped early", "ended early"]
@@ -43,6 +44,8 @@ class Curve:
     """Name of what `test` holds, for sentences."""
     unit: str = ""
     """Unit of `test`, for sentences."""
+    items: int | None = None
+    """Items behind each error rate of `test`; None: not known, or no rate."""
     epsilon: float = EPSILON
     """Mean training error up to which training data count as fitted."""
     training: bool = False
@@ -74,6 +77,11 @@ class Curve:
                     "must be the same seeds"
                 )
             object.__setattr__(self, name, table)
+
+    @property
+    def scale(self) -> Scale:
+        """What `test` is judged on, by the rule for its `metric`."""
+        return scale_of(self.metric, self.test, self.items)
 
     def thinned(self, at_most: int = MOST_POINTS) -> Curve:
         """The curve at no more than `at_most` points, evenly spread on a log axis and chosen without its values."""

@@ -10,6 +10,7 @@ import numpy as np
 from experiments.statistics.curve import Curve
 from experiments.statistics.intervals import t_interval
 from experiments.statistics.peak import PeakTest, differing_test
+from experiments.statistics.scale import scale_of
 from experiments.statistics.shape import shape_of
 from finetune.errors import UserError
 
@@ -52,8 +53,9 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
     """
     if curve.train_loss is None:
         return Instability(None, evidence=["Training loss was not measured, so instability cannot be ruled out."])
+    scale = scale_of("training loss", curve.train_loss)
     try:
-        peak = differing_test(curve.train_loss, level=level, draws=draws, seed=seed)
+        peak = differing_test(curve.train_loss, level=level, draws=draws, seed=seed, scale=scale)
     except UserError as error:
         return Instability(None, evidence=[f"Training loss cannot be judged: {error}."])
     lasting, rise = _rise(curve, peak, level)
@@ -69,7 +71,8 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
             ],
         )
     i, j, l = peak.triple
-    mean = np.delete(curve.train_loss, list(peak.diverged), axis=0).mean(0)  # of the seeds that were judged
+    judged = scale.to(np.delete(curve.train_loss, list(peak.diverged), axis=0)).mean(0)
+    mean = {k: scale.back(float(judged[k])) for k in (i, j, l)}
     evidence = [
         f"Training loss has a peak too: {mean[i]:.3g} at {curve.at(i)}, {mean[j]:.3g} at {curve.at(j)}, {mean[l]:.3g} "
         f"at {curve.at(l)} (p = {peak.p_value:.2g})."
@@ -90,7 +93,7 @@ def _rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
     """(unstable, sentences) of a training loss that rises along the steps and does not come back."""
     if curve.axis not in ALONG_STEPS or curve.train_loss is None:
         return False, []
-    shape = shape_of(replace(curve, test=curve.train_loss, metric="training loss"), peak)
+    shape = shape_of(replace(curve, test=curve.train_loss, metric="training loss", items=None), peak)
     sentence = shape.overfitting(level)
     if sentence is None:
         return False, []

@@ -51,8 +51,11 @@ class Pairs:
         return np.divide(self.difference, error, out=np.zeros_like(error), where=error > 0)
 
 
-def pairs_of(curves: np.ndarray) -> Pairs:
-    """Differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2)."""
+def pairs_of(curves: np.ndarray, least: float = 0.0) -> Pairs:
+    """Differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2).
+
+    least: variance that every point has at least, as the binomial one of n items: v̄ is then no less than twice it.
+    """
     seeds, points = curves.shape[-2:]
     mean = curves.mean(-2)
     centred = curves - mean[..., None, :]
@@ -60,20 +63,23 @@ def pairs_of(curves: np.ndarray) -> Pairs:
     diagonal = np.diagonal(covariance, axis1=-2, axis2=-1)
     variance = np.maximum(diagonal[..., :, None] + diagonal[..., None, :] - 2 * covariance, 0.0)
     pooled = variance.sum((-2, -1)) / (points * (points - 1))
+    pooled = np.maximum(pooled, 2 * least)
     shrunken = (PRIOR * pooled[..., None, None] + (seeds - 1) * variance) / (seeds - 1 + PRIOR)
     shrunken[..., np.arange(points), np.arange(points)] = 0.0
     return Pairs(seeds, mean[..., None, :] - mean[..., :, None], variance, shrunken)
 
 
-def point_variances(variance: np.ndarray, seeds: int) -> np.ndarray:
+def point_variances(variance: np.ndarray, seeds: int, least: float = 0.0) -> np.ndarray:
     """Shrunken variance of each point about its seed's curve, [..., J], from the pair variances [..., J, J], J ≥ 3.
 
     With independent errors v_ij = σ_i² + σ_j², so Σ_j v_ij = (J − 2) σ_i² + Σ σ²; negative solutions count as 0.
+    The mean that they lean on is no less than `least`.
     """
     points = variance.shape[-1]
     total = variance.sum((-2, -1)) / (2 * (points - 1))
     single = np.maximum((variance.sum(-1) - total[..., None]) / (points - 2), 0.0)
-    return (PRIOR_OF_POINTS * single.mean(-1, keepdims=True) + (seeds - 1) * single) / (seeds - 1 + PRIOR_OF_POINTS)
+    usual = np.maximum(single.mean(-1, keepdims=True), least)
+    return (PRIOR_OF_POINTS * usual + (seeds - 1) * single) / (seeds - 1 + PRIOR_OF_POINTS)
 
 
 def rises_and_falls(t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -112,14 +118,19 @@ class Null:
             self._own[:, here] = np.diagonal(covariance, axis1=1, axis2=2).T
             self._shared[:, here] = covariance[:, self.left, self.right].T
 
-    def extremes(self, variances: np.ndarray | None = None, first: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """[draws] each: max over i < j of t_ij, and of |t_ij|, in the `first` draws (None: all)."""
-        sd = self._sd(variances)
+    def extremes(
+        self, variances: np.ndarray | None = None, first: int | None = None, least: float = 0.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[draws] each: max over i < j of t_ij, and of |t_ij|, in the `first` draws (None: all).
+
+        least: as for `pairs_of`, in the units of `variances`.
+        """
+        sd, known = self._sd(variances), _known(variances, least)
         count = first or self.draws
         rise, both = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
         for start in range(0, count, _BLOCK):
             here = slice(start, min(start + _BLOCK, count))
-            t, variance = self._moments(sd, here)
+            t, variance = self._moments(sd, here, known)
             t /= np.sqrt(variance, out=variance)
             np.max(t, axis=0, out=rise[here])
             np.maximum(rise[here], -t.min(0), out=both[here])
@@ -128,13 +139,13 @@ class Null:
         return rise, both
 
     def with_unit_shift(
-        self, variances: np.ndarray | None = None, first: int | None = None
+        self, variances: np.ndarray | None = None, first: int | None = None, least: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
         """(t, by how much a true difference of one standard deviation moves it), [pairs, draws], of the `first` draws.
 
         The standard deviation is that of the mean of `variances` [J] (None: all equal).
         """
-        difference, variance = self._moments(self._sd(variances), slice(first))
+        difference, variance = self._moments(self._sd(variances), slice(first), _known(variances, least))
         per_unit = np.sqrt(self.seeds / variance)
         return difference * per_unit, per_unit
 
@@ -143,17 +154,26 @@ class Null:
         ones = np.ones(self.points) if variances is None else np.asarray(variances)
         return np.sqrt(ones / ones.mean()).astype(np.float32)[:, None]
 
-    def _moments(self, sd: np.ndarray, here: slice) -> tuple[np.ndarray, np.ndarray]:
-        """[pairs i < j, draws]: mean difference and shrunken variance where the points have the given sd [J, 1]."""
+    def _moments(self, sd: np.ndarray, here: slice, least: float) -> tuple[np.ndarray, np.ndarray]:
+        """[pairs i < j, draws]: mean difference and shrunken variance where the points have the given sd [J, 1].
+
+        least: variance of a pair that the mean over pairs is raised to.
+        """
         mean, own = self._mean[:, here] * sd, self._own[:, here] * sd**2
         variance = self._shared[:, here] * (-2 * sd[self.left] * sd[self.right])
         variance += own[self.left]
         variance += own[self.right]
+        pooled = np.maximum(variance.mean(0), np.float32(least))
         variance *= (self.seeds - 1) / (self.seeds - 1 + PRIOR)
-        variance += variance.mean(0) * (PRIOR / (self.seeds - 1))
+        variance += pooled * (PRIOR / (self.seeds - 1 + PRIOR))
         difference = mean[self.right]
         difference -= mean[self.left]
         return difference, variance
+
+
+def _known(variances: np.ndarray | None, least: float) -> float:
+    """The least variance of a pair in units of the mean of `variances`, as `Null._sd` has them."""
+    return 0.0 if variances is None or not least else 2 * least / float(np.mean(variances))
 
 
 @functools.lru_cache(maxsize=8)

@@ -31,6 +31,7 @@ from experiments.statistics.pairs import (
     point_variances,
     rises_and_falls,
 )
+from experiments.statistics.scale import Scale
 from finetune.errors import UserError
 
 MOST_POINTS = 10
@@ -110,7 +111,9 @@ class PeakTest:
     """One-sided upper limit of the height of the highest peak at 1 − `level`: any peak that there is, is lower."""
     detectable: Detectable
     sd: float
-    """Standard deviation of one run about its seed's curve, pooled over points."""
+    """Standard deviation of one run about its seed's curve, pooled over points; on the scale where it is not plain."""
+    hump: float
+    """The height's estimate in standard deviations of one run, as if all points scattered alike."""
     seeds: int
     """Seeds that were judged."""
     points: tuple[int, ...]
@@ -124,7 +127,9 @@ class PeakTest:
         return self.ceiling <= delta
 
 
-def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, seed: int = 0) -> PeakTest:
+def peak_test(
+    curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, seed: int = 0, scale: Scale | None = None
+) -> PeakTest:
     """Test the mean of seed-paired curves for a peak.
 
     Args:
@@ -132,6 +137,8 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
             and differ between rows. At most 10 points, named beforehand (`thin` picks them without looking at y).
         level: false alarms among curves without a peak, and 1 − coverage of `location` and `height`.
         draws: flat curves behind the critical value; seed: of those draws.
+        scale: what the means are taken on, by `scale_of` (None: plain). Heights are given in the units of the values,
+            above the higher of the flanks; where none is shown, above the lowest points on both sides.
 
     Diverged runs: a point without a finite value in more than half of the seeds is left out, then every seed that lacks
     one at a remaining point. What is left are whole curves, so pairing and the error rate stay; the statement is about
@@ -154,17 +161,19 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
         raise UserError(f"peak_test: level must lie between 0 and 0.5, got {level}")
     rows, points = finite_part(table)
     diverged = tuple(sorted(set(range(len(table))) - set(rows)))
-    kept = table[np.ix_(rows, points)]
+    scale = scale or Scale()
+    kept = scale.to(table[np.ix_(rows, points)])
     seeds, count = kept.shape
-    moved, scale = scaled(kept)
-    pairs = pairs_of(moved)
+    moved, unit = scaled(kept)
+    least = scale.least(unit)
+    pairs = pairs_of(moved, least)
     flat = null(seeds, count, draws, seed)
     spread = math.sqrt(float(pairs.variance.sum()) / (2 * count * (count - 1)))
-    if spread * scale <= 8 * np.finfo(float).eps * float(np.abs(kept).max()):
+    if spread * unit <= 8 * np.finfo(float).eps * float(np.abs(kept).max()):
         spread = 0.0  # seeds differ by rounding only
     t = pairs.t if spread else np.zeros((count, count))
-    variances = point_variances(pairs.variance, seeds) if spread else None
-    rising, both = flat.extremes(variances)
+    variances = point_variances(pairs.variance, seeds, least) if spread else None
+    rising, both = flat.extremes(variances, least=least)
     threshold = critical(rising, level)
     rise, fall = rises_and_falls(t)
     middle = int(np.argmax(np.minimum(rise, fall)))
@@ -173,11 +182,25 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
     triple = _flanks(t, middle) if rejected else None
     location = () if triple is None else _location(t, triple[0], triple[2], critical(both, level))
     height = _height(pairs, triple, critical(both, level / 2), level) if spread else Height(0.0, 0.0, math.inf)
-    ceiling = _upper(pairs, level) if spread else math.inf
-    found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws))
+    found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws), least)
     worst = int(np.argmax(found_at))
     even = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
-    unit = spread * scale if spread else math.inf  # seeds that do not differ find nothing, however high
+    sd = spread * unit if spread else math.inf  # seeds that do not differ find nothing, however high
+    means = kept.mean(0)
+    flanks = _valleys(means)  # of the inner points
+
+    def above(place: int, tall: float) -> float:
+        return scale.above(float(flanks[place - 1]), tall)
+
+    at = max(1, min(middle, count - 2))
+    if triple is not None:
+        flanks[at - 1] = max(means[triple[0]], means[triple[2]])
+
+    def tallest(at_level: float) -> float:
+        if not spread:
+            return math.inf
+        return max(above(j, float(limit) * unit) for j, limit in enumerate(_uppers(pairs, at_level), start=1))
+
     return PeakTest(
         statistic=statistic,
         critical=threshold,
@@ -185,10 +208,16 @@ def peak_test(curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, s
         rejected=rejected,
         triple=None if triple is None else (points[triple[0]], points[triple[1]], points[triple[2]]),
         location=tuple(points[j] for j in location),
-        height=Height(height.estimate * scale, height.low * scale, height.high * scale),
-        ceiling=ceiling * scale,
-        detectable=Detectable(float(found_at[worst]) * unit, float(found_at[worst]), points[worst + 1], even * unit),
-        sd=spread * scale,
+        height=Height(above(at, height.estimate * unit), above(at, height.low * unit), tallest(level / 2)),
+        ceiling=tallest(level),
+        detectable=Detectable(
+            above(worst + 1, float(found_at[worst]) * sd),
+            float(found_at[worst]),
+            points[worst + 1],
+            above(worst + 1, even * sd),
+        ),
+        sd=spread * unit,
+        hump=height.estimate * even / (spread * float(found_at[worst])) if spread else 0.0,
         seeds=seeds,
         points=tuple(points),
         diverged=diverged,
@@ -211,9 +240,9 @@ def highest_between(
     return _location(pairs.t, left, right, critical(both, level))
 
 
-def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int) -> PeakTest:
+def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int, scale: Scale) -> PeakTest:
     """`peak_test` for a verdict, which seeds that do not differ cannot give. Raises UserError for these too."""
-    test = peak_test(curves, level=level, draws=draws, seed=seed)
+    test = peak_test(curves, level=level, draws=draws, seed=seed, scale=scale)
     if not test.sd:
         raise UserError("the seeds do not differ, so no test can be made")
     return test
@@ -312,14 +341,20 @@ def thin(values: Sequence[float], at_most: int = MOST_POINTS) -> tuple[int, ...]
 # --------------------------------------------------------------------------------------------- parts
 
 
-def _needed(flat: Null, threshold: float, variances: np.ndarray | None = None, first: int | None = None) -> np.ndarray:
+def _needed(
+    flat: Null,
+    threshold: float,
+    variances: np.ndarray | None = None,
+    first: int | None = None,
+    least: float = 0.0,
+) -> np.ndarray:
     """[J − 2]: for each inner point, the height of a peak there that is found with a power of 80 %.
 
     In standard deviations of the mean of `variances` [J] (None: all equal), from the `first` draws; the two neighbours
     are its flanks. For each flat draw the smallest sufficient height follows from the t's: a rise by h moves t_ij by
     h√S/√ṽ_ij.
     """
-    t, per_unit = flat.with_unit_shift(variances, first)
+    t, per_unit = flat.with_unit_shift(variances, first, least)
     steps = np.flatnonzero(flat.right == flat.left + 1)  # from each point to the next, in order
     up = (threshold - t[steps[:-1]]) / per_unit[steps[:-1]]
     down = (threshold + t[steps[1:]]) / per_unit[steps[1:]]  # a fall from the peak is minus the rise
@@ -339,7 +374,7 @@ def _location(t: np.ndarray, left: int, right: int, threshold: float) -> tuple[i
 
 
 def _height(pairs: Pairs, triple: tuple[int, int, int] | None, threshold: float, level: float) -> Height:
-    high = _upper(pairs, level / 2)
+    high = float(_uppers(pairs, level / 2).max())
     if triple is None:
         rise, fall = rises_and_falls(pairs.difference)
         return Height(max(0.0, float(np.minimum(rise, fall).max())), 0.0, high)
@@ -349,11 +384,19 @@ def _height(pairs: Pairs, triple: tuple[int, int, int] | None, threshold: float,
     return Height(float(differences.min()), max(0.0, float((differences - threshold * errors).min())), high)
 
 
-def _upper(pairs: Pairs, level: float) -> float:
-    """Upper limit (0 or more) of the highest peak's height at 1 − level, from exact paired t limits at level/2 each."""
+def _uppers(pairs: Pairs, level: float) -> np.ndarray:
+    """[J − 2]: by inner point, upper limits (0 or more) of the height of a peak there; the largest is that of the
+    highest peak at 1 − level, from exact paired t limits at level/2 each."""
     limits = pairs.difference + t_quantile(1 - level / 2, pairs.seeds - 1) * np.sqrt(pairs.variance / pairs.seeds)
     rise, fall = rises_and_falls(limits)
-    return max(0.0, float(np.minimum(rise, fall).max()))
+    return np.maximum(0.0, np.minimum(rise, fall)[1:-1])
+
+
+def _valleys(means: np.ndarray) -> np.ndarray:
+    """[J − 2]: for each inner point, the higher of the lowest means on its two sides."""
+    left = np.minimum.accumulate(means)[:-2]
+    right = np.minimum.accumulate(means[::-1])[::-1][2:]
+    return np.maximum(left, right)
 
 
 _CHOOSING = 3

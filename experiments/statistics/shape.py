@@ -48,12 +48,12 @@ class Shape:
     whichever pair is shown, a curve without any rise (fall) shows one with probability at most the test's level.
     """
 
-    def __init__(self, curve: Curve, pairs: Pairs, scale: float, mean: dict[int, float], test: PeakTest):
+    def __init__(self, curve: Curve, pairs: Pairs, unit: float, means: np.ndarray, test: PeakTest):
         self.curve, self.test = curve, test
         self.points = test.points
-        self.mean = mean
-        """Mean over seeds by column."""
-        self._pairs, self._scale, self._t = pairs, scale, pairs.t
+        self.mean = {column: curve.scale.back(z) for column, z in zip(test.points, means.tolist(), strict=True)}
+        """Mean over seeds by column, taken on the curve's scale."""
+        self._pairs, self._unit, self._means, self._t = pairs, unit, means, pairs.t
 
     def fall_before(self, column: int) -> Step | None:
         """The clearest significant fall that ends left of `column`."""
@@ -80,7 +80,7 @@ class Shape:
         Not coming back: from the highest later point on, no fall reaches half the rise, and the paired upper limit of
         the largest one lies below the whole rise.
         """
-        means = np.array([self.mean[column] for column in self.points])
+        means, back = self._means, self.curve.scale.back
         low, last = int(np.argmin(means)), len(means) - 1
         if low == last or self._t[low, last] <= self.test.critical:
             return None
@@ -88,7 +88,7 @@ class Shape:
         rise = float(means[top] - means[low])
         falls = means[top] - means[top:]
         factor = t_quantile(1 - level, self.test.seeds - 1)
-        limits = falls + factor * self._scale * np.sqrt(self._pairs.variance[top, top:] / self.test.seeds)
+        limits = falls + factor * self._unit * np.sqrt(self._pairs.variance[top, top:] / self.test.seeds)
         if falls.max() > rise / 2 or limits.max() >= rise:
             return None
         found = self._step(low, last, self._t[low, last]).sentence("rises")
@@ -96,8 +96,8 @@ class Shape:
             return f"{found} It is highest at the end."
         return (
             f"{found} From its highest point, {self.curve.at(self.points[top])}, it falls by no more than "
-            f"{self.curve.amount(float(limits.max()))} (one-sided {1 - level:.0%} limit), less than its rise of "
-            f"{self.curve.amount(rise)}."
+            f"{self.curve.amount(back(means[top]) - back(means[top] - limits.max()))} (one-sided {1 - level:.0%} "
+            f"limit), less than its rise of {self.curve.amount(back(means[top]) - back(means[low]))}."
         )
 
     def _clearest(self, t: np.ndarray, offset: int = 0) -> Step | None:
@@ -120,7 +120,6 @@ class Shape:
 def shape_of(curve: Curve, test: PeakTest) -> Shape:
     """Rises and falls of `curve.test`, of which `test` is the peak test."""
     rows, points = finite_part(curve.test)
-    kept = curve.test[np.ix_(rows, points)]
-    mean = dict(zip(points, kept.mean(0).tolist(), strict=True))
-    moved, scale = scaled(kept)
-    return Shape(curve, pairs_of(moved), scale, mean, test)
+    kept = curve.scale.to(curve.test[np.ix_(rows, points)])
+    moved, unit = scaled(kept)
+    return Shape(curve, pairs_of(moved, curve.scale.least(unit)), unit, kept.mean(0), test)

@@ -87,7 +87,7 @@ def judge_curve(
     if delta is not None and not delta > 0:
         raise UserError(f"judge_curve: delta must be positive, got {delta}")
     try:
-        peak = differing_test(curve.test, level=level, draws=draws, seed=seed)
+        peak = differing_test(curve.test, level=level, draws=draws, seed=seed, scale=curve.scale)
     except UserError as error:
         threshold = _threshold(curve, np.flatnonzero(~np.isfinite(curve.test).all(1)), range(len(curve.values)))
         why = error.told(curve.planned) if isinstance(error, TooFewSeeds) else str(error)
@@ -103,12 +103,14 @@ def judge_curve(
         kind, evidence = judged.with_peak() if peak.rejected else judged.without_peak(delta)
     holdout = None
     if peak.rejected and peak.seeds >= HOLDOUT_SEEDS:
-        holdout = holdout_test(curve.test, level=level)
+        holdout = holdout_test(curve.scale.to(curve.test), level=level)
         found = "confirm it" if holdout.confirmed else "do not confirm it"
         evidence.append(
             f"Chosen on 3 seeds and tested on the other {holdout.seeds}, two paired t-tests {found} "
             f"(p = {holdout.p_value:.2g})."
         )
+    if (said_scale := curve.scale.sentence()) is not None:
+        evidence.append(said_scale)
     if (lost := curve.lost_sentence()) is not None:
         points = [curve.at(j) for j in range(len(curve.values)) if j not in peak.points]
         evidence.append(lost)
@@ -338,8 +340,7 @@ class _Judged:
         curve, peak = self.curve, self.peak
         if not (peak.sd > 0 and peak.height.estimate > 0):
             return []
-        equal = peak.height.estimate / peak.sd * peak.detectable.even / peak.detectable.height
-        self.seeds_needed = seeds_needed(equal, len(peak.points), level=peak.level)
+        self.seeds_needed = seeds_needed(peak.hump, len(peak.points), level=peak.level)
         hump = f"The largest hump measures {curve.amount(peak.height.estimate)} (0 to {peak.height.high:.3g})"
         if self.seeds_needed is None:
             return [f"{hump}; if that is its true height, more than 100 seeds would be needed to show it."]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
-from benchmarks.curves.known import NULLS, bump, bumps
+from benchmarks.curves.known import NAMED_NULLS, NULLS, bump, bumps, log_normal, log_normal_peak
 from benchmarks.curves.random_features import LinearModel, random_features_curve, ridge_fit
+from benchmarks.curves.rates import rejections
 from experiments.statistics import peak_test
+from experiments.statistics.scale import scale_of
 from finetune.errors import UserError
 
 
@@ -172,3 +175,38 @@ def test_the_same_seed_gives_the_same_curves():
     for make in (unstable_curve, gradient_flow_curve, noise_curve, random_features_curve):
         np.testing.assert_array_equal(make(seed=3).test, make(seed=3).test)
         assert (make(seed=3).test != make(seed=4).test).any()
+
+
+# --------------------------------------------------------------------------------------------- the scale
+
+
+def test_scales_go_there_and_back_and_have_the_variance_that_they_say():
+    losses = np.array([[0.0, 0.5, 4.0], [0.1, 0.7, 9.0]])
+    for metric, values, items in (("test loss", losses, None), ("test error", losses / 10, 50), ("bleu", losses, None)):
+        scale = scale_of(metric, values, items)
+        assert [scale.back(z) for z in scale.to(values).ravel()] == pytest.approx(values.ravel(), abs=1e-9)
+    assert scale_of("test loss", losses).name == "log" and scale_of("test error", losses / 10).name == "arcsine"
+    assert scale_of("test error", losses).name == "plain" and scale_of("test loss", -losses).name == "plain"
+    rates = np.random.default_rng(0).binomial(200, 0.1, (1, 20_000)) / 200
+    scale = scale_of("test error", rates, 200)
+    assert scale.to(rates).var() == pytest.approx(scale.variance, rel=0.03)
+
+
+def test_the_rule_keeps_its_level_and_names_scattered_spikes():
+    most = binom.ppf(0.999, 200, 0.06)
+    for name in ("log-normal loss, rise, then plateau", "binomial error, rise, then plateau"):
+        metric, items, make = NAMED_NULLS[name]
+        assert rejections(make(np.random.default_rng(3), 200, 5, 9), metric=metric, items=items).sum() <= most
+    peaks = log_normal(log_normal_peak, 0.45)(np.random.default_rng(4), 200, 5, 9)
+    assert rejections(peaks, metric="test loss").mean() > 0.88 > 0.7 > rejections(peaks).mean()
+
+
+def test_many_curves_at_once_are_judged_as_one_is():
+    metric, items, make = NAMED_NULLS["binomial error with runs of their own, rise, then plateau"]
+    curves = make(np.random.default_rng(5), 12, 5, 9)
+    curves[:6, :, 4] += 0.35
+    alone = [peak_test(y, scale=scale_of(metric, y, items)).rejected for y in curves]
+    assert rejections(curves, metric=metric, items=items).tolist() == alone and any(alone)
+    peaks = log_normal(log_normal_peak, 0.2)(np.random.default_rng(6), 1, 5, 9)[0]
+    test = peak_test(peaks, scale=scale_of("test loss", peaks))
+    assert test.rejected and 2 < test.height.estimate < 4.5 and test.height.low < 3 < test.height.high

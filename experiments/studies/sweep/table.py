@@ -104,6 +104,7 @@ def _measured(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
         row |= {f"{split}.{name}": _number(metric["value"]) for name, metric in metrics.items()}
         if "accuracy" in metrics and metrics["accuracy"]["value"] is not None:
             row[f"{split}.error"] = 1.0 - float(metrics["accuracy"]["value"])
+            row[f"{split}.error.items"] = metrics["accuracy"].get("n")
     return row
 
 
