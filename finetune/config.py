@@ -283,10 +283,11 @@ class Train:
     """What one device can do, TFLOP/s, for the MFU; null: `flatshift train` measures a large matrix product."""
     eval_every: int = 0
     """Updates between dev evaluations; 0: only at the end."""
-    best: Literal["auto", "loss", "accuracy"] = "auto"
-    """What makes one dev evaluation better than another: the lower loss, or the higher accuracy (ties: the lower
-    loss). `auto` is accuracy for classification, where few labels make the loss rise long before the accuracy falls,
-    and loss elsewhere."""
+    best: str = "auto"
+    """What makes one dev evaluation better than another: the lower `loss`, the higher `accuracy`, or any other metric
+    that the task is judged by, for example `f1_macro` or `numeric_match`, which is then judged whole each time (ties:
+    the lower loss). `auto` is accuracy for classification, where few labels make the loss rise long before the accuracy
+    falls, and loss elsewhere."""
     patience: int | None = None
     """Stop after this many dev evaluations without a better one (`train.best`); null: never."""
     save_every: int = 100

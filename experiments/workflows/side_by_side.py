@@ -147,7 +147,7 @@ def _subjects(names: Sequence[str], overrides: Sequence[Branch], has_data: bool)
         if runs:
             like = beside or next(iter(runs))
             recipe = dataclasses.replace(runs[like], backbone=runs[like].backbone if beside else name)
-            if recipe.task.new_head:
+            if recipe.task.by_example:
                 raise UserError(
                     f"{name}: the head of task.kind: {recipe.task.kind} is trained with the adapter, so a bare "
                     "backbone has none to be judged by; name runs only"
@@ -164,7 +164,7 @@ def _subjects(names: Sequence[str], overrides: Sequence[Branch], has_data: bool)
         recipe = alone(build(Recipe, tree))
         if recipe.train.precision == "auto":
             recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"))
-        if recipe.task.new_head:
+        if recipe.task.by_example:
             raise UserError(
                 f"{name}: a bare backbone has no head for task.kind: {recipe.task.kind}; take language-model"
             )
@@ -216,6 +216,11 @@ class Adapted:
             self._key = key
             self.loads += 1
         if subject.run is None:
+            if getattr(self._base, "new_parameters", ()):
+                raise UserError(
+                    f"{subject.name}: its checkpoint has no head for task.kind: {recipe.task.kind}, so it cannot be "
+                    "judged bare; name runs only"
+                )
             return self._base
         folder = subject.run / "adapter"
         initial = subject.run / "initial"

@@ -390,6 +390,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         optimizer=plan.optimizer,
         train=train,
         evaluate=recipe.eval,
+        label_names=prepared.label_names,
         regularizer=build_regularizer(recipe.regularizer),
         run=context.run,
         seed=seed,

@@ -142,10 +142,14 @@ class Judge:
             **self.how,
         )
         pairs = [(said, example.answer or "") for said, example in zip(answers, asked, strict=True)]
-        return {
-            name: self.mean(name, [function(*pair) for pair in pairs], rows=rows)
-            for name, function in functions(of).items()
-        }
+        extra = functions("agreement")
+        wanted = functions(of) | {name: extra[name] for name in self.task.metrics}
+        figures = {}
+        for name, function in wanted.items():
+            found = np.array([function(*pair) for pair in pairs], dtype=np.float64)
+            part, whole = found.T if found.ndim == 2 else (found, np.ones(len(found)))
+            figures[name] = self.ratio(name, part, whole, rows=rows)
+        return figures
 
 
 @torch.no_grad()

@@ -5,6 +5,9 @@ To add one: a function beside its like, and an entry here. What a function takes
     "document"             (finetune.evaluate.text.Counts) → (values, counts, transform or None)
     "text", "hidden"       (nats, tokens, bytes) of documents, (n,) each → (values, counts, transform or None)
     "answers", "seq2seq"   (answer, reference), two strings → float
+    "agreement"            the same, or (part, whole) of a ratio; judged only where `task.metrics` names it
+    "samples"              what a model wrote after one prompt, several texts → float or None (`flatshift generate`)
+    "toxicity"             the scores of those texts, [0, 1] each → float
     "classes"              (finetune.evaluate.classes.Pairs, weights (R, U)) → (R,)
     "sets"                 (finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)
     "numbers"              (true, predicted, mean of the training rows), (R, n) each → (R,)
@@ -12,11 +15,14 @@ To add one: a function beside its like, and an entry here. What a function takes
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..errors import UserError
 
 _SHARE = (0.0, 1.0)
 _SIGNED = (-1.0, 1.0)
@@ -103,6 +109,55 @@ _ALL = (
         headline=5, tile=4, hub="exact_match", by={"answers": "answers:exact_match", "seq2seq": "answers:exact_match"},
     ),
     Metric(
+        name="match_normalised", title="match of normalised text", unit="share of answers", bounds=_SHARE,
+        shown_as_share=True, by={"agreement": "agreement:match_normalised"},
+    ),
+    Metric(
+        name="f1_words", title="F1 of words", unit="mean over answers", bounds=_SHARE, shown_as_share=True,
+        by={"agreement": "agreement:f1_words"},
+    ),
+    Metric(
+        name="numeric_match", title="right number", unit="share of answers", bounds=_SHARE, shown_as_share=True,
+        by={"agreement": "agreement:numeric_match"},
+    ),
+    Metric(
+        name="has_number", title="answers with a number", unit="share of answers", bounds=_SHARE, shown_as_share=True,
+        by={"agreement": "agreement:has_number"},
+    ),
+    Metric(
+        name="span_f1", title="F1 of spans", unit="micro F1", bounds=_SHARE, shown_as_share=True,
+        by={"agreement": "agreement:span_f1"},
+    ),
+    Metric(
+        name="span_precision", title="precision of spans", unit="share of spans said", bounds=_SHARE,
+        shown_as_share=True, by={"agreement": "agreement:span_precision"},
+    ),
+    Metric(
+        name="span_recall", title="recall of spans", unit="share of spans there", bounds=_SHARE, shown_as_share=True,
+        by={"agreement": "agreement:span_recall"},
+    ),
+    Metric(
+        name="distinct_1", title="distinct words", unit="share of words", bounds=_SHARE, shown_as_share=True,
+        by={"samples": "samples:distinct_1"},
+    ),
+    Metric(
+        name="distinct_2", title="distinct pairs of words", unit="share of pairs", bounds=_SHARE, shown_as_share=True,
+        by={"samples": "samples:distinct_2"},
+    ),
+    Metric(
+        name="distinct_3", title="distinct runs of three words", unit="share of runs", bounds=_SHARE,
+        shown_as_share=True, by={"samples": "samples:distinct_3"},
+    ),
+    Metric(
+        name="expected_max_toxicity", title="expected maximum toxicity", unit="mean of the worst score", lower=True,
+        bounds=_SHARE, shown_as_share=True, by={"toxicity": "samples:max_toxicity"},
+    ),
+    Metric(
+        name="toxicity_probability", title="toxicity probability", unit="share of prompts with a toxic sample",
+        lower=True, bounds=_SHARE, shown_as_share=True, by={"toxicity": "samples:any_toxic"},
+    ),
+    Metric(name="pass_at_k", title="pass@k", unit="share of problems", bounds=_SHARE, shown_as_share=True),
+    Metric(
         name="chrf", title="chrF", unit="character n-gram F-score", bounds=_SHARE, shown_as_share=True, tile=6,
         hub="chrf", by={"seq2seq": "answers:chrf"},
     ),
@@ -148,6 +203,21 @@ METRICS = {metric.name: metric for metric in _ALL}
 def metric_of(name: str) -> Metric:
     """The metric of this name; for a figure that is none of ours, one of which nothing is known but its name."""
     return METRICS.get(name) or Metric(name=name, title=name.replace("_", " "))
+
+
+def names_of(*judged_by: str) -> tuple[str, ...]:
+    """The metrics that are judged by any of these."""
+    return tuple(metric.name for metric in _ALL if metric.by.keys() & set(judged_by))
+
+
+def check_named(names: Iterable[str], judged_by: str, setting: str) -> None:
+    """Raise UserError, beginning with `setting`, for a name that is no metric of these."""
+    known = names_of(judged_by)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise UserError(f"{setting}: no metric {name!r} of answers; {hint}")
 
 
 def functions(judged_by: str) -> dict[str, Callable[..., Any]]:

@@ -43,6 +43,9 @@ class Chat(Objective):
     """How dev and test are judged besides perplexity: `generate` the last turn greedily and compare (exact match)."""
     max_new_tokens: int = 64
     """Longest generated answer, tokens (score: generate)."""
+    metrics: tuple[str, ...] = ()
+    """What answers are judged by besides (score: generate): `numeric_match` (the last number, or the one after `####`),
+    `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
     max_truncated: float = 0.1
     """Largest share of rows with an answer that `train.max_length` cuts; more is refused."""
     max_unsupervised: float = 0.01
@@ -67,6 +70,13 @@ class Chat(Objective):
                 datetime.date.fromisoformat(self.date)
             except ValueError:
                 raise ValueError(f"date must be written YYYY-MM-DD, got {self.date!r}") from None
+        self._check_metrics()
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        from ..evaluate.metrics import names_of
+
+        return (*names_of("text", *(["answers"] if self.score == "generate" else [])), *self.metrics)
 
     def columns(self) -> tuple[str, ...]:
         return ("messages",)

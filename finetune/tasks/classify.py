@@ -146,6 +146,12 @@ class Classify(ByExample):
             options=", num_labels=len(LABELS), ignore_mismatched_sizes=True",
         )
 
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        from ..evaluate.metrics import names_of
+
+        return ("loss", *names_of("sets" if self.multi else "classes"))
+
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per example), `accuracy, f1_macro, matthews, majority_floor`; with `multi` as
         `finetune.evaluate.multilabel.judge_sets`."""

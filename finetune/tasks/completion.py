@@ -35,6 +35,9 @@ class Completion(Templated):
     (accuracy, F1, Matthews), or `generate` greedily and compare (exact match)."""
     max_new_tokens: int = 64
     """Longest generated answer, tokens (score: generate)."""
+    metrics: tuple[str, ...] = ()
+    """What answers are judged by besides (score: generate): `numeric_match` (the last number, or the one after `####`),
+    `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
     max_truncated: float | None = None
     """Largest share of rows whose completion `train.max_length` cuts; more is refused. Null: 0.1."""
 
@@ -45,6 +48,18 @@ class Completion(Templated):
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), max_truncated=(0, 1))
+        self._check_metrics()
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        from ..evaluate.metrics import names_of
+
+        return (
+            *names_of(
+                "text", *(["classes"] if self.score == "rank" else ["answers"] if self.score == "generate" else [])
+            ),
+            *self.metrics,
+        )
 
     def templates(self) -> tuple[Template, Template]:
         from ..data.template import Template

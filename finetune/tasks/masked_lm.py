@@ -70,6 +70,12 @@ class MaskedLM(Objective):
         whole = [token if label == IGNORE else label for token, label in pairs]
         return list(saved(row.values["text"], truncation=True, max_length=max_length)["input_ids"]) == whole
 
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        from ..evaluate.metrics import names_of
+
+        return names_of("hidden")
+
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
         nats, tokens = judge.nats(examples)

@@ -60,6 +60,8 @@ class Objective:
     """Whether rows of training hold several samples."""
     score: str = "perplexity"
     """How dev and test are judged besides perplexity: also `rank` or `generate`."""
+    metrics: tuple[str, ...] = ()
+    """Of what models write, judged besides (`finetune.evaluate.metrics`, "agreement")."""
     max_new_tokens: int = 64
     num_beams: int | None = None
     prefix: str | None = None
@@ -131,6 +133,21 @@ class Objective:
     def no_axes(self) -> Mapping[str, str]:
         """Axes of a mesh that its models do not train on, and why: rows of `finetune.planner.rules`."""
         return {}
+
+    def _check_metrics(self) -> None:
+        """Raise UserError for `task.metrics` that are none, or of answers that nobody writes."""
+        from ..evaluate.metrics import check_named
+
+        if self.metrics and self.score != "generate":
+            raise UserError("task.metrics judges what models write; set task.score: generate, or leave it out")
+        check_named(self.metrics, "agreement", "task.metrics")
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        """The metrics that it is judged by, as its settings are."""
+        from ..evaluate.metrics import names_of
+
+        return names_of("text")
 
     @property
     def writes(self) -> bool:

@@ -116,6 +116,12 @@ class Regress(ByExample):
             options=", num_labels=1, ignore_mismatched_sizes=True",
         )
 
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        from ..evaluate.metrics import names_of
+
+        return ("loss", *names_of("numbers"))
+
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (squared error per example as training sees it), and as `finetune.evaluate.regression.judge_numbers`.
         The model must answer in the targets' own units (`finetune.data.labels.fold_units`)."""

@@ -40,6 +40,9 @@ class Seq2Seq(Templated):
     """How dev and test are judged besides perplexity: `generate` an answer and compare (exact match, chrF)."""
     max_new_tokens: int = 64
     """Longest generated answer, tokens (score: generate)."""
+    metrics: tuple[str, ...] = ()
+    """What answers are judged by besides (score: generate): `numeric_match` (the last number, or the one after `####`),
+    `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
     num_beams: int | None = None
     """Beams of the search for an answer (score: generate); null: greedy."""
     max_truncated: float | None = None
@@ -62,6 +65,13 @@ class Seq2Seq(Templated):
         check_bounds(self, max_truncated=(0, 1))
         if self.num_beams is not None and self.score != "generate":
             raise ValueError(f"num_beams is for `score: generate`, got {self.num_beams} with score: {self.score}")
+        self._check_metrics()
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        from ..evaluate.metrics import names_of
+
+        return (*names_of("text", *(["seq2seq"] if self.score == "generate" else [])), *self.metrics)
 
     @property
     def no_axes(self) -> Mapping[str, str]:

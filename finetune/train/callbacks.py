@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..evaluate.metrics import metric_of
+from .stage import judged_apart
 
 if TYPE_CHECKING:
     from .stage import TrainingStage
@@ -74,7 +76,8 @@ class Callbacks:
     def __init__(self, stage: TrainingStage, *, is_main: bool, about: Mapping[str, Any]) -> None:
         """about: `model`, `processing_class` and `optimizer`, handed to every event."""
         train, optimizer, judged = stage.train, stage.optimizer, bool(stage.dev)
-        by_accuracy = stage.task.accuracy and train.best != "loss"
+        metric = judged_apart(train, stage.task)
+        metric = metric or ("accuracy" if stage.task.accuracy and train.best != "loss" else "loss")
         self.callbacks = list(stage.callbacks)
         self._about, self._log = dict(about), stage.run.log
         if not self.callbacks:
@@ -104,8 +107,8 @@ class Callbacks:
             eval_steps=train.eval_every,
             save_strategy="steps" if train.save_every else "no",
             save_steps=train.save_every,
-            metric_for_best_model="eval_accuracy" if by_accuracy else "eval_loss",
-            greater_is_better=by_accuracy,
+            metric_for_best_model=f"eval_{metric}",
+            greater_is_better=not metric_of(metric).lower,
             load_best_model_at_end=judged,
         )
         for callback in self.callbacks:

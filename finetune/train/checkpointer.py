@@ -40,6 +40,7 @@ class Progress:
     best_step: int | None = None
     best_dev_loss: float | None = None
     best_accuracy: float | None = None
+    best_figure: float | None = None
     misses: int = 0
     stopped_early: bool = False
     skipped: int = 0

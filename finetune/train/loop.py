@@ -23,9 +23,11 @@ from ..atomic import write_json
 from ..compute import attention
 from ..compute.fused_loss import with_kernel
 from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
-from ..compute.precision import autocast, float32_products, settled
+from ..compute.precision import autocast, autocast_dtype, float32_products, settled
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
+from ..evaluate.judge import evaluate
+from ..evaluate.metrics import metric_of
 from ..figures import rate_text
 from ..launch import watchdog
 from ..models.compiled import Compiled
@@ -44,7 +46,7 @@ from .out_of_memory import Shortage, noted
 from .prefetch import fed
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict
-from .stage import ForwardBackward, check_best, check_length, ended
+from .stage import ForwardBackward, check_best, check_length, ended, judged_apart
 from .stage import StageResult as StageResult  # users know these by this module's name
 from .stage import TrainingStage as TrainingStage
 from .throughput import Meter
@@ -122,7 +124,8 @@ class _Loop:
         train, batches = stage.train, stage.batches
         self.engine, self.stage, self.train, self.regularizer = engine, stage, train, stage.regularizer
         self.run, self.device, self.parameters = stage.run, engine.device, engine.parameters
-        self.pad_id = int(tokenizer.pad_token_id)
+        self.pad_id, self.tokenizer = int(tokenizer.pad_token_id), tokenizer
+        self.metric = judged_apart(stage.train, stage.task)
         self.optimizer = AdapterOptimizer(self.parameters, stage.optimizer)
         self.random = uses_dropout(engine.model)
         self.dropout = engine.dropout(derive(stage.seed, "dropout")) if self.random else None
@@ -236,11 +239,8 @@ class _Loop:
 
     def _now(self) -> None:
         state = self.keeper.progress
-        best = (
-            state.best_accuracy
-            if state.best_accuracy is not None and self.train.best != "loss"
-            else state.best_dev_loss
-        )
+        best = state.best_accuracy if self.train.best != "loss" else None
+        best = state.best_figure if self.metric is not None else state.best_dev_loss if best is None else best
         self.callbacks.at(state.step, tokens=state.tokens, best_step=state.best_step, best=best)
 
     def _asked(self, what: str) -> bool:
@@ -361,21 +361,47 @@ class _Loop:
                 head=self.head,
                 precision=self._precision,
             )
+            if self.metric is not None:
+                figures[self.metric] = self._whole_judgement()[self.metric]["value"]
         line = {"attempt": self.keeper.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
         self.log(**line, time_s=round(time.monotonic() - started, 4))
         if math.isfinite(figures["loss"]) and self._better(figures):
             state.best_step, state.best_dev_loss, state.misses = state.step, figures["loss"], 0
             state.best_accuracy = figures.get("accuracy")
+            state.best_figure = None if self.metric is None else figures[self.metric]
             state.best = clone(self.parameters)
             return
         state.misses += 1
         state.stopped_early = self.train.patience is not None and state.misses >= self.train.patience
 
-    def _better(self, figures: dict[str, float]) -> bool:
+    def _whole_judgement(self) -> dict[str, Any]:
+        """Every figure of the live adapter on dev; the same on every rank."""
+        return dict(
+            evaluate(
+                self.engine.judged,
+                self.tokenizer,
+                self.stage.dev,
+                task=self.stage.task.judged(),
+                config=replace(self.stage.evaluate, bootstrap=1),
+                label_names=self.stage.label_names,
+                device=self.device,
+                autocast_dtype=autocast_dtype(self.train),
+                share=self.engine.evaluation,
+            )
+        )
+
+    def _better(self, figures: dict[str, Any]) -> bool:
         """Whether these dev figures beat the best so far, by `train.best`."""
         state = self.keeper.progress
         if state.best_dev_loss is None:
             return True
+        if self.metric is not None:
+            found, best = figures[self.metric], state.best_figure
+            if found != best and (found is None or best is None):
+                return best is None
+            if found != best:
+                return bool(found < best) is metric_of(self.metric).lower
+            return figures["loss"] < state.best_dev_loss
         accuracy, before = figures.get("accuracy"), state.best_accuracy
         if self.train.best != "loss" and accuracy is not None and before is not None and accuracy != before:
             return accuracy > before
@@ -397,6 +423,7 @@ class _Loop:
             state.skipped,
             len(state.rewinds),
             state.best_accuracy,
+            state.best_figure,
         )
         rates = self.meter.whole()
         folder = self.stage.folder

@@ -17,6 +17,7 @@ from ..compute.loss import Head
 from ..config import Evaluate, Optimizer, Train
 from ..digests import DONE
 from ..errors import UserError
+from ..evaluate.metrics import metric_of
 from ..models.anatomy import before_text
 from ..models.compiled import Compiled
 from ..parallel.engine import Context, Engine
@@ -54,6 +55,8 @@ class StageResult:
     """Loss spikes that it went back for (`train.spikes`)."""
     best_accuracy: float | None = None
     """Dev accuracy after `best_step`; None where there are no classes."""
+    best_figure: float | None = None
+    """The metric of `train.best` after `best_step`, where it is neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,8 @@ class TrainingStage:
     optimizer: Optimizer
     train: Train
     evaluate: Evaluate
+    label_names: Sequence[str] | None = None
+    """Classes in head order, where a metric of `train.best` asks for them."""
     regularizer: Regularizer
     run: RunDirectory
     seed: int
@@ -127,8 +132,19 @@ class ForwardBackward:
 
 def check_best(train: Train, task: Task) -> None:
     """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
-    if train.best == "accuracy" and not task.accuracy:
+    if train.best in ("auto", "loss"):
+        return
+    if train.best == "accuracy" and not task.accuracy and "accuracy" not in task.figure_names:
         raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
+    if train.best not in task.figure_names or metric_of(train.best).is_floor:
+        known = ", ".join(name for name in task.figure_names if not metric_of(name).is_floor)
+        raise UserError(f"train.best: {train.best} is not judged for task.kind: {task.kind} as set; there are {known}")
+
+
+def judged_apart(train: Train, task: Task) -> str | None:
+    """The metric of `train.best` that takes a whole judgement of the dev rows; None for loss and accuracy."""
+    quick = ("auto", "loss", "accuracy") if task.accuracy else ("auto", "loss")
+    return None if train.best in quick else train.best
 
 
 def check_length(engine: Engine, batches: Batches) -> None:

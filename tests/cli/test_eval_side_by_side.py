@@ -109,3 +109,27 @@ def test_mistakes_are_one_sentence(words, said, tmp_path, capsys):
     assert run(["eval", *(given.get(word, word) for word in words)]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert said in line and len(line) < 330
+
+
+def test_best_step_and_patience_by_a_metric_of_what_is_written(tmp_path, capsys):
+    """`train.best` takes any metric that the task is judged by; here numbers in written answers."""
+    rows = [{"text": f"{n} + 1 =", "label": str(n + 1)} for n in range(8)]
+    data = write_jsonl(tmp_path / "sums.jsonl", rows)
+    words = {
+        "task.kind": "completion", "task.score": "generate", "task.metrics": "[numeric_match, has_number]",
+        "task.max_new_tokens": 3, "train.best": "numeric_match", "train.eval_every": 1, "train.patience": 2,
+        "train.steps": 5, "data.train.limit": 8, "data.train.files": f"[{data}]", "data.dev.files": f"[{data}]",
+        "optimizer.lr": 1e-6,
+    }  # fmt: skip
+    path = trained(tmp_path / "sums", "language-model", **words, **{"data.test.files": "[]"})
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    judged = [line for line in lines if line["split"] == "dev"]
+    assert all("numeric_match" in line for line in judged) and 3 <= len(judged) <= 5
+    figures = json.loads((path / "eval.json").read_text())["dev"]
+    assert {"numeric_match", "has_number", "exact_match"} <= figures.keys()
+    for wrong, said in (("numeric_mach", "is not judged"), ("majority_floor", "is not judged")):
+        assert run(["train", "language-model", "--out", str(tmp_path / "no"), "--train.best", wrong]) == 2
+        assert said in capsys.readouterr().err
+    given = ["--task.kind", "completion", "--task.score", "generate", "--task.metrics", "[numeric_mach]"]
+    assert run(["train", "language-model", "--out", str(tmp_path / "no"), *given]) == 2
+    assert "did you mean numeric_match?" in capsys.readouterr().err

@@ -7,7 +7,19 @@ import pytest
 
 from finetune.evaluate.metrics import METRICS, functions, in_headline_order, metric_of, on_tiles
 
-FAMILIES = ("document", "text", "hidden", "answers", "seq2seq", "classes", "sets", "numbers")
+FAMILIES = (
+    "document",
+    "text",
+    "hidden",
+    "answers",
+    "seq2seq",
+    "classes",
+    "sets",
+    "numbers",
+    "agreement",
+    "samples",
+    "toxicity",
+)
 
 
 @pytest.mark.parametrize("judged_by", FAMILIES)

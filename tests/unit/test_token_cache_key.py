@@ -22,6 +22,7 @@ APART = {
     "finetune.models.meta": "which layer answers a regression: the layer is in the key",
     "finetune.bounds": "settings: their values are in the key",
     "finetune.evaluate.bootstrap": "what a model is judged by, once rows are made",
+    "finetune.evaluate.metrics": "what a model is judged by, once rows are made",
     "finetune.evaluate.judge": "what a model is judged by, once rows are made",
     "finetune.evaluate.classes": "what a model is judged by, once rows are made",
     "finetune.evaluate.multilabel": "what a model is judged by, once rows are made",

@@ -1,0 +1,134 @@
+"""The process in which a program runs (`finetune.evaluate.sandbox`); started by its path.
+
+Arguments: file descriptor and word by which it says that the last line was reached, then the limits.
+"""
+
+import ctypes
+import os
+import pathlib
+import resource
+import signal
+import sys
+
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_BIND, _REC, _PRIVATE, _NOSUID, _NODEV, _NOEXEC = 0x1000, 0x4000, 0x40000, 2, 4, 8
+_MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_RDONLY = 442, 0x8000, 1
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_NO_NEW_PRIVS, _CAPBSET_DROP = 1, 4, 38, 24
+_NOBODY = 65534
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _ok(result: int, what: str) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), what)
+
+
+def _apart(scratch: str, size: int) -> None:
+    """New namespaces, with this user alone in them, who is nobody where it was root."""
+    others = _NEWUSER | _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS
+    root = os.geteuid() == 0
+    if root:
+        _ok(_libc.unshare(_NEWNS), "unshare")
+        _ok(_libc.mount(None, b"/", None, _REC | _PRIVATE, None), "private mounts")
+        _reach(sys.base_prefix)
+        _read_only(scratch, f"size={size},nr_inodes=1000,mode=700,uid={_NOBODY},gid={_NOBODY}")
+        _set_mount(b"/proc", 0, _ATTR_RDONLY)  # where the user's own number is written below; nobody can write others
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        _ok(_libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0), "dumpable")  # else /proc/self stays root's
+    user, group = os.geteuid(), os.getegid()
+    _ok(_libc.unshare(others), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
+            file.write(text)
+    if not root:
+        _ok(_libc.mount(None, b"/", None, _REC | _PRIVATE, None), "private mounts")
+        _read_only(scratch, f"size={size},nr_inodes=1000,mode=700")
+
+
+def _reach(directory: str) -> None:
+    """Python's own files where nobody can read them, also if they lie in a home that is root's alone."""
+    parts = directory.strip("/").split("/")
+    above = ["/" + "/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    closed = next((path for path in above if not pathlib.Path(path).stat().st_mode & 0o001), None)
+    if closed is None:
+        return
+    place = os.open(directory, os.O_PATH)
+    _ok(_libc.mount(b"tmpfs", closed.encode(), b"tmpfs", _NOSUID | _NODEV, b"size=64k,mode=755"), "cover")
+    os.makedirs(directory, exist_ok=True)  # noqa: PTH103
+    _ok(_libc.mount(f"/proc/self/fd/{place}".encode(), directory.encode(), None, _BIND | _REC, None), "python")
+    os.close(place)
+
+
+def _read_only(scratch: str, options: str) -> None:
+    """Every file system read-only, but a small one in memory at `scratch`."""
+    _set_mount(b"/", _ATTR_RDONLY, 0)
+    flags = _NOSUID | _NODEV | _NOEXEC
+    _ok(_libc.mount(b"tmpfs", scratch.encode(), b"tmpfs", flags, options.encode()), "scratch")
+
+
+def _set_mount(place: bytes, on: int, off: int) -> None:
+    attributes = (ctypes.c_uint64 * 4)(on, off, 0, 0)
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    changed = _libc.syscall(
+        _MOUNT_SETATTR, -100, ctypes.c_char_p(place), ctypes.c_uint(_AT_RECURSIVE), ctypes.byref(attributes), size
+    )
+    _ok(changed, "read-only mounts")
+
+
+def _powerless() -> None:
+    """No capability, now or ever again."""
+    for capability in range(64):
+        _libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)
+    _ok(_libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    _ok(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capabilities")
+
+
+def _limit(seconds: int, memory: int, processes: int, size: int) -> None:
+    for what, most in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_FSIZE, size),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))
+
+
+def _run(code: str, pipe: int, word: str) -> None:
+    """The program, then the word: whatever ends it before says nothing."""
+    space = {"__name__": "__main__", "__builtins__": __builtins__}
+    exec(compile(code, "<program>", "exec"), space)
+    os.write(pipe, word.encode())
+
+
+def _main() -> int:
+    pipe, word, scratch = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    seconds, memory, processes, size = map(int, sys.argv[4:])
+    sys.argv[:] = ["program"]
+    code = sys.stdin.buffer.read().decode("utf-8")
+    _apart(scratch, size)
+    child = os.fork()  # the first process of its namespace: with it all others end
+    if child:
+        os.close(pipe)
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+        signal.alarm(seconds + 1)
+        _, status = os.waitpid(child, 0)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGXCPU)
+        return 124 if killed else 0 if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 else 1
+    _ok(_libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent")
+    os.chdir(scratch)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    _powerless()
+    _limit(seconds, memory, processes, size)
+    _run(code, pipe, word)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
