@@ -23,7 +23,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .atomic import is_bare, make_directory, new_directory, sweep_leftovers, sync_files, write_json, write_text
+from .atomic import (
+    is_bare,
+    make_directory,
+    new_directory,
+    read_object,
+    sweep_leftovers,
+    sync_files,
+    write_json,
+    write_text,
+)
 from .digests import check_files
 from .errors import Interrupted, UserError, disk_trouble, is_disk_full
 
@@ -186,12 +195,27 @@ def new_output(path: Path) -> Iterator[Path]:
 def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -> None:
     """Write command.txt, environment.json and, if given, recipe.resolved.yaml into `directory`."""
     directory = Path(directory)
-    name = Path(sys.argv[0]).name
-    called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` is the command too
-    write_text(directory / COMMAND, shlex.join([called, *sys.argv[1:]]) + "\n")
+    write_text(directory / COMMAND, _command())
     write_json(directory / ENVIRONMENT, environment())
     if recipe_yaml is not None:
         write_text(directory / RECIPE, recipe_yaml)
+
+
+def add_provenance(directory: Path) -> None:
+    """Append this command to command.txt, and to environment.json (`resumed`) where and with what it goes on."""
+    before = (directory / COMMAND).read_text(encoding="utf-8")
+    write_text(directory / COMMAND, before + _command())
+    known = read_object(directory / ENVIRONMENT)
+    first, now = {**known}, environment()
+    first.pop("resumed", None)
+    other = {name: value for name, value in now.items() if name == "created" or first.get(name) != value}
+    write_json(directory / ENVIRONMENT, {**known, "resumed": [*known.get("resumed", []), other]})
+
+
+def _command() -> str:
+    name = Path(sys.argv[0]).name
+    called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` is the command too
+    return shlex.join([called, *sys.argv[1:]]) + "\n"
 
 
 def environment() -> dict[str, Any]:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe.config import Recipe
+from experiments.workflows.run_parts import FINE_TUNE, WARM_UP
 from finetune import assets
 from finetune.atomic import read_object
 from finetune.data.formats import HUB, HubName
+from finetune.digests import DONE
 from finetune.evaluate.metrics import METRICS, metric_of
 from finetune.models.backbone import PACKAGE
 
@@ -43,7 +45,7 @@ def card(
         _metadata(path, recipe, base, license, judged=not added),
         f"# {recipe.task.kind} adapter on {code(base)}\n",
         *([_sum(added, rank)] if added else []),
-        _summary(recipe),
+        _summary(path, recipe),
     ]
     if base_model is None and _is_local(recipe.backbone):
         parts.append(
@@ -147,19 +149,30 @@ def _sum(added: Sequence[tuple[str, float]], rank: int | None) -> str:
     )
 
 
-def _summary(recipe: Recipe) -> str:
+def _summary(path: Path, recipe: Recipe) -> str:
     adapter, train = recipe.adapter, recipe.train
     targets = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
     kind = f"LoRA of rank {adapter.rank} (alpha {adapter.numerator:g}) on {code(targets)}"
     if adapter.soft_tokens is not None:
         kind = f"{adapter.soft_tokens} soft tokens before every row"
-    text = (
-        f"{kind}; regularizer `{recipe.regularizer.kind}`; {train.steps} updates of "
-        f"{train.batch_size * train.accumulate} rows, seed {train.seed}"
-    )
+    made = _updates(path, FINE_TUNE, of=f" of {train.batch_size * train.accumulate} rows")
+    text = f"{kind}; regularizer `{recipe.regularizer.kind}`; {made}, seed {train.seed}"
     if recipe.warmup is not None:
-        text += f", after a warm-up of {recipe.warmup.steps} updates on selected data"
+        text += f", after a warm-up of {_updates(path, WARM_UP)} on selected data"
     return text + ". Made with Flatshift.\n"
+
+
+def _updates(path: Path, stage: str, *, of: str = "") -> str:
+    """What was made, not what was asked for."""
+    done = read_object(path / "stages" / stage / DONE, "steps", "target_steps")
+    text = f"{done['steps']:,} updates{of}"
+    if done.get("stopped_early"):
+        text += f" (stopped early, as dev got no better; {done['target_steps']:,} were asked for)"
+    if done.get("best_step") not in (None, done["steps"]):
+        text += f", of which this adapter is the one after {done['best_step']:,}, best on dev"
+    if done.get("attempts", 1) > 1:
+        text += f", in {done['attempts']} attempts"
+    return text
 
 
 def _figures(evaluation: dict[str, dict[str, Any]]) -> str:
@@ -215,8 +228,12 @@ def _settings(recipe: Recipe) -> str:
 
 
 def _versions(environment: dict[str, Any]) -> str:
-    found = {"python": environment.get("python"), **environment.get("versions", {})}
-    return ", ".join(f"{name} {version}" for name, version in found.items() if version) + ".\n"
+    lines = []
+    for attempt, prefix in ((environment, ""), *((one, "Resumed with ") for one in environment.get("resumed", []))):
+        found = {"python": attempt.get("python"), **attempt.get("versions", {})}
+        if shown := ", ".join(f"{name} {version}" for name, version in found.items() if version):
+            lines.append(f"{prefix}{shown}.\n")
+    return "\n".join(lines)
 
 
 def _data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:

@@ -74,7 +74,7 @@ from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.planner.memory import mesh_lines, plan_lines
 from finetune.planner.rules import Settings, check_settings
-from finetune.run_directory import RunDirectory, disk_full_interrupts, refuse_old
+from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import TrainingStage, train_stage
@@ -186,6 +186,7 @@ def resume(
             (run.path / DONE).unlink(missing_ok=True)  # it speaks of a run that is finished
             fsync_directory(run.path)  # before any file that it lists changes
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
+            add_provenance(run.path)
         world.wait()
         prepared = prepare(resolved.recipe)
         with opened(resolved.recipe, run, console, world, draw=draw) as context:

@@ -431,7 +431,8 @@ class _Loop:
             self.engine.save_adapter(folder / "adapter")
             if self.engine.is_main:
                 self.run.sync_metrics(self.stage.name)
-                told = {"target_steps": self.train.steps, **asdict(result), "seconds": round(state.seconds, 3)}
+                told = {"target_steps": self.train.steps, **asdict(result), "attempts": self.keeper.attempt}
+                told["seconds"] = round(state.seconds, 3)
                 write_json(folder / DONE, {**told, "rates": rates, FILES: adapter_sums(folder)})
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []

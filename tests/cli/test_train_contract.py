@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -120,6 +121,32 @@ def test_resuming_a_finished_run_changes_nothing(finished: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file() and p.name != "log.txt"}
     assert run(["train", "--resume", str(finished)]) == 0
     assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file() and p.name != "log.txt"}
+
+
+def test_a_resumed_run_says_what_happened(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Origins stay, commands append, and card and page tell the updates that were made and in how many attempts."""
+    out = tmp_path / "run"
+    words = ["train", "classify", "--out", str(out), *flags(SMALL | {"train.steps": 2, "eval.bootstrap": 10})]
+    monkeypatch.setattr("sys.argv", ["flatshift", *words])
+    assert run(words) == 0
+    assert "resumed" not in json.loads((out / "environment.json").read_text())
+    before = (out / "recipe.resolved.yaml").read_text(encoding="utf-8").splitlines()
+    again = ["train", "--resume", str(out), "--train.steps", "3"]
+    monkeypatch.setattr("sys.argv", ["flatshift", *again])
+    monkeypatch.setattr("finetune.run_directory._PACKAGES", ("flatshift", "torch"))
+    assert run(again) == 0
+    assert (out / "command.txt").read_text().splitlines() == [shlex.join(["flatshift", *w]) for w in (words, again)]
+    after = (out / "recipe.resolved.yaml").read_text(encoding="utf-8").splitlines()
+    changed = [(old.strip(), new.strip()) for old, new in zip(before, after, strict=True) if old != new]
+    assert changed == [("steps: 2  # --train.steps", "steps: 3  # --train.steps")]
+    (resumed,) = json.loads((out / "environment.json").read_text())["resumed"]
+    assert set(resumed) >= {"created", "versions"} and "cpu" not in resumed, "what was another then"
+    assert run(["export", str(out), "--out", str(tmp_path / "hub")]) == 0
+    card = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
+    assert "3 updates of" in card and "in 2 attempts" in card and "Resumed with flatshift" in card
+    assert "--resume run --train.steps 3" in card and "| `train.steps` | `3` |" in card
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "in 2 attempts" in page and page.count("<code>flatshift train ") == 2
 
 
 def test_resume_refuses_another_setting(finished: Path, capsys) -> None:

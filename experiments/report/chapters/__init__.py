@@ -113,8 +113,9 @@ def _circumstances(run: Run) -> list[Section]:
         for key, value in run.environment.items():
             if key == "memory" and isinstance(value, int):
                 value = formats.size(value)
-            if isinstance(value, dict):
-                value = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+            if isinstance(value, list | dict):  # `resumed` is a list, of what was another then
+                parts = value if isinstance(value, list) else [value]
+                value = "; ".join(", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for part in parts)
             if value not in (None, ""):
                 pairs.append((key, str(value)))
         folded.append(Section("Environment", [Pairs(pairs)], folded=True))

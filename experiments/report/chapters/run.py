@@ -81,7 +81,9 @@ def training_tiles(run: Run) -> list[Tile]:
         tiles.append(Tile(name, value, interval, f"cold backbone {shown_cold}"))
     for stage, done in run.stages.items():
         if done.get("steps") and stage != "warm-up":
-            note = "stopped early" if done.get("stopped_early") else ""
+            asked, attempts = done.get("target_steps", 0), done.get("attempts", 1)
+            notes = [f"stopped early, {asked:,} asked for"] if done.get("stopped_early") else []
+            note = ", ".join([*notes, *([f"in {attempts} attempts"] if attempts > 1 else [])])
             if done.get("best_dev_loss") is not None:
                 figures = [("accuracy", done.get("best_accuracy")), ("loss", done["best_dev_loss"])]
                 best = ", ".join(
