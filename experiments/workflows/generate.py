@@ -34,6 +34,7 @@ def generate_from_run(
     *,
     prompts: Sequence[str] = (),
     data: Sequence[str] = (),
+    raw: bool = False,
     decoding: dict[str, Any] | None = None,
     batch_size: int = 16,
     overrides: Sequence[Branch] = (),
@@ -42,8 +43,9 @@ def generate_from_run(
 ) -> list[dict[str, Any]]:
     """Continue prompts by the adapter of a run, in one process whatever mesh it was trained on.
 
-    prompts: texts, read by the model as they stand; of a chat run, the first turn of a user. data: files whose rows go
-    through the run's own prompt template; of a chat run, conversations, whose last answer is left out if it is there.
+    prompts: texts that go through the run's own prompt template; of a chat run, the first turn of a user. data: files
+    whose rows do; of a chat run, conversations, whose last answer is left out if it is there. raw: `prompts` are read
+    by the model as they stand.
     decoding: fields of `finetune.evaluate.generation.Decoding` that differ from its defaults; the run's
         `task.max_new_tokens` is the default where the task has one, and `task.num_beams` where nothing is drawn.
     overrides: another `train.device` than the run's.
@@ -51,12 +53,12 @@ def generate_from_run(
     Returns a record for each prompt, texts first, then rows in order: `{id, prompt, text, tokens, ended}`; `text` is
     what was written, exactly, `tokens` their number, `ended` whether the model closed its answer itself.
     Raises UserError if `path` is no finished run, its task writes no text, `out` exists or is in use, or a prompt is
-    not text in Unicode or does not fit.
+    not text in Unicode, does not fit, or does not fill a template of several columns.
     """
     with nullcontext() if out is None else owned(out):
         if out is not None and out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        asked = _generate(path, prompts, data, decoding, batch_size, overrides, quiet)
+        asked = _generate(path, prompts, data, raw, decoding, batch_size, overrides, quiet)
         if out is not None:
             with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as stream:
                 stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in asked)
@@ -67,6 +69,7 @@ def _generate(
     path: Path,
     prompts: Sequence[str],
     data: Sequence[str],
+    raw: bool,
     decoding: dict[str, Any] | None,
     batch_size: int,
     overrides: Sequence[Branch],
@@ -97,7 +100,7 @@ def _generate(
             raise UserError(f"--prompt {number} is not valid UTF-8; write it in that encoding")
     console = Console(quiet=quiet)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    questions = task.ask_texts(prompts, tokenizer)
+    questions = task.ask_texts(prompts, tokenizer, raw=raw)
     if data:
         skipped: list[str] = []
         found, left_out = task.ask(_read(recipe, data, skipped), tokenizer, bad_rows=recipe.data.bad_rows)

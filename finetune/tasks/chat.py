@@ -124,9 +124,14 @@ class Chat(Objective):
         figures = super().judge(judge, examples)
         return figures | judge.answers(examples) if self.score == "generate" else figures
 
-    def ask_texts(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Question]:
-        """Each text as the first turn of a user."""
+    def ask_texts(
+        self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
+    ) -> list[Question]:
+        """Each text as the first turn of a user; `raw`: as a conversation that its template has written."""
         from ..data.chat.encode import ask, question
+
+        if raw:
+            return super().ask_texts(texts, tokenizer, raw=True)
 
         return ask([question(text, i) for i, text in enumerate(texts, start=1)], task=self, tokenizer=tokenizer)[0]
 

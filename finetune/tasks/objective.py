@@ -354,8 +354,14 @@ class Objective:
 
         return [*Specials.of(tokenizer).prefix, *plain_ids(tokenizer, text)]
 
-    def ask_texts(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Question]:
-        """What the model reads for texts that stand for themselves."""
+    def ask_texts(
+        self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
+    ) -> list[Question]:
+        """What the model reads for texts in place of rows, put as its prompts are; `raw`: as they stand.
+
+        Raises:
+            UserError: a prompt that shows another number of columns than one (unless raw).
+        """
         from ..data.example import Question
 
         return [
@@ -437,6 +443,23 @@ class Templated(Objective):
             return (self.prefix or "") + self.templates()[0].fill(row)
         except ValueError as error:
             raise UserError(f"{row.where}: {error}") from None
+
+    def ask_texts(
+        self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
+    ) -> list[Question]:
+        from ..data.rows import Row
+
+        columns = self.prompt_columns()
+        if raw:
+            return super().ask_texts(texts, tokenizer, raw=True)
+        if len(columns) != 1:
+            shown = " and ".join(f"{{{name}}}" for name in columns) or "no column"
+            raise UserError(
+                f"--prompt: a text alone does not fill the run's prompt, which shows {shown}; give rows with these "
+                "columns by --data, or --raw for texts as they stand"
+            )
+        rows = [Row({columns[0]: text}, f"prompt-{i}", f"--prompt {i}") for i, text in enumerate(texts, start=1)]
+        return self.ask(rows, tokenizer)[0]
 
     def sample_prompt(self) -> str:
         shown = (literal + ("" if name is None else "some text") for literal, name in self.templates()[0].parts)

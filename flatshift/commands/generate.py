@@ -21,10 +21,12 @@ class Flags:
     run: Positional[Path]
     """Run directory."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
-    """A prompt, read by the model as it stands; may be given several times. Without --prompt and --data: the lines of
-    standard input."""
+    """A text that goes through the run's own prompt template; of a chat run, a user's turn. May be given several times.
+    Without --prompt and --data: the lines of standard input."""
     data: tuple[str, ...] = ()
     """Files whose rows are prompts, through the run's own template."""
+    raw: bool = False
+    """Prompts are read as they stand, without the template."""
     max_new_tokens: int | None = None
     """Longest answer, tokens; by default the task's own, else 64."""
     temperature: float | None = None
@@ -61,6 +63,7 @@ def run(argv: list[str]) -> int:
         flags.run,
         prompts=prompts,
         data=flags.data,
+        raw=flags.raw,
         decoding={name: value for name, value in given.items() if value is not None},
         batch_size=flags.batch_size,
         overrides=[] if flags.device is None else [from_override("train.device", flags.device, "--device")],

@@ -26,6 +26,9 @@ from finetune.atomic import write_json
 from finetune.config import Columns
 from finetune.data.encoding import encode
 from finetune.data.rows import Row, read_rows
+from finetune.errors import UserError
+from finetune.models.backbone import open_backbone
+from finetune.tasks import Chat, Completion, Seq2Seq
 from flatshift.cli import run
 
 BASE = backbone("flatshift-5m")
@@ -91,12 +94,15 @@ def plain(run_directory: Path) -> Any:
 def test_generate_writes_what_plain_transformers_writes(written: Path, rows: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "answers.jsonl"
     capsys.readouterr()
-    words = ["generate", str(written), "--prompt", "Why", "--prompt", "A longer beginning of", "--data", str(rows)]
+    words = ["generate", str(written), "--prompt", "Why", "--prompt", "how do I reset number 0", "--data", str(rows)]
     assert run([*words, "--batch-size", "7", "--json", "--out", str(out)]) == 0
     records = json.loads(capsys.readouterr().out)
     assert records == [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [r["id"] for r in records[:3]] == ["prompt-1", "prompt-2", "0-0"] and len(records) == 26
-    assert records[2]["prompt"] == "Q: how do I reset number 0\nA:"
+    assert records[1]["prompt"] == records[2]["prompt"] == "Q: how do I reset number 0\nA:"
+    assert [records[1][name] for name in ("text", "tokens", "ended")] == [
+        records[2][name] for name in ("text", "tokens", "ended")
+    ]
     tokenizer, model = AutoTokenizer.from_pretrained(BASE), plain(written)
     for record in (records[0], records[1], records[2], records[25]):
         ids = [tokenizer.bos_token_id, *tokenizer(record["prompt"], add_special_tokens=False)["input_ids"]]
@@ -111,6 +117,9 @@ def test_generate_writes_what_plain_transformers_writes(written: Path, rows: Pat
         assert (record["text"], record["tokens"], record["ended"]) == (tokenizer.decode(said), len(said), ended)
     assert run([*words, "--out", str(out)]) == 2
     assert "exists; name another file" in capsys.readouterr().err
+    assert run(["generate", str(written), "--prompt", "Why", "--raw", "--json"]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert record["prompt"] == "Why"
 
 
 def test_a_run_of_a_mesh_writes_in_one_process(written: Path, tmp_path: Path, capsys) -> None:
@@ -173,6 +182,17 @@ def test_a_folder_that_is_not_empty_is_refused_without_talk_of_resuming(written:
     assert run([command, str(written), "--out", str(written)]) == 2
     error = capsys.readouterr().err
     assert "is not empty; name another directory" in error and "--resume" not in error
+
+
+def test_one_text_fills_no_template_of_two_columns() -> None:
+    task, tokenizer = Completion(prompt="{text} {more}"), open_backbone("flatshift-5m").tokenizer
+    with pytest.raises(UserError, match=r"shows \{text\} and \{more\}; give rows .* by --data, or --raw"):
+        task.ask_texts(["x"], tokenizer)
+    assert [one.text for one in task.ask_texts(["x"], tokenizer, raw=True)] == ["x"]
+    (asked,) = Seq2Seq(prompt="say {text}", prefix="do: ").ask_texts(["x"], tokenizer)
+    assert asked.text == "do: say x"
+    (asked,) = Chat(template="plain").ask_texts(["User: x\nAssistant:"], tokenizer, raw=True)
+    assert tokenizer.decode(asked.ids) == "<bos>User: x\nAssistant:"
 
 
 def test_a_classifier_writes_nothing(classes: Path, tmp_path: Path, capsys) -> None:
