@@ -17,7 +17,7 @@ class Around:
 
     seed: for those that draw. budget: for those that shape their selection for one size (gotd in rounds, domains), and
     for the overlap that gotd measures. measure: texts → mean −log p per token, for perplexity. device: of the transport
-    solver. state: directory in which a long solve of gotd, in one round, leaves what it needs to go on after a kill.
+    solver. state: directory in which a long solve of gotd leaves what it needs to go on after a kill.
     """
 
     seed: int

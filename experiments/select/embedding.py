@@ -23,6 +23,7 @@ from finetune.seeds import derive
 from selection.config import Backbone, Encoder, Features, Static, TfIdf, needs
 from selection.errors import BadRow
 from selection.features import FeatureCache, TakenRows, in_shards, load_features
+from selection.features.cache import SHARD_ROWS
 from selection.validation import same_width
 
 HELD_BYTES = 256 << 20
@@ -60,7 +61,8 @@ class Vectors:
     """Vectors of pool, target and negative examples of one recipe.
 
     The embedder is made on first use: TF-IDF is fitted on all three sides together, whatever part of the pool is then
-    asked for. `about` says for the manifest what the cache did. `close` removes what is not to be kept.
+    asked for. state: where the vectors of a model are kept until the selection is whole; None: nowhere. `about` says
+    for the manifest what the cache did. `close` removes what is not to be kept.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Vectors:
         negative: Records | None,
         directory: Path,
         console: Console,
+        state: Path | None = None,
     ):
         spec = recipe.select
         assert spec is not None
@@ -81,6 +84,7 @@ class Vectors:
         self._negative = negative
         self._console = console
         self._directory = directory
+        self._state = state
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._embed: Callable[[list[str]], np.ndarray] | None = None
         self._key = ""
@@ -133,6 +137,8 @@ class Vectors:
         if self.spec.cache:
             return FeatureCache(user_path(self.spec.cache))
         embedder = self.spec.embedder
+        if self._state is not None and not isinstance(embedder, TfIdf) and count > SHARD_ROWS:
+            return FeatureCache(self._state / "vectors")
         width = embedder.dim if isinstance(embedder, TfIdf) else 1024
         if count * width * np.dtype(self.spec.feature_type).itemsize <= HELD_BYTES:
             return None
@@ -151,10 +157,13 @@ class Vectors:
             if not embedder.path:
                 raise UserError("select.embedder.path is empty: name a directory or a file of word vectors")
             static = StaticEmbedder(embedder.path, max_tokens=embedder.max_length)
-            return static.transform, f"static {static.fingerprint if self.spec.cache else ''}"
+            return static.transform, f"static {static.fingerprint if self.spec.cache or self._state else ''}"
         assert isinstance(embedder, Backbone | Encoder)
         return state_embedder(
-            embedder, backbone=self.recipe.backbone, device=self.recipe.train.device, keyed=bool(self.spec.cache)
+            embedder,
+            backbone=self.recipe.backbone,
+            device=self.recipe.train.device,
+            keyed=bool(self.spec.cache or self._state),
         )
 
     def _tfidf(self, embedder: TfIdf) -> tuple[Callable[[list[str]], np.ndarray], str]:

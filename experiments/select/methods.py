@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Bar, Console
+from experiments.select.kept import kept_losses
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.tasks import LanguageModel
@@ -48,9 +50,6 @@ def check_method(spec: Select) -> None:
             if "negative" in wanted
             else f"select.embedder.negative: {kind} has no use for negative examples; leave it out"
         )
-    idle = idle_setting(spec)
-    if idle is not None and wanted & {"texts", "losses"}:
-        raise UserError(f"select.{idle}: {kind} looks at texts, not at vectors of them; leave it out")
 
 
 def vectors_needed(spec: Select) -> bool:
@@ -81,10 +80,13 @@ def solver_device(recipe: Recipe) -> str:
     return str(resolve_device(recipe.train.device))
 
 
-def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]], np.ndarray] | None:
+def backbone_surprise(
+    recipe: Recipe, method: Method, state: Path | None = None
+) -> Callable[[Sequence[str]], np.ndarray] | None:
     """texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
 
-    None where `method` asks for no losses. The backbone is loaded at the first call, in the recipe's precision.
+    None where `method` asks for no losses. The backbone is loaded at the first call, in the recipe's precision. state:
+    where the losses of each batch are kept until the selection is whole.
     """
     inner = ranking(method)
     if not isinstance(inner, Perplexity):
@@ -97,7 +99,7 @@ def backbone_surprise(recipe: Recipe, method: Method) -> Callable[[Sequence[str]
             loaded.append(_surprise(recipe, max_length))
         return loaded[0](texts)
 
-    return measure
+    return measure if state is None else kept_losses(measure, state / "losses", f"{recipe.backbone} {max_length}")
 
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:

@@ -25,6 +25,7 @@ from experiments.select.blank_rows import drops_blanks, without_blank, without_u
 from experiments.select.checks import can_check, check_choice
 from experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows
 from experiments.select.hygiene import clean_rows
+from experiments.select.kept import KeptScores
 from experiments.select.methods import (
     backbone_surprise,
     check_method,
@@ -48,12 +49,16 @@ from finetune.seeds import derive
 from selection import Pool, build_selector
 from selection.methods.base import Selector
 
+_LONG_S = 10.0
+"""Fits that took longer are kept until the selection is whole."""
+
 
 def select(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None) -> dict[str, Any]:
     """Run a recipe's `select` block into the new directory `out` (whole or not at all) and return its manifest.
 
     Called again after a kill, with the same recipe, it goes on with what `out`/state has: a long transport solve from
-    its last full pass, to the same bits.
+    its last full pass, to the same bits; a model's vectors and losses from their last shard; with any method, scores
+    that took long are not computed again.
 
     draw: draws its page, which comes with the directory.
     Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
@@ -102,7 +107,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
     if (idle := idle_setting(spec)) is not None:
         console.say(f"note: select.{idle} has no effect: {spec.method.kind} looks at no vectors")
     sides = _read(recipe, directory, console)
-    vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console)
+    vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console, state)
     _embed(recipe, sides, vectors, console)
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
     selector = _fitted(recipe, sides, vectors, console, state)
@@ -226,7 +231,7 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
         spec.method,
         seed=derive(recipe.train.seed, "select"),
         budget=spec.budget,
-        measure=backbone_surprise(recipe, spec.method),
+        measure=backbone_surprise(recipe, spec.method, state),
         device=solver_device(recipe),
         state=None if state is None else str(state),
     )
@@ -238,9 +243,16 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
     ):
         warnings.simplefilter("always", UserWarning)
         check_unread(spec, sides.x, sides.y)
-        selector.fit(pool, target, progress=progress, **more)
+        kept = None if state is None else KeptScores(state, sides)
+        if kept is None or not kept.restore(selector):
+            began = time.monotonic()
+            selector.fit(pool, target, progress=progress, **more)
+            if kept is not None and time.monotonic() - began > _LONG_S:
+                kept.save(selector)
     _say(caught, console)
     said = selector.diagnostics_
+    if kept is not None and kept.restored:
+        console.say("the scores of the unfinished selection were taken over")
     if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):
         console.say(f"the transport solve went on after pass {resumed}")
     return selector

@@ -37,6 +37,10 @@ DEEPEST = 64
 _CHUNK = 1 << 18
 
 
+class BrokenFile(UserError):
+    """A file that is cut short, corrupt or cannot be read: where bad rows are skipped, what is left of it is one."""
+
+
 class Record(NamedTuple):
     """One record of a file."""
 
@@ -85,10 +89,40 @@ def split_suffix(path: Path) -> tuple[str, str]:
     Raises:
         UserError: neither a known suffix nor a saved `datasets` directory.
     """
-    if str(path).startswith(HUB) or (path.is_dir() and _is_saved_dataset(path)):
+    if str(path).startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
         return "datasets", ""
     if path.is_dir():
         raise UserError(f"{path} is a directory; name its files, for example {path}/*.jsonl")
+    return _by_name(path)
+
+
+def shards(directory: Path) -> list[Path]:
+    """The files of a directory in a format that is known, in name order; hidden ones and others are left out.
+
+    Raises:
+        UserError: there is none, or there are several formats (one of them may be no data).
+    """
+    found: dict[str, list[Path]] = {}
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and not path.name.startswith((".", "_")):
+            with contextlib.suppress(UserError):
+                kind, _ = _by_name(path)
+                found.setdefault("JSONL" if kind in JSONL else kind, []).append(path)
+    if len(found) > 1:
+        raise UserError(
+            f"{directory} holds {' and '.join(sorted(found))} files; name those that are meant, as {directory}/*.jsonl"
+        )
+    if not found:
+        raise UserError(f"{directory} is a directory without a file to read; known are {SUPPORTED}")
+    return next(iter(found.values()))
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether the directory is what `datasets` saves."""
+    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _by_name(path: Path) -> tuple[str, str]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
@@ -107,13 +141,13 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{path}: corrupt or truncated file ({error}); fetch or compress it again") from error
+        raise BrokenFile(f"{path}: corrupt or truncated file ({error}); fetch or compress it again") from error
     except MemoryError as error:
         raise UserError(
             f"{path}: unpacking it takes more memory than there is; compress it again at a lower level"
         ) from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise BrokenFile(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -313,7 +347,7 @@ def _parquet_file(path: Path) -> Iterator[Any]:
     except UserError:
         raise
     except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # names that are no text, and others
-        raise UserError(f"{path}: not a valid Parquet file ({first_line(error)})") from error
+        raise BrokenFile(f"{path}: not a valid Parquet file ({first_line(error)})") from error
 
 
 def _arrow_rows(batch: Any) -> Iterator[Any]:
@@ -394,10 +428,6 @@ class HubName(NamedTuple):
 _HUB_NAME = re.compile(
     r"hub:(?P<source>[^\[\]@:]+)(?:\[(?P<config>[^\[\]]+)\])?(?:@(?P<revision>[^:]*))?(?::(?P<split>.*))?"
 )
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def _datasets(path: Path) -> Iterator[Record]:

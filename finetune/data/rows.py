@@ -24,7 +24,18 @@ import numpy as np
 from ..config import Columns
 from ..errors import UserError, user_path
 from ..seeds import numpy_generator
-from .formats import HUB, SUPPORTED, Record, count, has_half_pair, records, split_suffix
+from .formats import (
+    HUB,
+    SUPPORTED,
+    BrokenFile,
+    Record,
+    count,
+    has_half_pair,
+    is_saved_dataset,
+    records,
+    shards,
+    split_suffix,
+)
 
 _Any = TypeVar("_Any")
 
@@ -53,7 +64,8 @@ class Row:
 
 
 def expand(files: Sequence[str]) -> list[Path]:
-    """Paths for `files`: paths as given, globs sorted, `sample:NAME` for what ships, `hub:NAME[CONFIG]@REVISION:SPLIT`.
+    """Paths for `files`: paths as given, globs and the files of a directory sorted, `sample:NAME` for what ships,
+    `hub:NAME[CONFIG]@REVISION:SPLIT`.
 
     Raises:
         UserError: a path that does not exist (with the nearest that does), a glob without a match, a file named twice.
@@ -83,7 +95,7 @@ def _expand_one(name: str) -> list[Path]:
     if path.exists():
         if not (path.is_file() or path.is_dir()):
             raise UserError(f"{name}: a pipe, socket or device, which cannot be read twice; write it to a file first")
-        return [path]
+        return shards(path) if path.is_dir() and not is_saved_dataset(path) else [path]
     if glob.has_magic(name):
         matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         found = sorted(Path(match) for match in matches if Path(match).is_file())
@@ -147,7 +159,8 @@ def read_rows(
     Arguments:
         columns: which of the record's columns are `text`, `text2`, `label`, `messages`, `tools` and `id`.
         required: canonical or own column names that every row must have.
-        bad_rows: refuse the first bad row, or skip them all.
+        bad_rows: refuse the first bad row, or skip them all. Of several files one that breaks off then counts as one
+            bad row, behind the records that could be read; a file that is alone is refused.
         skipped: receives `file:line: reason` of every skipped row.
         setting: where the user named the columns, for messages.
         first: stop after so many rows, without reading on; None: at the end.
@@ -169,7 +182,7 @@ def read_rows(
     for file_index, path in enumerate(paths):
         if given_rows == first:
             break
-        for record in records(path):
+        for record in _unbroken(path, skipped) if bad_rows == "skip" and len(paths) > 1 else records(path):
             index += 1
             where = f"{path}:{record.place}"
             if absent and not record.problem:
@@ -204,6 +217,18 @@ def read_rows(
         _refuse_twice(again, place, paths, reader)
     for own, place in absent.items() if names_there else ():
         raise UserError(f"{', '.join(map(str, files))}: {missing_column(own, names_there, place)}")
+
+
+def _unbroken(path: Path, skipped: list[str] | None) -> Iterator[Record]:
+    """The records of `path`, one of several, up to where it breaks off; that is noted as a bad one."""
+    good = 0
+    try:
+        for record in records(path):
+            good += 1
+            yield record
+    except BrokenFile as error:
+        if skipped is not None:
+            skipped.append(f"{error}; {good:,} records before that were read")
 
 
 class _Reader:
@@ -337,8 +362,8 @@ def require_rows(rows: Iterable[Row], *, files: Sequence[str], what: str, skippe
 def describe(files: Sequence[str]) -> list[dict[str, Any]]:
     """`path, sha256, bytes, rows` of each file, for a manifest.
 
-    `rows` counts the records, bad ones included. A directory is digested file by file in name order; a hub data set
-    has neither digest nor size (null), its revision is part of its name.
+    `rows` counts the records, bad ones included; null for a file that breaks off. A saved data set is digested
+    file by file in name order; a hub data set has neither digest nor size (null), its revision is part of its name.
     """
     described: list[dict[str, Any]] = []
     for name in files:
@@ -349,7 +374,11 @@ def describe(files: Sequence[str]) -> list[dict[str, Any]]:
                 continue
             split_suffix(path)
             digest, size = file_digest(path)
-            described.append({"path": shown, "sha256": digest, "bytes": size, "rows": count(path)})
+            try:
+                rows: int | None = count(path)
+            except BrokenFile:  # read as far as it went, where bad rows are skipped
+                rows = None
+            described.append({"path": shown, "sha256": digest, "bytes": size, "rows": rows})
     return described
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import warnings
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
@@ -67,8 +70,7 @@ class GotD:
             raise ValueError(f"rounds cannot be {self.rounds} with debiased; set rounds to 1 or debiased to false")
 
     def build(self, around: Around) -> GotDSelector:
-        state = around.state if self.rounds == 1 else None
-        return made(GotDSelector, self, replace(around, state=state), memory_bytes=memory_bytes(self.memory_gib))
+        return made(GotDSelector, self, around, memory_bytes=memory_bytes(self.memory_gib))
 
 
 class GotDSelector(Selector):
@@ -78,8 +80,8 @@ class GotDSelector(Selector):
     1e-3 above. seed: of the subsample that large pools start from, and of what is held out. chunk: rows per tile, None
     to choose. memory_bytes: what the solver of large pools may hold. `nearest_target_` is the target that receives
     most of a row's mass; `potentials_` the whole solution (of the first round). cost, device, state: as in
-    `sinkhorn_potentials`; `state` serves a single round. budget: how many will be selected, if that is known; the
-    overlap that the solver measures is then about it.
+    `sinkhorn_potentials`; in rounds, `state` has a folder for each solve. budget: how many will be selected, if that
+    is known; the overlap that the solver measures is then about it.
 
     rounds above 1: `selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a round are
     its calibrated gradients, lowered by a constant where that is needed to come before the next round's (a gradient
@@ -129,7 +131,7 @@ class GotDSelector(Selector):
         if self.rounds > 1:
             return self._fit_rounds(pool, target, progress)
         x, y = need(pool, target, "features", "gotd")
-        self.potentials_ = self._solve(x, y, pool.weights, target.weights, self.epsilon, progress)
+        self.potentials_ = self._solve(x, y, pool.weights, target.weights, self.epsilon, progress, state=self.state)
         self.scores_ = self.potentials_.scores
         self.nearest_target_ = self.potentials_.nearest
         self.diagnostics_ = self.potentials_.diagnostics()
@@ -157,12 +159,16 @@ class GotDSelector(Selector):
             raise SelectionError("gotd cannot be debiased over several rounds; set rounds to 1 or debiased to false")
         if self.budget is None:
             raise SelectionError(f"gotd with rounds={self.rounds} shapes one selection; construct it with budget=")
-        if self.state is not None:
-            raise SelectionError("gotd keeps no state over several rounds; set rounds to 1 or leave state out")
+        solves = count(1)  # each keeps a state of its own, in the order in which they are always made
+
+        def solve(*given: Any, **more: Any) -> Potentials:
+            state = None if self.state is None else str(Path(self.state) / f"solve-{next(solves):03d}")
+            return self._solve(*given, state=state, **more)
+
         found = choose_in_rounds(
             pool,
             target,
-            self._solve,
+            solve,
             epsilon=self.epsilon,
             budget=self.budget,
             rounds=self.rounds,
@@ -177,10 +183,27 @@ class GotDSelector(Selector):
         self.gradients_ = found.gradients
         self.nearest_target_ = found.nearest
         self.diagnostics_ = found.first.diagnostics() | found.diagnostics()
+        if len(found.batches) < min(self.rounds, self.budget):
+            used = len(found.batches)
+            warnings.warn(
+                f"of {self.rounds} rounds {'the first alone counts' if used == 1 else f'only {used} count'}: by the "
+                "target that was held out, later ones led away from it"
+                + ("; the selection is that of one step (rounds: 1)" if used == 1 else ""),
+                UserWarning,
+                stacklevel=3,
+            )
         return self
 
     def _solve(
-        self, x: Any, y: Any, a: Any, b: Any, epsilon: float, progress: Progress | None = None, held_bytes: int = 0
+        self,
+        x: Any,
+        y: Any,
+        a: Any,
+        b: Any,
+        epsilon: float,
+        progress: Progress | None = None,
+        held_bytes: int = 0,
+        state: str | None = None,
     ) -> Potentials:
         from selection.transport.solver import sinkhorn_potentials  # brings torch
 
@@ -199,7 +222,7 @@ class GotDSelector(Selector):
             progress=progress,
             cost=self.cost,
             budget=self.budget,
-            state=self.state,
+            state=state,
             device=self.device,
         )
 

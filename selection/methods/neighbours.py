@@ -127,3 +127,30 @@ def densities(
         if progress:
             progress("measuring density", low + len(index), len(rows))
     return out.numpy()
+
+
+def local_densities(
+    points: np.ndarray,
+    place: np.ndarray,
+    reach: int,
+    sigma: float,
+    out: np.ndarray,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Raise out (U,) to max over targets j of Σ_k max(0, 1 − |x_i − x_k|²/σ²), k over place[j], i over its first
+    `reach`: a lower bound of `densities` over all points. place (M, K) numbers of points (U, d). M·reach·K·d products.
+    """
+    centred = torch.from_numpy((points - points.mean(0)) / sigma).float()
+    squared = (centred * centred).sum(1)
+    no_overflow(squared.numpy())
+    for j, row in enumerate(place):
+        index = torch.from_numpy(row)
+        rows, norms = centred[index], squared[index]
+        tile = torch.addmm(1.0 - norms, rows[:reach], rows.T, alpha=2.0)
+        tile -= norms[:reach].unsqueeze(1)
+        tile.clamp_(0.0, 1.0)
+        tile.fill_diagonal_(1.0)
+        np.maximum.at(out, row[:reach], tile.sum(1, dtype=torch.float64).numpy())
+        if progress and (j % 64 == 0 or j + 1 == len(place)):
+            progress("measuring density", j + 1, len(place))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _FIRST = 64
 """Neighbours of each target that are looked at first."""
+_PAIRS = 2e9
+"""Pairs of rows up to which densities count all neighbours of all targets: some ten seconds of one core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,10 @@ class TSDSSelector(Selector):
     (near-duplicates count together: ρ_i = Σ max(0, 1 − d²/σ²) over the rows in question, itself included). s is the
     largest for which the mean transport cost of spreading stays below C(1 − α)/α, as in the authors' code, which this
     follows exactly but for three points: neighbours are exact instead of approximate, a density counts all rows within
-    σ and not the 1,000 nearest, and rows are drawn without repeats and by seed. Rows that receive no mass follow, by
+    σ and not the 1,000 nearest, and rows are drawn without repeats and by seed. Where counting over the neighbours of
+    all targets would take more than `_PAIRS` pairs of rows, a row's density is the largest that the neighbours of one
+    target give it (`diagnostics_["densities"]` is then "by target"): its near-duplicates are neighbours of the same
+    target, and the work is M·K² instead of the square of their union. Rows that receive no mass follow, by
     squared distance to the nearest target.
 
     alpha, scale (C), sigma, neighbours: see `selection.config.TSDS`. chunk: rows per tile. `probabilities_` (N,) is p.
@@ -87,7 +92,7 @@ class TSDSSelector(Selector):
             raise SelectionError(f"neighbours must be a whole number of at least 1, not {self.neighbours!r}")
         x, y = need(pool, target, "features", "tsds")
         found = nearest_rows(x, y, self.neighbours, chunk=self.chunk, progress=progress)
-        mass, spread, density = self._spread(x, found, progress)
+        mass, spread, density, counted = self._spread(x, found, progress)
         p = np.zeros(len(pool))
         np.add.at(p, found.rows[:, : mass.shape[1]], mass)
         self.probabilities_ = p / p.sum()
@@ -99,16 +104,17 @@ class TSDSSelector(Selector):
             "support": int((p > 0).sum()),
             "spread": spread,
             "near_duplicates": float(density.mean() - 1.0),
+            "densities": counted,
         }
         return self
 
-    def _spread(self, x: Any, found: Nearest, progress: Progress | None) -> tuple[np.ndarray, float, np.ndarray]:
-        """Each target's mass on its nearest rows, the spread, and the densities that were looked at.
+    def _spread(self, x: Any, found: Nearest, progress: Progress | None) -> tuple[np.ndarray, float, np.ndarray, str]:
+        """Each target's mass on its nearest rows, the spread, the densities that were looked at, and how they count.
 
         Densities are most of the work and only matter as far as mass reaches, so neighbours are looked at in doubling
         numbers until every target is full before the last of them. The answer is that of all neighbours at once.
         """
-        from selection.methods.neighbours import densities
+        from selection.methods.neighbours import densities, local_densities
 
         union, place = np.unique(found.rows, return_inverse=True)
         place = place.reshape(found.rows.shape)
@@ -116,15 +122,22 @@ class TSDSSelector(Selector):
         density = np.zeros(len(union))
         most = found.rows.shape[1]
         reach = min(_FIRST, most)
+        pairs, everywhere = 0, True
         while True:
             near = place[:, :reach]
             new = np.unique(near[density[near] == 0.0])
-            density[new] = densities(points, new, self.sigma, chunk=self.chunk, progress=progress)
+            pairs += len(new) * len(union)
+            if everywhere and self.sigma > 0 and pairs > _PAIRS and pairs > place.size * reach:
+                everywhere, density = False, np.zeros(len(union))
+            if everywhere:
+                density[new] = densities(points, new, self.sigma, chunk=self.chunk, progress=progress)
+            else:
+                local_densities(points, place, reach, self.sigma, density, progress=progress)
             mass, spread, full = assign(
                 np.sqrt(found.squared[:, :reach]), density[near], alpha=self.alpha, scale=self.scale
             )
             if reach == most or full > spread:
-                return mass, spread, density[density > 0.0]
+                return mass, spread, density[density > 0.0], "everywhere" if everywhere else "by target"
             reach = min(2 * reach, most)
 
 

@@ -221,3 +221,28 @@ def test_a_kill_before_the_first_pass_is_no_obstacle(words, tmp_path: Path) -> N
     (foreign / "state" / "step-1").mkdir(parents=True)
     assert run([*short, "--out", str(foreign)]) == 2
     assert (foreign / "state" / "step-1").is_dir()
+
+
+@pytest.mark.parametrize("method", ["dsir", "knn"])
+def test_scores_that_took_long_are_taken_over(tmp_path: Path, monkeypatch, capsys, method: str) -> None:
+    from experiments.select import select as journey
+
+    rng = np.random.default_rng(1)
+    for name, count in (("pool", 40), ("target", 6)):
+        texts = [" ".join(rng.choice(["cat", "car", "paw", "road"], 6)) for _ in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    words = ["select", "--pool", str(tmp_path / "pool.jsonl"), "--target", str(tmp_path / "target.jsonl")]
+    words += ["--budget", "5", "--method", method, *(("--select.embedder.dim", "2") if method == "knn" else ())]
+    assert run([*words, "--out", str(tmp_path / "whole")]) == 0
+    monkeypatch.setattr(journey, "_LONG_S", -1.0)
+    writes = journey.write_choice
+    monkeypatch.setattr(journey, "write_choice", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    out = tmp_path / "out"
+    assert run([*words, "--out", str(out)]) == 3
+    monkeypatch.setattr(journey, "write_choice", writes)
+    for fits in ("dsir.DSIRSelector", "knn.KNNSelector"):
+        monkeypatch.setattr(f"selection.methods.{fits}.fit", lambda *_, **__: pytest.fail("fitted again"))
+    capsys.readouterr()
+    assert run([*words, "--out", str(out)]) == 0
+    assert "scores of the unfinished selection were taken over" in capsys.readouterr().err
+    assert (out / "selected.jsonl").read_bytes() == (tmp_path / "whole" / "selected.jsonl").read_bytes()

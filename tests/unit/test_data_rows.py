@@ -68,6 +68,31 @@ def test_truncated_and_corrupt_archives_are_named(tmp_path, suffix):
     assert f"{path}: corrupt or truncated" in refused(path)
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_one_truncated_shard_of_several_is_skipped_by_file(tmp_path, suffix):
+    broken = compressed(write_jsonl(tmp_path / "b.jsonl", RECORDS * 200), suffix)
+    broken.write_bytes(broken.read_bytes()[:-12])
+    (tmp_path / "b.jsonl").unlink(missing_ok=True)
+    write_jsonl(tmp_path / "c.jsonl", [{"text": "last"}])
+    assert f"{broken}: corrupt or truncated" in refused(tmp_path)
+    skipped: list[str] = []
+    rows = list(read_rows([str(tmp_path)], bad_rows="skip", skipped=skipped))
+    assert rows[-1].values["text"] == "last" and 1 <= len(rows) <= 10_000
+    (told,) = skipped
+    assert told.startswith(f"{broken}: corrupt or truncated") and f"; {len(rows) - 1:,} records before" in told
+    assert [about["rows"] for about in describe([str(tmp_path)])] == [None, 1]
+
+
+def test_a_directory_of_shards_is_its_files_in_name_order(tmp_path):
+    for name in ("b", "a"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    for other in ("README.md", "_SUCCESS", ".hidden.jsonl"):
+        (tmp_path / other).write_text("x")
+    assert [row.values["text"] for row in read_rows([str(tmp_path)])] == ["a", "b"]
+    (tmp_path / "c.csv").write_text("text\nc\n")
+    assert "holds .csv and JSONL files; name those that are meant" in refused(tmp_path)
+
+
 def test_zstd_without_its_package_says_how_to_get_it(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"")
@@ -329,7 +354,7 @@ def test_expand_sorts_globs_and_names_the_nearest(tmp_path):
 
 
 def test_formats_that_are_not_rows(tmp_path):
-    assert "is a directory; name its files" in refused(tmp_path)
+    assert "is a directory without a file to read" in refused(tmp_path)
     (tmp_path / "a.txt").write_text("a")
     assert "unknown format '.txt'; known are JSONL" in refused(tmp_path / "a.txt")
     (tmp_path / "a.json").write_text('[\n{"text": "a"}\n]')

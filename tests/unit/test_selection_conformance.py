@@ -411,7 +411,6 @@ def test_build_selector_nests_and_refuses():
         (GotDSelector(rounds=2, budget=N + 1), f"above the pool size {N}"),
         (GotDSelector(rounds=2, budget=5, debiased=True), "cannot be debiased"),
         (GotDSelector(cost="l1"), "cost must be"),
-        (GotDSelector(rounds=2, budget=5, state="x"), "keeps no state"),
         (GotDSelector(rounds=2.5), "rounds must be a whole number"),
         (GotDSelector(rounds=2, budget=5, mixture=0.0), "mixture must be above 0"),
         (GotDSelector(epsilon=-1.0), "epsilon must be a positive number"),

@@ -90,6 +90,26 @@ def test_tsds_looks_no_further_than_mass_reaches(monkeypatch, scale):
     assert (looked[2].scores_ == looked[400].scores_).all() or np.allclose(looked[2].scores_, looked[400].scores_)
 
 
+def test_tsds_counts_by_target_where_all_neighbours_are_too_many(monkeypatch):
+    x, y = R.standard_normal((300, 4)), R.standard_normal((6, 4))
+    x[:20] = x[20] + 0.02 * R.standard_normal((20, 4))
+    monkeypatch.setattr(tsds, "_FIRST", 40)
+    monkeypatch.setattr(tsds, "_PAIRS", 0.0)
+    found = TSDSSelector(scale=2.0, sigma=0.9, neighbours=40).fit(named(300, features=x), Pool(features=y))
+    assert found.diagnostics_["densities"] == "by target"
+    rows = nearest_rows(x, y, 40)
+    union, place = np.unique(rows.rows, return_inverse=True)
+    density = np.zeros(len(union))
+    for near in place.reshape(rows.rows.shape):
+        for i in near:
+            gap = ((x[union[i]] - x[union[near]]) ** 2).sum(1)
+            density[i] = max(density[i], np.maximum(0.0, 1.0 - gap / 0.81).sum())
+    mass, _, _ = tsds.assign(np.sqrt(rows.squared), density[place.reshape(rows.rows.shape)], alpha=0.5, scale=2.0)
+    p = np.zeros(300)
+    np.add.at(p, rows.rows, mass)
+    np.testing.assert_allclose(found.probabilities_, p / p.sum(), atol=1e-6)
+
+
 def test_tsds_draws_in_proportion_and_near_duplicates_share():
     x = np.concatenate([np.zeros((30, 2)), [[0.3, 0.0], [0.0, 0.3]]])
     target = Pool(features=np.zeros((1, 2)))

@@ -1,0 +1,81 @@
+"""What an unfinished selection keeps until it is whole: scores that took long, and a model's losses batch by batch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from experiments.select.outputs import plain
+from experiments.select.pool import Sides
+from selection.features import FeatureCache
+from selection.features.cache import written_whole
+from selection.methods.base import Selector
+
+_FILE = "scores.npz"
+
+
+class KeptScores:
+    """A fitted selector's scores in `directory`, tied to the very texts that they belong to.
+
+    A selector with transport potentials is not kept here: its solver keeps its own passes (`selection.transport`).
+    """
+
+    def __init__(self, directory: Path, sides: Sides):
+        self.path = directory / _FILE
+        self._sides = sides
+        self.restored = False
+
+    def save(self, selector: Selector) -> None:
+        """Write what `restore` reads."""
+        if any(hasattr(part, "potentials_") for part in (selector, getattr(selector, "inside", None))):
+            return
+        arrays = {"scores": selector.scores_, "told": np.array(json.dumps(plain(selector.diagnostics_)))}
+        if selector.nearest_target_ is not None:
+            arrays["nearest"] = selector.nearest_target_
+        with written_whole(self.path) as handle:
+            np.savez(handle, digest=np.array(self._digest()), **arrays)
+
+    def restore(self, selector: Selector) -> bool:
+        """Whether `selector` now has the scores that an earlier try left; not where they are of other texts."""
+        try:
+            with np.load(self.path, allow_pickle=False) as stored:
+                if str(stored["digest"]) != self._digest():
+                    return False
+                selector.scores_ = stored["scores"]
+                selector.nearest_target_ = stored["nearest"] if "nearest" in stored.files else None
+                selector.diagnostics_ = json.loads(str(stored["told"]))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return False
+        self.restored = True
+        return True
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        targets = (row.values["text"] for row in self._sides.target.rows)
+        for texts in (self._sides.pool.rows.texts, targets):
+            for text in texts:
+                raw = text.encode("utf-8", "surrogatepass")
+                digest.update(len(raw).to_bytes(8, "little") + raw)
+        for side in (self._sides.x, self._sides.y):  # features of your own are not made of the texts
+            digest.update(b"" if side is None else np.ascontiguousarray(side[: 1 << 10]).tobytes())
+        return digest.hexdigest()
+
+
+def kept_losses(
+    measure: Callable[[Sequence[str]], np.ndarray], directory: Path, key: str
+) -> Callable[[Sequence[str]], np.ndarray]:
+    """`measure`, with the losses of each batch of texts kept in `directory`."""
+
+    def losses(texts: Sequence[str]) -> np.ndarray:
+        found = FeatureCache(directory).features(
+            texts, lambda some: np.nan_to_num(measure(some), nan=-1.0)[:, None], key=key, shard_rows=len(texts)
+        )
+        values = np.asarray(found, dtype=np.float64)[:, 0]
+        return np.where(values < 0, np.nan, values)
+
+    return losses
