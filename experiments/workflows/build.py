@@ -15,6 +15,7 @@ from finetune.adapters.initial_values import Calibration
 from finetune.compute.presence import resolve_device
 from finetune.data.example import Example
 from finetune.evaluate.judge import evaluate
+from finetune.evaluate.metrics import metric_of
 from finetune.models.backbone import open_backbone
 from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
@@ -125,6 +126,6 @@ def shown(metrics: dict[str, Any]) -> list[str]:
 
     return [
         f"{name} {number(m['value'])}"
-        + (f" [{number(m['low'])}, {number(m['high'])}]" if not name.endswith("_floor") else "")
+        + (f" [{number(m['low'])}, {number(m['high'])}]" if not metric_of(name).is_floor else "")
         for name, m in metrics.items()
     ]

@@ -27,13 +27,15 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch, from_override, merge
 from experiments.run.console import Console
 from experiments.workflows.build import shown
+from experiments.workflows.few_shot import FewShot, Ranked, mcnemar, rank_rows, read_shots
 from experiments.workflows.generate import adapted_recipe, alone
 from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import replacing_directory, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
-from finetune.data.rows import Row, expand
+from finetune.data.rows import Row, expand, read_rows
 from finetune.errors import UserError
 from finetune.evaluate.bootstrap import Figure, group_interval
+from finetune.evaluate.candidates import How as Passes
 from finetune.evaluate.metrics import metric_of
 from finetune.lock import owned
 from finetune.seeds import derive
@@ -67,6 +69,8 @@ class Findings:
     rows: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Where each example of a subject and split comes from."""
     notes: list[str] = field(default_factory=list)
+    ranked: dict[tuple[str, str], Ranked] = field(default_factory=dict)
+    """How a subject answered a split, where it was asked by a prompt."""
 
 
 def judge_side_by_side(
@@ -77,6 +81,7 @@ def judge_side_by_side(
     trained: Sequence[str] = (),
     window: int | None = None,
     overlap: int | None = None,
+    few_shot: FewShot | None = None,
     overrides: Sequence[Branch] = (),
     out: Path | None = None,
     command: str = "",
@@ -90,6 +95,7 @@ def judge_side_by_side(
     group_by: a column of the rows; every figure is also given for each of its values.
     trained: values of that column that the adapters were trained on; the others are where they may have forgotten.
     window, overlap: tokens read at once, and how many of them are context; of tasks over whole documents.
+    few_shot: put the rows by a prompt, and rank its candidates, instead of what the subjects' tasks do.
     overrides: as a recipe's, for bare backbones that no run is beside; of runs only `train.device`.
     out: a new directory for evaluation.json, eval.json and, by `page`, report.html; whole or not at all.
     Returns what evaluation.json holds.
@@ -103,8 +109,9 @@ def judge_side_by_side(
         subjects = _subjects(names, overrides, bool(data))
         first = subjects[0].recipe
         with cpu_threads(first.train.threads):
-            found = _judged(subjects, data, group_by, window, overlap, console)
-            document = _document(subjects, found, data, group_by, trained)
+            how = _How(group_by, window, overlap, few_shot)
+            found = _judged(subjects, data, how, console)
+            document = _document(subjects, found, data, how, trained)
         document["command"] = command
         if out is not None:
             with replacing_directory(out) as temporary:
@@ -114,6 +121,16 @@ def judge_side_by_side(
                     (temporary / "report.html").write_text(page(document), encoding="utf-8")
             console.say(f"written: {out}")
     return document
+
+
+@dataclass(frozen=True)
+class _How:
+    """How rows are judged, as `judge_side_by_side` takes it."""
+
+    group_by: str | None
+    window: int | None
+    overlap: int | None
+    few_shot: FewShot | None
 
 
 # ---------------------------------------------------------------------------------------------------- what is judged
@@ -251,9 +268,7 @@ class Adapted:
 def _judged(
     subjects: Sequence[Subject],
     data: Sequence[str],
-    group_by: str | None,
-    window: int | None,
-    overlap: int | None,
+    how: _How,
     console: Console,
 ) -> tuple[Findings, dict[str, list[Row]]]:
     found = Findings()
@@ -264,7 +279,7 @@ def _judged(
     )
     for place in order:
         subject = subjects[place]
-        rows = _rows(subject, data, group_by, found.notes)
+        rows = _rows(subject, data, how, found.notes)
         if splits and {split: [row.where for row in part] for split, part in rows.items()} != {
             split: [row.where for row in part] for split, part in splits.items()
         }:
@@ -274,19 +289,24 @@ def _judged(
             )
         splits = splits or rows
         console.say(f"judging {subject.name}")
-        _judge_one(subject, rows, adapted, found, window, overlap)
+        _judge_one(subject, rows, adapted, found, how)
     console.say(f"{len(subjects)} judged over {adapted.loads} load{'s' if adapted.loads > 1 else ''} of a backbone")
     return found, splits
 
 
-def _rows(subject: Subject, data: Sequence[str], group_by: str | None, notes: list[str]) -> dict[str, list[Row]]:
-    recipe = subject.recipe
+def _rows(subject: Subject, data: Sequence[str], how: _How, notes: list[str]) -> dict[str, list[Row]]:
+    recipe, group_by = subject.recipe, how.group_by
     skipped: list[str] = []
     if data:
         # Ids need not be unique here: parallel texts share theirs.
         columns = dataclasses.replace(recipe.data.columns, id="\0")
         part = Part("--data", None, tuple(data), columns, "data.columns")
-        splits = {"data": list(part.rows(recipe.data, recipe.task, skipped))}
+        if how.few_shot is None:
+            rows = list(part.rows(recipe.data, recipe.task, skipped))
+        else:
+            required, bad = how.few_shot.prompt.columns(), recipe.data.bad_rows
+            rows = list(read_rows(data, columns=columns, required=required, bad_rows=bad, skipped=skipped))
+        splits = {"data": rows}
         if not splits["data"]:
             part.refuse_none(skipped)
     else:
@@ -309,8 +329,7 @@ def _judge_one(
     splits: Mapping[str, list[Row]],
     adapted: Adapted,
     found: Findings,
-    window: int | None,
-    overlap: int | None,
+    asked: _How,
 ) -> None:
     from finetune.compute.precision import autocast_dtype
     from finetune.compute.presence import resolve_device
@@ -328,10 +347,20 @@ def _judge_one(
     for split, rows in splits.items():
         into: dict[str, Figure] = {}
         seed = derive(recipe.train.seed, "bootstrap", split)
-        if task.documents and recipe.adapter.projector is None:
-            draw = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence, "seed": seed}
+        draw: dict[str, Any] = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence, "seed": seed}
+        if asked.few_shot is not None:
+            ranked = _ranked(subject, model, tokenizer, rows, asked, how)
+            into |= ranked.figures
+            every = np.arange(len(rows))
+            found.intervals.setdefault(subject.name, {})[split] = {
+                name: group_interval(figure, [every], **draw) for name, figure in into.items()
+            }
+            found.ranked[subject.name, split] = ranked
+            found.notes += [note for note in ranked.notes if note not in found.notes]
+            places = [row.where for row in rows]
+        elif task.documents and recipe.adapter.projector is None:
             found.intervals.setdefault(subject.name, {})[split] = _documents(
-                model, tokenizer, rows, recipe, window, overlap, how, into, draw, found.notes
+                model, tokenizer, rows, recipe, asked, how, into, draw, found.notes
             )
             places = [row.where for row in rows]
         else:
@@ -370,8 +399,7 @@ def _documents(
     tokenizer: Any,
     rows: Sequence[Row],
     recipe: Recipe,
-    window: int | None,
-    overlap: int | None,
+    asked: _How,
     how: Mapping[str, Any],
     into: dict[str, Figure],
     draw: Mapping[str, Any],
@@ -379,11 +407,7 @@ def _documents(
 ) -> dict[str, Any]:
     from finetune.evaluate.text import dictionary_missing, score_texts
 
-    positions = getattr(model.config, "max_position_embeddings", None) or _LONGEST
-    room = positions - getattr(model, "soft_tokens", 0)
-    if window is not None and not 2 <= window <= room:
-        raise UserError(f"--window: {window} is not from 2 to {room}, the positions of {recipe.backbone}")
-    width = min(room, _LONGEST) if window is None else window
+    width = _width(model, recipe, asked.window)
     texts = [row.values["text"] for row in rows]
     with evaluating(model):
         counts = score_texts(
@@ -392,7 +416,7 @@ def _documents(
             texts,
             task=recipe.task,
             window=width,
-            overlap=max(1, width // 4) if overlap is None else overlap,
+            overlap=max(1, width // 4) if asked.overlap is None else asked.overlap,
             batch_size=recipe.eval.batch_size,
             pad_id=tokenizer.pad_token_id,
             where=[row.where for row in rows],
@@ -403,6 +427,31 @@ def _documents(
     return counts.figures(into=into, **draw)
 
 
+def _width(model: Any, recipe: Recipe, window: int | None) -> int:
+    """Tokens of a window. Raises UserError for more than the backbone has positions."""
+    positions = getattr(model.config, "max_position_embeddings", None) or _LONGEST
+    room = positions - getattr(model, "soft_tokens", 0)
+    if window is not None and not 2 <= window <= room:
+        raise UserError(f"--window: {window} is not from 2 to {room}, the positions of {recipe.backbone}")
+    return min(room, _LONGEST) if window is None else window
+
+
+def _ranked(
+    subject: Subject, model: Any, tokenizer: Any, rows: Sequence[Row], asked: _How, how: Mapping[str, Any]
+) -> Ranked:
+    recipe, few_shot = subject.recipe, asked.few_shot
+    assert few_shot is not None
+    if not recipe.task.causal or recipe.adapter.projector is not None:
+        raise UserError(
+            f"{subject.name}: --prompt asks a language model which text is likeliest, and task.kind: "
+            f"{recipe.task.kind} trains none; leave it out"
+        )
+    source = read_shots(few_shot, dataclasses.replace(recipe.data.columns, id="\0"))
+    made = Passes(recipe.eval.batch_size, tokenizer.pad_token_id, **how)
+    with evaluating(model):
+        return rank_rows(model, tokenizer, rows, source, few_shot, window=_width(model, recipe, asked.window), how=made)
+
+
 # ------------------------------------------------------------------------------------------------------ what is found
 
 
@@ -410,13 +459,13 @@ def _document(
     subjects: Sequence[Subject],
     judged: tuple[Findings, dict[str, list[Row]]],
     data: Sequence[str],
-    group_by: str | None,
+    how: _How,
     trained: Sequence[str],
 ) -> dict[str, Any]:
     from finetune.evaluate.text import language
     from finetune.models.backbone import open_backbone
 
-    found, splits = judged
+    (found, splits), group_by = judged, how.group_by
     config = subjects[0].recipe.eval
     values = {
         split: [str(row.values[group_by]) for row in rows] if group_by else [""] for split, rows in splits.items()
@@ -475,7 +524,9 @@ def _document(
         "differences": differences,
         "notes": found.notes,
     }
-    if any(apart.values()):
+    if how.few_shot is not None:
+        document["few_shot"] = _asked(how.few_shot, found, list(splits), references)
+    if any(apart.values()) and how.few_shot is None:
         document["notes"].append(
             "Tokenizers differ, so figures per token are not comparable between subjects: compare by byte, character "
             "or word."
@@ -521,6 +572,37 @@ def _document(
             },
         }
     return json.loads(json.dumps(document))
+
+
+def _asked(few_shot: FewShot, found: Findings, splits: Sequence[str], references: Mapping[str, str]) -> dict[str, Any]:
+    """What was asked, each subject's accuracy by seed and score, and McNemar's test of the first seed's answers."""
+
+    def about(name: str, split: str) -> dict[str, Any]:
+        ranked = found.ranked[name, split]
+        return {
+            "by_seed": ranked.by_seed,
+            "by_score": ranked.others,
+            "shots_dropped": ranked.dropped,
+            "rows_cut": ranked.cut,
+        }
+
+    names = dict.fromkeys(name for name, _ in found.ranked)
+    return {
+        "prompt": few_shot.name,
+        "text": few_shot.prompt.text,
+        "shots": few_shot.shots,
+        "from": list(few_shot.source),
+        "seeds": list(few_shot.seeds if few_shot.shots else few_shot.seeds[:1]),
+        "score": few_shot.score,
+        "subjects": {name: {split: about(name, split) for split in splits} for name in names},
+        "mcnemar": {
+            f"{name} − {base}": {
+                split: mcnemar(found.ranked[name, split].right[0], found.ranked[base, split].right[0])
+                for split in splits
+            }
+            for name, base in references.items()
+        },
+    }
 
 
 def _kinds(groups: Sequence[str], families: Mapping[str, list[str]], trained: Sequence[str]) -> dict[str, list[str]]:
@@ -601,6 +683,18 @@ def render(document: Mapping[str, Any]) -> str:
                 for group, metrics in groups.items():
                     label = f"{group} {grouped['names'].get(group, '')}".strip()
                     lines.append(f"  {label:24} {grouped['rows'][group]:6,} rows  {headline(metrics)}")
+    if asked := document.get("few_shot"):
+        shots = f"{asked['shots']} shots" + (f", seeds {', '.join(map(str, asked['seeds']))}" if asked["shots"] else "")
+        lines.append(f"prompt {asked['prompt']}, {shots}, ranked by {asked['score']}")
+        for name, parts in asked["subjects"].items():
+            for split, found in parts.items():
+                scores = ", ".join(f"{score} {value:.4g}" for score, value in found["by_score"].items())
+                lost = f"; {found['shots_dropped']:,} examples left out for length" * bool(found["shots_dropped"])
+                lines.append(f"  {name} {split}: accuracy by score: {scores}{lost}")
+        for name, tests in asked["mcnemar"].items():
+            for split, test in tests.items():
+                only = f"{test['only_ours']} to {test['only_theirs']}"
+                lines.append(f"  {name} {split}: McNemar p {test['p']:.3g} (right alone: {only})")
     return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
 
 

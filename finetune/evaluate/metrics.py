@@ -194,6 +194,7 @@ _ALL = (
         name="majority_floor", title="majority floor", is_floor=True,
         by={"classes": "classes:majority", "sets": "multilabel:majority"},
     ),
+    Metric(name="chance", title="chance", is_floor=True),
     Metric(name="f1_floor", title="F1 floor", is_floor=True, by={"sets": "multilabel:best_constant"}),
     Metric(name="mean_floor", title="mean floor", is_floor=True, by={"numbers": "regression:always_mean"}),
 )  # fmt: skip

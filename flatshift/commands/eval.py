@@ -42,6 +42,19 @@ class Flags:
     """Tokens read at once of a whole document; by default what the backbone can, at most 1024."""
     overlap: int | None = None
     """Of them, how many were scored before and are context; by default a quarter."""
+    prompt: str | None = None
+    """Put the rows by this prompt (a shipped name or a YAML file) and rank its candidates, with or without examples."""
+    prompt_language: str | None = None
+    """Put every row by this wording of the prompt, instead of its own language's."""
+    shots: int = 0
+    """Worked examples before each row."""
+    shots_from: tuple[str, ...] = ()
+    """Training files that they are drawn from."""
+    shot_seeds: tuple[int, ...] = (0,)
+    """Seeds of the draws; figures are means over them."""
+    score: Literal["sum", "label", "mean", "byte", "pmi", "calibrated"] = "sum"
+    """Log-likelihood that ranks: of all after the context, of the label alone, a token, a byte, less that without the
+    row's words, or less that of rows that say nothing."""
     out: Path | None = None
     """New directory for evaluation.json, eval.json and a page."""
     json: bool = False
@@ -78,7 +91,7 @@ class Flags:
     @property
     def asks_for_several(self) -> bool:
         """Whether figures are wanted that one run alone does not give."""
-        given = self.group_by, self.trained, self.window, self.overlap, self.out
+        given = self.group_by, self.trained, self.window, self.overlap, self.out, self.prompt, self.shots
         only = self.subjects[0] if len(self.subjects) == 1 else ""
         return len(self.subjects) > 1 or any(given) or not _looks_like_run(only)
 
@@ -132,6 +145,21 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
     from experiments.report.chapters.evaluation import page
     from experiments.workflows.side_by_side import judge_side_by_side, render
 
+    few_shot = None
+    if flags.prompt is not None:
+        from experiments.workflows.few_shot import FewShot, read_prompt
+
+        few_shot = FewShot(
+            prompt=read_prompt(flags.prompt),
+            name=flags.prompt,
+            shots=flags.shots,
+            source=flags.shots_from,
+            seeds=flags.shot_seeds,
+            score=flags.score,
+            spoken=flags.prompt_language,
+        )
+    elif flags.shots or flags.shots_from or flags.prompt_language:
+        raise UserError("--shots, --shots-from and --prompt-language need --prompt NAME; `nli`, or a file of yours")
     document = judge_side_by_side(
         flags.subjects,
         data=flags.data,
@@ -139,6 +167,7 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
         trained=flags.trained,
         window=flags.window,
         overlap=flags.overlap,
+        few_shot=few_shot,
         overrides=overrides,
         out=flags.out,
         command=shlex.join(["flatshift", "eval", *argv]),

@@ -133,3 +133,28 @@ def test_best_step_and_patience_by_a_metric_of_what_is_written(tmp_path, capsys)
     given = ["--task.kind", "completion", "--task.score", "generate", "--task.metrics", "[numeric_mach]"]
     assert run(["train", "language-model", "--out", str(tmp_path / "no"), *given]) == 2
     assert "did you mean numeric_match?" in capsys.readouterr().err
+
+
+def test_few_shot_by_a_prompt_with_its_page(runs, tmp_path, capsys):
+    words = ["--prompt", "nli", "--shots", "2", "--shots-from", "sample:snli/train", "--shot-seeds", "0", "1"]
+    data = write_jsonl(
+        tmp_path / "nli.jsonl",
+        [{"text": f"A man {n}", "text2": "sleeps", "label": ("entailment", "neutral")[n % 2]} for n in range(6)],
+    )
+    out = tmp_path / "judged"
+    found = asked(capsys, runs[0], "flatshift-5m", "--data", data, "--score", "calibrated", *words, "--out", out)
+    few = found["few_shot"]
+    assert few["seeds"] == [0, 1] and len(few["subjects"]["flatshift-5m"]["data"]["by_seed"]) == 2
+    assert set(few["subjects"]["flatshift-5m"]["data"]["by_score"]) == {"sum", "label", "mean", "byte", "calibrated"}
+    assert 0 <= few["mcnemar"][f"{runs[0]} − flatshift-5m"]["data"]["p"] <= 1
+    assert found["figures"]["flatshift-5m"]["data"]["chance"]["value"] == pytest.approx(1 / 3)
+    assert "How it was asked" in (out / "report.html").read_text()
+    mistakes = (
+        (["--shots", "2"], "need --prompt"),
+        (["--prompt", "nil"], "none of the shipped prompts"),
+        (["--prompt", "nli", "--shots", "2"], "go together"),
+        (["--prompt", "piqa", "--data", str(data)], "no column 'goal'"),
+    )
+    for given, said in mistakes:
+        assert run(["eval", "flatshift-5m", "--data", str(data), *given]) == 2
+        assert said in capsys.readouterr().err

@@ -41,6 +41,8 @@ def page(document: Document) -> str:
 def _part(document: Document) -> Part:
     grouped = document.get("group_by")
     sections = [Section(f"Figures on {split}", _figures(document, split)) for split in document["rows"]]
+    if document.get("few_shot"):
+        sections.append(_few_shot(document["few_shot"]))
     if grouped:
         for split in document["rows"]:
             sections += _by_group(document, grouped, split)
@@ -103,6 +105,35 @@ def _figures(document: Document, split: str) -> list[Block]:
     )
     columns = ["judged", *(metric_of(metric).title for metric in metrics)]
     return [Table(columns, rows, caption, frozenset(range(1, len(columns))))]
+
+
+def _few_shot(asked: Document) -> Section:
+    """What was asked, and how the answers change with the score and the draw of worked examples."""
+    scores = list(
+        dict.fromkeys(s for parts in asked["subjects"].values() for found in parts.values() for s in found["by_score"])
+    )
+    rows = []
+    for name, parts in asked["subjects"].items():
+        for split, found in parts.items():
+            seeds = ", ".join(formats.number(value) for value in found["by_seed"])
+            cells = [formats.number(found["by_score"].get(score)) for score in scores]
+            rows.append([name, split, *cells, seeds, f"{found['shots_dropped']:,}"])
+    head = ["judged", "split", *(f"accuracy by {score}" for score in scores), "by seed", "examples left out"]
+    blocks: list[Block] = [Table(head, rows, numeric=frozenset(range(2, len(head))))]
+    tests = [
+        [name, split, f"{test['only_ours']:,}", f"{test['only_theirs']:,}", formats.number(test["p"])]
+        for name, parts in asked["mcnemar"].items()
+        for split, test in parts.items()
+    ]
+    if tests:
+        head = ["McNemar", "split", "right: only the first", "only the second", "p"]
+        blocks.append(Table(head, tests, numeric=frozenset([2, 3, 4])))
+    blocks.append(Notes([f"Prompt {asked['prompt']}: {asked['text']}"]))
+    lead = (
+        f"{asked['shots']} worked examples before each row; figures above rank by {asked['score']}. The other scores "
+        "are for information: choosing the best of them after looking takes rows of its own."
+    )
+    return Section("How it was asked", blocks, lead)
 
 
 def _by_group(document: Document, grouped: Document, split: str) -> list[Section]:

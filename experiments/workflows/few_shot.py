@@ -1,0 +1,301 @@
+"""Few-shot by ranking: rows put as a prompt says, worked examples before them, and the likeliest candidate taken.
+
+    flatshift eval flatshift-5m --data test.jsonl --prompt nli --shots 4 --shots-from train.jsonl
+
+Worked examples are drawn from the training file by named seeds, the same for all rows of a seed (of a language, where
+the prompt has several); a row that is among them gets the next one drawn instead of itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.recipe.build import build
+from experiments.recipe.tree import parse_file
+from finetune.config import Columns
+from finetune.data.encoding import Specials
+from finetune.data.rows import Row, read_rows, require_rows
+from finetune.errors import UserError
+from finetune.evaluate.bootstrap import Figure
+from finetune.evaluate.candidates import Candidate, How, cut, score
+from finetune.evaluate.classes import judge_classes
+from finetune.evaluate.prompts import Asked, Prompt, ask, check, shipped
+from finetune.seeds import numpy_generator
+
+Score = Literal["sum", "label", "mean", "byte", "pmi", "calibrated"]
+SCORES: tuple[Score, ...] = ("sum", "label", "mean", "byte", "pmi", "calibrated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewShot:
+    """What is asked of every subject."""
+
+    prompt: Prompt
+    name: str
+    shots: int = 0
+    """Worked examples before each row."""
+    source: tuple[str, ...] = ()
+    """Files that they are drawn from."""
+    seeds: tuple[int, ...] = (0,)
+    """Names of the draws."""
+    score: Score = "sum"
+    """By what candidates are ranked: the log-likelihood of all after the context (`sum`, as mGPT and lm-eval's acc), of
+    the label's own tokens (`label`), `sum` a token (`mean`) or a byte (`byte`), less that after a context without the
+    row's words (`pmi`), or the label's less that after contexts that say nothing (`calibrated`, arXiv 2102.09690)."""
+    spoken: str | None = None
+    """Put every row by this one of the prompt's wordings."""
+
+    def __post_init__(self) -> None:
+        if self.shots < 0:
+            raise UserError(f"--shots: {self.shots} is below 0")
+        if bool(self.shots) != bool(self.source):
+            raise UserError(
+                "--shots K and --shots-from FILE go together: worked examples are drawn from a training file"
+            )
+        if self.score not in SCORES:
+            raise UserError(f"--score: {self.score!r} is none of {', '.join(SCORES)}")
+        if self.score == "calibrated" and not self.prompt.labels:
+            raise UserError("--score calibrated needs a prompt with the same labels for all rows; take pmi")
+        if self.spoken is not None and self.spoken not in self.prompt.wordings:
+            known = ", ".join(self.prompt.wordings) or "none"
+            raise UserError(f"--prompt-language: {self.spoken!r} is none of the prompt's wordings ({known})")
+
+
+@dataclass
+class Ranked:
+    """How one subject answered."""
+
+    figures: dict[str, Figure] = field(default_factory=dict)
+    """accuracy and chance; with labels also f1_macro, matthews, majority_floor: means over the seeds."""
+    right: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), bool))
+    """(seeds, rows)"""
+    others: dict[str, float] = field(default_factory=dict)
+    """Accuracy by every score, for information: to choose among them takes rows of their own."""
+    by_seed: list[float] = field(default_factory=list)
+    predictions: list[list[str]] = field(default_factory=list)
+    dropped: int = 0
+    """Worked examples left out because they did not fit."""
+    cut: int = 0
+    """Rows cut on the left because they did not fit even alone."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_prompt(name: str) -> Prompt:
+    """A prompt of a file, or a shipped one by name. Raises UserError with file:line."""
+    path = shipped().get(name)
+    if path is None:
+        path = Path(name)
+        if not path.is_file():
+            raise UserError(f"--prompt: {name} is no file and none of the shipped prompts ({', '.join(shipped())})")
+    found: Prompt = build(Prompt, parse_file(path))
+    return found
+
+
+def read_shots(asked: FewShot, columns: Columns) -> list[Row]:
+    """The rows that worked examples are drawn from. Raises UserError for fewer than asked for."""
+    if not asked.shots:
+        return []
+    rows = read_rows(asked.source, columns=columns, required=asked.prompt.columns(), setting="data.columns")
+    found = require_rows(rows, files=asked.source, what="worked example")
+    if len(found) <= asked.shots:
+        raise UserError(f"--shots-from: {len(found)} rows are too few for --shots {asked.shots}, which takes one more")
+    return found
+
+
+def rank_rows(
+    model: Any, tokenizer: Any, rows: Sequence[Row], source: Sequence[Row], asked: FewShot, *, window: int, how: How
+) -> Ranked:
+    """Rank the candidates of every row under every seed.
+
+    The model is called as it stands: put it into evaluation mode before. window: tokens that a text may have.
+    """
+    found = Ranked(notes=check(asked.prompt, tokenizer))
+    if not tokenizer.is_fast:
+        raise UserError("few-shot: this backbone's tokenizer cannot say where its tokens lie (no tokenizer.json)")
+    begin = Specials.of(tokenizer).prefix
+    items = [ask(asked.prompt, row, spoken=asked.spoken) for row in rows]
+    gold = np.array([item.gold for item in items])
+    right: list[NDArray] = []
+    chosen: list[NDArray] = []
+    hits: dict[str, list[float]] = {name: [] for name in SCORES}
+    for seed in asked.seeds if asked.shots else asked.seeds[:1]:
+        contexts = _contexts(items, source, asked, seed)
+        scores = _scored(model, tokenizer, items, contexts, begin, asked, window, how, found)
+        for name, values in scores.items():
+            picks = np.array([int(np.argmax(row)) for row in values])
+            hits[name].append(float((picks == gold).mean()))
+            if name == asked.score:
+                right.append(picks == gold)
+                chosen.append(picks)
+    found.right, found.by_seed = np.array(right), hits[asked.score]
+    found.others = {name: float(np.mean(values)) for name, values in hits.items() if values}
+    found.predictions = [[items[i].names[pick] for i, pick in enumerate(picks)] for picks in chosen]
+    found.figures = _figures(items, gold, chosen, found.right, labelled=bool(asked.prompt.labels))
+    return found
+
+
+def _figures(
+    items: Sequence[Asked], gold: NDArray, chosen: Sequence[NDArray], right: NDArray, *, labelled: bool
+) -> dict[str, Figure]:
+    each = [dict[str, Figure]() for _ in chosen]
+    for of, picks in zip(each, chosen, strict=True):
+        if labelled:
+            judge_classes(gold.tolist(), picks.tolist(), resamples=0, confidence=0.95, seed=0, figures=of)
+    share = right.mean(axis=0)
+    chance = np.array([1.0 / len(item.said) for item in items])
+    figures = {"accuracy": Figure.over([share], lambda x: x.mean(-1))}
+    for name in each[0] if labelled else ():
+        if name != "accuracy":
+            figures[name] = _mean_of([of[name] for of in each])
+    return figures | {"chance": Figure.over([chance], lambda x: x.mean(-1))}
+
+
+def _mean_of(figures: Sequence[Figure]) -> Figure:
+    return Figure(figures[0].rows, lambda drawn: np.mean([figure.of(drawn) for figure in figures], axis=0))
+
+
+def _contexts(items: Sequence[Asked], source: Sequence[Row], asked: FewShot, seed: int) -> list[list[str]]:
+    """The worked examples before each row, in order."""
+    if not asked.shots:
+        return [[] for _ in items]
+    by = asked.prompt.by if asked.spoken is None else None
+    pools: dict[str, list[Row]] = {}
+    for row in source:
+        pools.setdefault(str(row.values.get(by, "")) if by else "", []).append(row)
+    whole = [row for pool in pools.values() for row in pool]
+    drawn: dict[str, list[Asked]] = {}
+    found = []
+    for item in items:
+        name = str(item.row.values.get(by, "")) if by else ""
+        if name not in drawn:
+            pool = pools.get(name, [])
+            pool = pool if len(pool) > asked.shots else whole
+            places = numpy_generator(seed, "shots", name).permutation(len(pool))[: asked.shots + 1]
+            drawn[name] = [ask(asked.prompt, pool[i], spoken=asked.spoken) for i in places]
+        others = [shot for shot in drawn[name] if (shot.before, shot.said) != (item.before, item.said)]
+        found.append([shot.solved for shot in others[: asked.shots]])
+    return found
+
+
+def _scored(
+    model: Any,
+    tokenizer: Any,
+    items: Sequence[Asked],
+    contexts: Sequence[list[str]],
+    begin: Sequence[int],
+    asked: FewShot,
+    window: int,
+    how: How,
+    found: Ranked,
+) -> dict[str, list[NDArray[np.float64]]]:
+    """Every score of every candidate: `SCORES` → item → (K,)."""
+    texts = [
+        [_put(shots, before, said, item.after, asked) for before, said in zip(item.before, item.said, strict=True)]
+        for item, shots in zip(items, contexts, strict=True)
+    ]
+    made = _fitted(tokenizer, items, contexts, texts, begin, asked, window, found)
+    logs = score(model, made, how)
+    result: dict[str, list[NDArray[np.float64]]] = {name: [] for name in ("sum", "label", "mean", "byte")}
+    for candidates, scored in zip(made, logs, strict=True):
+        pairs = list(zip(candidates, scored, strict=True))
+        result["sum"].append(np.array([one.sum() for one in scored]))
+        result["label"].append(np.array([one[c.label[0] : c.label[1]].sum() for c, one in pairs]))
+        result["mean"].append(np.array([one.mean() for one in scored]))
+        result["byte"].append(np.array([one.sum() / c.bytes for c, one in pairs]))
+    if asked.score == "pmi":
+        neutral = [[_put([], item.neutral, said, item.after, asked) for said in item.said] for item in items]
+        result["pmi"] = [
+            own - free for own, free in zip(result["sum"], _sums(model, tokenizer, neutral, begin, how), strict=True)
+        ]
+    if asked.score == "calibrated":
+        free = [
+            [_put(shots, empty, said, item.after, asked) for empty in item.content_free for said in item.said]
+            for item, shots in zip(items, contexts, strict=True)
+        ]
+        for own, sums in zip(result["label"], _sums(model, tokenizer, free, begin, how, label=True), strict=True):
+            share = np.exp(_normalised(sums.reshape(-1, len(own)))).mean(axis=0)
+            result.setdefault("calibrated", []).append(_normalised(own[None])[0] - np.log(share))
+    return result
+
+
+def _normalised(logs: NDArray) -> NDArray:
+    """log of the shares along the last dim."""
+    top = logs - logs.max(-1, keepdims=True)
+    shares: NDArray = top - np.log(np.exp(top).sum(-1, keepdims=True))
+    return shares
+
+
+def _put(shots: Sequence[str], before: str, said: str, after: str, asked: FewShot) -> tuple[str, str, str]:
+    return "".join(shot + asked.prompt.separator for shot in shots) + before, said, after
+
+
+def _sums(
+    model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int], how: How,
+    *, label: bool = False,
+) -> list[NDArray[np.float64]]:  # fmt: skip
+    """Log-likelihoods of texts, each of which is scored once however often it occurs."""
+    distinct = list(dict.fromkeys(one for item in texts for one in item))
+    made = cut(tokenizer, distinct, begin)
+    logs = [scored[0] for scored in score(model, [[one] for one in made], how)]
+    known = {
+        text: float((log[c.label[0] : c.label[1]] if label else log).sum())
+        for text, c, log in zip(distinct, made, logs, strict=True)
+    }
+    return [np.array([known[one] for one in item]) for item in texts]
+
+
+def _fitted(
+    tokenizer: Any,
+    items: Sequence[Asked],
+    contexts: Sequence[list[str]],
+    texts: list[list[tuple[str, str, str]]],
+    begin: Sequence[int],
+    asked: FewShot,
+    window: int,
+    found: Ranked,
+) -> list[list[Candidate]]:
+    """Candidates that fit `window` tokens: first worked examples are left out, the earliest first, whole ones."""
+    flat = cut(tokenizer, [one for item in texts for one in item], begin)
+    made, at = [], 0
+    for item in texts:
+        made.append(flat[at : at + len(item)])
+        at += len(item)
+    for place, candidates in enumerate(made):
+        one_item = items[place]
+        shots = list(contexts[place])
+        while shots and max(len(one.ids) for one in candidates) > window:
+            shots.pop(0)
+            found.dropped += 1
+            pairs = zip(one_item.before, one_item.said, strict=True)
+            candidates = cut(tokenizer, [_put(shots, b, s, one_item.after, asked) for b, s in pairs], begin)
+        if (over := max(len(one.ids) for one in candidates) - window) > 0:
+            found.cut += 1
+            if any(one.start - over < len(begin) + 1 for one in candidates):
+                raise UserError(
+                    f"{one_item.row.where}: a candidate alone is longer than the {window} tokens that the backbone "
+                    "reads"
+                )
+            keep = len(begin)
+            candidates = [
+                Candidate((*one.ids[:keep], *one.ids[keep + over :]), one.start - over, one.label, one.bytes)
+                for one in candidates
+            ]
+        made[place] = candidates
+    return made
+
+
+def mcnemar(ours: NDArray, theirs: NDArray) -> dict[str, Any]:
+    """Exact McNemar test of two models' right answers to the same rows: rows that only one of them gets right, and the
+    two-sided p of their share being one half. Arguments: bool (rows,)."""
+    from scipy.stats import binomtest
+
+    gained, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
+    p = 1.0 if gained + lost == 0 else float(binomtest(gained, gained + lost).pvalue)
+    return {"only_ours": gained, "only_theirs": lost, "p": p if math.isfinite(p) else None}

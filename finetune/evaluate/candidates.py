@@ -1,0 +1,225 @@
+"""Log-likelihoods of candidates after their contexts, token by token, with what contexts share computed once.
+
+Worked examples stand before every item, and an item's own words before each of its candidates: the first go through
+the model once for all items, the second once an item, and their cached keys and values are repeated. Whether a model's
+cache can do that is not guessed: some items are scored both ways first.
+
+A text is cut into tokens as a whole, and the context is as many of them as it has by itself, without its last blanks:
+as lm-eval has it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from ..compute.numerics import forward_precision
+from .writing import padded
+
+_LOGITS = 1 << 26
+"""Logits that exist at once, at most (one item always may): 256 MiB in float32."""
+_WORTH = 16
+"""Shared tokens from which their keys and values are kept for all items."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One text that a model may choose."""
+
+    ids: tuple[int, ...]
+    """All of it, beginning tokens included."""
+    start: int
+    """The first token that is scored."""
+    label: tuple[int, int]
+    """Which of the scored tokens hold the label itself: [first, end)."""
+    bytes: int
+    """UTF-8 bytes of what is scored."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How forward passes are made."""
+
+    batch_size: int
+    pad_id: int
+    device: torch.device | str = "cpu"
+    autocast_dtype: torch.dtype | None = None
+
+
+def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[int]) -> list[Candidate]:
+    """Candidates of (context, label, what follows it)."""
+    moved = []
+    for context, label, after in texts:
+        bare = context.rstrip()
+        moved.append((bare, context[len(bare) :] + label, after))
+    plain = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    contexts = list(dict.fromkeys(context for context, _, _ in moved))
+    sizes = dict(zip(contexts, map(len, tokenizer(contexts, **plain)["input_ids"]), strict=True))
+    whole = tokenizer(["".join(parts) for parts in moved], return_offsets_mapping=True, **plain)
+    found = []
+    for (context, label, after), ids, offsets in zip(moved, whole["input_ids"], whole["offset_mapping"], strict=True):
+        size = min(sizes[context], len(ids) - 1)
+        if not begin and size == 0:
+            size = 1  # nothing predicts the first token
+        low, high = len(context), len(context) + len(label)
+        held = [i for i, (a, b) in enumerate(offsets) if i >= size and a < high and b > low]
+        span = (held[0] - size, held[-1] + 1 - size) if held else (0, len(ids) - size)
+        scored = len((label + after).encode())
+        found.append(Candidate((*begin, *ids), len(begin) + size, span, scored))
+    return found
+
+
+@torch.no_grad()
+def score(
+    model: Any, items: Sequence[Sequence[Candidate]], how: How, *, shared: bool | None = None
+) -> list[list[NDArray[np.float64]]]:
+    """log p of every scored token of every candidate of every item.
+
+    The model is called as it stands: put it into evaluation mode before. shared: None finds out whether the model's
+    cache can be repeated; False scores every candidate anew.
+    """
+    if shared is None:
+        shared = _can_share(model, items, how)
+    if not shared:
+        return _apart(model, items, how)
+    found: list[list[NDArray[np.float64]]] = [[] for _ in items]
+    for group in _groups(items):
+        members = [items[i] for i in group]
+        size = min(_common([item[0].ids for item in members]), *(_own(item) - 1 for item in members))
+        size = size if size >= _WORTH and len(group) > 1 else 0
+        cache = _read(model, members[0][0].ids[:size], how) if size else None
+        order = sorted(group, key=lambda i: -len(items[i][0].ids))
+        for batch in _batches(order, items, model, how):
+            for i, scored in zip(batch, _together(model, [items[i] for i in batch], cache, size, how), strict=True):
+                found[i] = scored
+    return found
+
+
+def _groups(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
+    """Items that begin alike: those whose first tokens, as many as are worth it, are the same."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault((len(item), *item[0].ids[: 2 * _WORTH]), []).append(i)
+    alone = [i for group in groups.values() if len(group) == 1 for i in group]
+    found = [group for group in groups.values() if len(group) > 1]
+    for count in sorted({len(items[i]) for i in alone}):
+        found.append([i for i in alone if len(items[i]) == count])
+    return found
+
+
+def _common(rows: Sequence[Sequence[int]]) -> int:
+    first, shortest = rows[0], min(map(len, rows))
+    return next((n for n in range(shortest) if any(row[n] != first[n] for row in rows)), shortest)
+
+
+def _own(item: Sequence[Candidate]) -> int:
+    """Tokens that all candidates of an item begin with and none of them scores."""
+    return min(_common([one.ids for one in item]), *(one.start for one in item), *(len(one.ids) - 1 for one in item))
+
+
+def _batches(order: list[int], items: Sequence[Sequence[Candidate]], model: Any, how: How) -> list[list[int]]:
+    vocabulary, found, start = int(model.config.get_text_config().vocab_size), [], 0
+    while start < len(order):
+        item = items[order[start]]
+        longest = max(len(one.ids) for one in item) - _own(item)
+        rows = max(1, min(how.batch_size, _LOGITS // (len(item) * longest * vocabulary)))
+        found.append(order[start : start + rows])
+        start += rows
+    return found
+
+
+def _read(model: Any, ids: Sequence[int], how: How) -> Any:
+    with forward_precision(how.device, how.autocast_dtype):
+        row = torch.tensor([list(ids)], device=how.device)
+        return model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def _together(
+    model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, how: How
+) -> list[list[NDArray[np.float64]]]:
+    """Items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
+    owns, each = [_own(item) for item in items], len(items[0])
+    ids, mask = padded([item[0].ids[size:own] for item, own in zip(items, owns, strict=True)], how.pad_id, left=True)
+    tails = [one.ids[own:] for item, own in zip(items, owns, strict=True) for one in item]
+    answers, real = padded(tails, how.pad_id, left=False)
+    positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
+    ids, mask, answers, real, positions = (t.to(how.device) for t in (ids, mask, answers, real, positions))
+    mask = torch.cat([mask.new_ones(len(items), size), mask], dim=1)
+    kept: dict[str, Any] = {}
+    if cache is not None:
+        kept["past_key_values"] = copy.deepcopy(cache)
+        kept["past_key_values"].batch_repeat_interleave(len(items))
+    with forward_precision(how.device, how.autocast_dtype):
+        asked = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
+        )
+        logits = asked.logits.repeat_interleave(each, dim=0)
+        if answers.shape[1] > 1:
+            after = asked.past_key_values
+            after.batch_repeat_interleave(each)
+            start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
+            said = model(
+                input_ids=answers[:, :-1],
+                attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
+                position_ids=start + torch.arange(answers.shape[1] - 1, device=start.device),
+                past_key_values=after,
+                use_cache=True,
+            )
+            logits = torch.cat([logits, said.logits], dim=1)
+    nats = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape)
+    rows = iter((-nats.double()).cpu().numpy())
+    return [
+        [next(rows)[one.start - own : len(one.ids) - own] for one in item]
+        for item, own in zip(items, owns, strict=True)
+    ]
+
+
+def _apart(model: Any, items: Sequence[Sequence[Candidate]], how: How) -> list[list[NDArray[np.float64]]]:
+    """Every candidate as a row of its own, the longest first."""
+    flat = [one for item in items for one in item]
+    order = sorted(range(len(flat)), key=lambda i: -len(flat[i].ids))
+    found: dict[int, NDArray[np.float64]] = {}
+    vocabulary, start = int(model.config.get_text_config().vocab_size), 0
+    while start < len(order):
+        rows = max(1, min(how.batch_size, _LOGITS // (len(flat[order[start]].ids) * vocabulary)))
+        batch = order[start : start + rows]
+        ids, mask = padded([flat[i].ids for i in batch], how.pad_id, left=False)
+        ids, mask = ids.to(how.device), mask.to(how.device)
+        with forward_precision(how.device, how.autocast_dtype):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        nats = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        each = (-nats.double()).view(len(batch), -1).cpu().numpy()
+        for i, row in zip(batch, each, strict=True):
+            found[i] = row[flat[i].start - 1 : len(flat[i].ids) - 1]
+        start += rows
+    rows_ = iter(range(len(flat)))
+    return [[found[next(rows_)] for _ in item] for item in items]
+
+
+def _can_share(model: Any, items: Sequence[Sequence[Candidate]], how: How) -> bool:
+    """Whether both ways agree on the shortest and the longest item of a group together, so that padding is in play."""
+    if getattr(model, "soft_tokens", 0):
+        return False
+    group = sorted(max(_groups(items), key=lambda one: len(one)), key=lambda i: len(items[i][0].ids))
+    if any(_own(items[i]) < 1 for i in range(len(items))):
+        return False
+    probe = [items[i] for i in dict.fromkeys((group[0], group[len(group) // 2], group[-1]))]
+    alone = _apart(model, probe, how)
+    try:
+        both = score(model, probe, how, shared=True)
+    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
+        return False
+    exact = how.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
+    tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3} if exact else {"rtol": 2e-2, "atol": 5e-2}
+    return all(
+        np.allclose(a.sum(), b.sum(), **tolerance)
+        for one, other in zip(alone, both, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )

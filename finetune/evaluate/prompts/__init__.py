@@ -1,0 +1,222 @@
+"""Prompts and verbalisers as data: a YAML file a task, and what is checked of one before a model reads it.
+
+    text: "{text}, right? {label}, {text2}"
+    labels: {entailment: "Yes", neutral: "Also", contradiction: "No"}
+
+`{label}` is where a candidate stands; what is before it is its context, and what follows is scored with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...data.rows import Row
+from ...data.template import Template
+from ...errors import UserError, shortened
+
+_SLOT = "label"
+_KNOWN_WRONG = {
+    ("ar", "رقم"): "means a number, not `no` (لا)",
+    ("tr", "Numara"): "means a number, not `no` (Hayır)",
+    ("de", "Rechts"): "means the direction, not `correct` (richtig)",
+    ("fr", "droite"): "means the direction, not `correct` (n'est-ce pas)",
+    ("es", "derecha"): "means the direction, not `correct` (verdad)",
+    ("hi", "दाहिने"): "means the direction, not `correct` (सही)",
+    ("th", "ขวา"): "means the direction, not `correct` (ใช่ไหม)",
+    ("vi", "phải sang"): "means the direction, not `correct` (đúng)",
+}
+"""(language, word) → what is wrong with it: machine translations found in prompts that others have published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """How a prompt is said in one language (or of one kind of question), where it differs."""
+
+    text: str | None = None
+    """The template; null: the prompt's own."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Class → word; empty: the prompt's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """How rows of a task are put to a language model, and what it may answer."""
+
+    text: str
+    """Template over the row's columns; `{label}` is where a candidate stands, once."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Class of a row → the word for it (its verbaliser). Without it each row brings its own choices."""
+    choices: tuple[str, ...] = ()
+    """Templates of a row's choices, as ["{choice1}", "{choice2}"]; or one column that holds a list, as ["options"]."""
+    answer: str = "label"
+    """The column of the right class; of choices its number, its letter or its text."""
+    first: int = 0
+    """The number of the first choice, where the answer is a number."""
+    separator: str = "\n\n"
+    """Between worked examples."""
+    neutral: str | None = None
+    """Context without the row's own words, for `pmi`; null: the words of the template right before `{label}`."""
+    by: str | None = None
+    """Column whose value says which of `wordings` a row has: its language, or the kind of its question."""
+    wordings: dict[str, Wording] = field(default_factory=dict)
+    """By the value of that column; rows with another have the prompt's own."""
+    review: str = ""
+    """Who or what looked at the wording, for readers."""
+
+    def __post_init__(self) -> None:
+        if bool(self.labels) == bool(self.choices):
+            raise UserError("prompt: give either `labels` (class → word) or `choices` (templates of columns)")
+        if self.labels and len(self.labels) < 2:
+            raise UserError("prompt: `labels` has one class; there is nothing to choose")
+        for where, text in [("text", self.text), *((f"wordings.{n}.text", w.text) for n, w in self.wordings.items())]:
+            if text is not None and text.replace("{{", "").count("{label}") != 1:
+                raise UserError(f"prompt: {where} must have {{label}} once, where a candidate stands; it is {text!r}")
+        for name, wording in self.wordings.items():
+            if wording.labels and wording.labels.keys() != self.labels.keys():
+                raise UserError(f"prompt: wordings.{name}.labels must name the classes {', '.join(self.labels)}")
+        if self.wordings and self.by is None:
+            raise UserError("prompt: `wordings` needs `by`, the column that says which a row has")
+
+    def wording(self, row: Row, spoken: str | None = None) -> tuple[str, dict[str, str]]:
+        """Template and verbalisers of a row; spoken: that of this value of `by` instead of its own."""
+        code = spoken if spoken is not None else str(row.values.get(self.by or "", ""))
+        said = self.wordings.get(code) or self.wordings.get(code.split("-")[0]) or Wording()
+        return said.text or self.text, said.labels or self.labels
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns that every row must have."""
+        names = [self.answer]
+        for text in (self.text, *(self.choices if len(self.choices) > 1 else ())):
+            names += [name for name in Template(text, "prompt").columns if name != _SLOT]
+        if len(self.choices) == 1:
+            names += [self.choices[0].strip("{}")]
+        return tuple(dict.fromkeys(names + ([self.by] if self.by else [])))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row put as a prompt says: K candidates, each with what comes before it."""
+
+    row: Row
+    before: tuple[str, ...]
+    """Context of each candidate."""
+    said: tuple[str, ...]
+    """Each candidate."""
+    after: str
+    gold: int
+    names: tuple[str, ...]
+    """Classes, or numbers of choices."""
+    neutral: str
+    """Context without the row's words."""
+    content_free: tuple[str, ...]
+    """The context as it is for rows that say nothing; empty where candidates are the row's own."""
+
+    @property
+    def solved(self) -> str:
+        """The row with its right candidate: a worked example."""
+        return self.before[self.gold] + self.said[self.gold] + self.after
+
+
+def ask(prompt: Prompt, row: Row, *, spoken: str | None = None) -> Asked:
+    """Put a row to a model.
+
+    Raises:
+        UserError: a column that the template cannot show, or an answer that is none of the candidates.
+    """
+    text, labels = prompt.wording(row, spoken)
+    template = Template(text, "prompt: text")
+    try:
+        if labels:
+            names, said = tuple(labels), tuple(labels.values())
+        else:
+            said = _choices(prompt, row)
+            names = tuple(str(i) for i in range(len(said)))
+        whole = [template.fill(row, label=f"\0{one}\0") for one in said]
+    except ValueError as error:
+        raise UserError(f"{row.where}: {error}") from None
+    split = [one.split("\0") for one in whole]
+    literal = ""
+    for part, name in template.parts:
+        if name == _SLOT:
+            literal = part
+    empty = ("N/A", "[MASK]", "")
+    free = [template.fill(row, **dict.fromkeys(template.columns, none) | {"label": "\0"}) for none in empty]
+    return Asked(
+        row,
+        tuple(parts[0] for parts in split),
+        said,
+        split[0][2],
+        _gold(prompt, row, names, said),
+        names,
+        prompt.neutral if prompt.neutral is not None else literal,
+        tuple(one.split("\0")[0] for one in free) if labels else (),
+    )
+
+
+def _choices(prompt: Prompt, row: Row) -> tuple[str, ...]:
+    if len(prompt.choices) == 1:
+        found = row.values.get(prompt.choices[0].strip("{}"))
+        if not isinstance(found, list) or len(found) < 2 or not all(isinstance(one, str) for one in found):
+            raise ValueError(f"column {prompt.choices[0]!r} is no list of two texts or more")
+        return tuple(found)
+    return tuple(Template(one, "prompt: choices").fill(row) for one in prompt.choices)
+
+
+def _gold(prompt: Prompt, row: Row, names: Sequence[str], said: Sequence[str]) -> int:
+    value: Any = row.values.get(prompt.answer)
+    text = str(value)
+    if prompt.labels:
+        if text in names:
+            return names.index(text)
+        raise UserError(
+            f"{row.where}: {prompt.answer} {shortened(text, 40)!r} is no class of the prompt ({', '.join(names)})"
+        )
+    if text in said:
+        return list(said).index(text)
+    if len(text) == 1 and text.isascii() and text.isupper():
+        number = ord(text) - ord("A")
+    else:
+        try:
+            number = int(float(text)) - prompt.first
+        except ValueError:
+            number = -1
+    if not 0 <= number < len(said):
+        raise UserError(f"{row.where}: {prompt.answer} {shortened(text, 40)!r} is none of its {len(said)} choices")
+    return number
+
+
+def check(prompt: Prompt, tokenizer: Any) -> list[str]:
+    """What a reader should know of a prompt's words under a tokenizer.
+
+    Raises:
+        UserError: two words that tokenise alike, or one that is known to be a wrong translation.
+    """
+    notes = []
+    for code, wording in [("", Wording(labels=prompt.labels)), *prompt.wordings.items()]:
+        labels = wording.labels or (prompt.labels if wording.text else {})
+        where = f"prompt: wordings.{code}.labels" if code else "prompt: labels"
+        for known, why in _KNOWN_WRONG.items():
+            for word in (*labels.values(), wording.text or ""):
+                if known[0] == code and known[1] in word:
+                    raise UserError(f"prompt: wordings.{code}: {known[1]!r} {why}; have a speaker review it")
+        seen: dict[tuple[int, ...], str] = {}
+        for name, word in labels.items():
+            ids = tuple(tokenizer(" " + word.strip(), add_special_tokens=False)["input_ids"])
+            if ids in seen:
+                raise UserError(f"{where}: {seen[ids]} and {name} are the same tokens ({word!r}); take other words")
+            seen[ids] = name
+        lengths = sorted({len(ids) for ids in seen})
+        if len(lengths) > 1:
+            notes.append(
+                f"{where}: words have {lengths[0]} to {lengths[-1]} tokens; sums favour the shorter, `mean`, `byte` "
+                "and `pmi` do not"
+            )
+    return notes
+
+
+def shipped() -> dict[str, Path]:
+    """The prompts in this folder, by name."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
