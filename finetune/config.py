@@ -181,7 +181,7 @@ class Adapter:
         return 2 * rank if self.alpha is None else self.alpha
 
 
-OptimizerKind = Literal["adamw", "adamw-8bit", "paged-adamw", "paged-adamw-8bit"]
+OptimizerKind = Literal["adamw", "adamw-8bit", "paged-adamw", "paged-adamw-8bit", "gauss-newton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,11 +190,17 @@ class Optimizer:
 
     kind: OptimizerKind = "adamw"
     """`adamw`; or by bitsandbytes (extra `quant`, one process): `adamw-8bit` keeps its two moments in 8 bits a block of
-    256 values, the `paged` ones keep theirs in host memory that a CUDA device pages in."""
+    256 values, the `paged` ones keep theirs in host memory that a CUDA device pages in. `gauss-newton`: every update
+    solves the least-squares problem of the model linearised there, for squared losses and small problems (all rows and
+    weights at once); set lr: 1, schedule: constant, warmup: 0 and clip: null."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; biases, norms and other vectors (DoRA's magnitudes) have none."""
+    """Decoupled weight decay of matrices; biases, norms and other vectors (DoRA's magnitudes) have none. Of
+    gauss-newton the λ of ‖residuals‖² + λ‖weights‖²."""
+    fixed: tuple[Literal["a", "head"], ...] | None = None
+    """What keeps its first values though it is saved with the rest: `a`, the factors A, so that B alone trains
+    (LoRA-FA, 2308.03303); `head`, everything that is not LoRA."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam moment decays."""
     eps: float = 1e-8
@@ -214,6 +220,9 @@ class Optimizer:
         refuse_zero(self, lr="the adapter would stay as it begins; elsewhere 0 may mean a default, here 1e-3 is one")
         refuse_zero(self, clip="no gradient would be left; elsewhere 0 switches clipping off, here write null")
         refuse_zero(self, eps="a parameter without a gradient yet would become 0/0; write 1e-8")
+        if self.kind == "gauss-newton" and (self.clip is not None or self.lora_plus is not None):
+            wrong = "clip" if self.clip is not None else "lora_plus"
+            raise ValueError(f"{wrong} is of gradients; gauss-newton goes along none: set {wrong}: null")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must each be at least 0 and below 1, got {list(self.betas)}")
 

@@ -52,6 +52,24 @@ def _other_regularizer(recipe: Recipe) -> str | None:
     return None if kind in COMPILED_REGULARIZERS else kind
 
 
+def _no_least_squares(recipe: Recipe) -> str | None:
+    train = recipe.train
+    wrong = {
+        "a squared loss: task.kind: regress, or classify with task.loss: squared": not recipe.task.squares,
+        "regularizer.kind: plain, since it goes along no gradient": recipe.regularizer.kind != "plain",
+        "train.precision: fp32": train.precision not in ("fp32", "auto"),
+        "train.adapter_precision: auto or fp32": train.adapter_precision == "bf16",
+        "LoRA without dora, soft tokens or dropout": recipe.adapter.dora
+        or recipe.adapter.soft_tokens is not None
+        or recipe.adapter.dropout > 0,
+        "a plain backbone: leave train.quantization, train.compile and train.checkpointing out": train.compile
+        or train.quantization is not None
+        or train.checkpointing != "none",
+        "no `warmup` block": recipe.warmup is not None,
+    }
+    return next((fix for fix, broken in wrong.items() if broken), None)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "train.group: {it} has no use with task.pack: true, whose rows are full; leave it out, or set task.pack: false",
@@ -65,6 +83,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.kind: {it} is for one process; leave mesh.auto off, or take adamw",
         lambda r: r.mesh.auto and r.optimizer.kind != "adamw" and r.optimizer.kind,
+    ),
+    Rule(
+        "optimizer.kind: gauss-newton solves least squares; it needs {it}",
+        lambda r: r.optimizer.kind == "gauss-newton" and _no_least_squares(r),
     ),
     Rule(
         "train.compile: blocks are compiled in one process only; leave mesh.auto off, or compile",

@@ -175,10 +175,11 @@ def judge(
     test: str,
     epsilon: float = 0.1,
     planned: int | None = None,
+    level: float = 0.05,
 ) -> Judged:
-    """The verdict of one curve. Raises UserError as `curve_of` and the peak test do."""
+    """The verdict of one curve, each test at `level`. Raises UserError as `curve_of` and the peak test do."""
     curve = curve_of(table, axis, where, test=test, epsilon=epsilon, planned=planned)
-    return Judged(axis, dict(where), curve, judge_curve(curve))
+    return Judged(axis, dict(where), curve, judge_curve(curve, level=level))
 
 
 PANELS = 6
@@ -276,10 +277,11 @@ class Direction:
         if not is_judged(self.axis):
             return []
         data, found = self.data, list[Judged | str]()
-        planned = data.planned_seeds if data.unfinished else None
+        how: dict[str, Any] = {"test": self.test, "epsilon": data.epsilon, "level": data.level}
+        how["planned"] = data.planned_seeds if data.unfinished else None
         for where in self.settings:
             try:
-                found.append(judge(self.table, self.axis, where, test=self.test, epsilon=data.epsilon, planned=planned))
+                found.append(judge(self.table, self.axis, where, **how))
             except UserError as error:
                 found.append(str(error))
         return found

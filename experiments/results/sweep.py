@@ -23,6 +23,7 @@ from experiments.results.sweep_plan import (
     beta1,
     declared_axes,
     declared_epsilon,
+    declared_level,
     only_planned,
     planned_cells,
     read_plan,
@@ -63,7 +64,7 @@ class SweepData(SweepTable):
     preconditioned Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, what a bisection
     over the rows of training data found. epsilon: mean train error up to which training data count as fitted.
     together: axes of a paired design that move with another one, and are no axes of their own. planned_seeds: of every
-    point of the plan.
+    point of the plan. level: of every test, less than 5 % where seeds were added until curves were decided.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SweepData(SweepTable):
         epsilon: float = INTERPOLATION,
         together: Sequence[Together] = (),
         planned_seeds: int | None = None,
+        level: float = 0.05,
     ) -> None:
         super().__init__(table, axes)
         self.fixed = fixed or {}
@@ -93,6 +95,7 @@ class SweepData(SweepTable):
         self.epsilon = epsilon
         self.together = tuple(together)
         self.planned_seeds = planned_seeds
+        self.level = level
 
     @property
     def done(self) -> int:
@@ -208,6 +211,7 @@ def read_sweep(folder: Path) -> SweepData | None:
         together=together,
         planned_seeds=plan["seeds"] if isinstance(plan.get("seeds"), int) else None,
         epsilon=declared_epsilon(plan) or epsilon or INTERPOLATION,
+        level=declared_level(plan),
     )
     derive(data)
     return data

@@ -46,6 +46,12 @@ def declared_epsilon(plan: dict[str, Any]) -> float | None:
     return _epsilon(search.get("epsilon")) if isinstance(search, dict) else None
 
 
+def declared_level(plan: dict[str, Any]) -> float:
+    """Of every test: what the plan's look at its seeds may spend (`experiments.statistics.sequential`), else 5 %."""
+    found = plan.get("level")
+    return float(found) if isinstance(found, float) and 0 < found < 0.5 else 0.05
+
+
 def _epsilon(found: Any) -> float | None:
     return float(found) if isinstance(found, int | float) and 0 < found < 1 else None
 

@@ -54,6 +54,8 @@ def stackable(recipe: Recipe) -> str | None:
         return "warmup: a cell that is warmed up first has a stage of its own before the one it could share"
     if recipe.mesh.size > 1 or recipe.mesh.auto:
         return "mesh: a cell on a mesh has its devices to itself"
+    if recipe.optimizer.kind == "gauss-newton":
+        return "optimizer.kind: gauss-newton solves for the rows of one cell"
     return refusal(recipe.task, recipe.adapter, recipe.train, recipe.regularizer)
 
 

@@ -28,7 +28,7 @@ from .initial_values import TAKES_OUT, Calibration, initialise, look_at_data, re
 from .offsets import ADAPTER, Offset, file_config, fold, join, lora_layers, offsets_of, parted
 from .projector import check_projector, read_projector, write_projector
 from .saved import SavedAdapter
-from .settings import check_patterns, lora_config, with_ranks_of
+from .settings import adapts_head, check_patterns, lora_config, with_ranks_of
 from .soft_tokens import attach_soft_tokens
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def attach_adapter(
     if initial is None and adapter.init in ("corda", "lora-ga"):
         look_at_data(backbone, config, adapter, require_calibration(adapter, calibration))
     model = _wrap(backbone, config)
+    if adapts_head(adapter, new):
+        _keep_head(model, new)
     check_patterns(model, adapter)
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
@@ -89,6 +91,14 @@ def attach_adapter(
     if adapter.init != "default" or adapter.under is not None:
         _begin(model, adapter, seed=seed, initial=initial, calibration=calibration)
     return model
+
+
+def _keep_head(model: nn.Module, new: Iterable[str]) -> None:
+    """A drawn head beneath LoRA belongs to what trains and is saved: no checkpoint has it."""
+    names = set(new)
+    for name, parameter in model.named_parameters():
+        if canonical(name) in names:
+            parameter.requires_grad_(True)
 
 
 def _begin(
@@ -228,6 +238,9 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     directory = Path(directory)
     if offsets_of(model):
         return write_adapter(model, join(trainable(model), model), directory)
+    layers = lora_layers(model)
+    if any(f"{layer}.weight" in trainable(model) for layer in layers):  # a head beneath LoRA, which PEFT leaves out
+        return write_adapter(model, trainable(model), directory)
     with replacing_directory(directory) as temporary:
         model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)
         (temporary / "README.md").unlink(missing_ok=True)  # PEFT's empty model card
@@ -268,11 +281,11 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
 def file_name(name: str, layers: Mapping[str, Any]) -> str:
     """The name in PEFT's file of a trained parameter's plain name.
 
-    layers: the adapted ones by plain name, whose own bias lies in what PEFT wraps.
+    layers: the adapted ones by plain name, whose own bias (and drawn weight) lies in what PEFT wraps.
     """
     owner, _, leaf = name.rpartition(".")
-    if owner in layers and leaf == "bias":
-        name = f"{owner}.base_layer.bias"
+    if owner in layers:
+        name = f"{owner}.base_layer.{leaf}"
     if name.endswith(".lora_magnitude_vector.weight"):
         name = name.removesuffix(".weight")
     return f"base_model.model.{name}"

@@ -62,7 +62,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
         targets = _linear_names(backbone, adapter, targets, task)
     whole = _whole(backbone, adapter)
     return LoraConfig(
-        task_type=task.peft_type,
+        task_type=None if adapts_head(adapter, new) else task.peft_type,  # PEFT would train the head whole instead
         r=adapter.rank,
         lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
@@ -219,6 +219,13 @@ def _new_outside_head(backbone: PreTrainedModel, task: Task, new: Iterable[str])
         modules = {owner: backbone.get_submodule(owner) for owner in owners}
         return sorted(o for o, m in modules.items() if m is not output and not any(True for _ in m.children()))
     return sorted(o for o in owners if not _HEADS & set(o.split(".")))
+
+
+def adapts_head(adapter: Adapter, new: Iterable[str]) -> bool:
+    """Whether `adapter.targets` names the new head itself, which then trains by LoRA."""
+    named = () if isinstance(adapter.targets, str) else adapter.targets
+    heads = {name.rsplit(".", 2)[-2] for name in new} & _HEADS
+    return any(target.rsplit(".", 1)[-1] in heads for target in named)
 
 
 def trained_whole(module: str, new: Iterable[str]) -> bool:

@@ -241,6 +241,8 @@ def _key_value_bytes(engine: Engine, train: Train) -> int:
 
 def state_bytes(sizes: Sequence[int], kind: OptimizerKind) -> int:
     """Bytes of the moments of trained tensors with `sizes` values each; of paged ones, host memory included."""
+    if kind == "gauss-newton":
+        return 0
     if not kind.endswith("8bit"):
         return 8 * sum(sizes)
     return sum(8 * n if n < QUANTISED_FROM else 2 * (n + 4 * -(-n // QUANTISED_BLOCK)) for n in sizes)

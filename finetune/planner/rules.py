@@ -234,8 +234,8 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.adapter.init == "loftq" and s.train.quantization not in ("nf4", "nf4-double"),
     ),
     Rule(
-        "optimizer.kind: adamw-8bit, paged-adamw or paged-adamw-8bit", REQUIRES, "one rank",
-        "the library keeps moments of whole tensors", "set optimizer.kind: adamw",
+        "optimizer.kind: adamw-8bit, paged-adamw, paged-adamw-8bit or gauss-newton", REQUIRES, "one rank",
+        "whole tensors are needed in one place", "set optimizer.kind: adamw",
         lambda s: s.optimizer.kind != "adamw" and s.mesh.size > 1,
     ),
     Rule(

@@ -51,6 +51,11 @@ REASONS: tuple[Reason, ...] = (
     *(_adapter_has(name, _OWN_RANKS) for name in ("ranks", "alphas", "layers", "exclude")),
     Reason(f"adapter.dropout: {_OWN_MASKS}", lambda s: s.adapter.dropout > 0),
     Reason(f"train.backbone_dropout: {_OWN_MASKS}", lambda s: s.train.backbone_dropout),
+    Reason("task.loss: squared: stacked cells share one cross entropy", lambda s: getattr(s.task, "loss", None)),
+    Reason(
+        "adapter.targets: a head that LoRA adapts is each cell's own",
+        lambda s: not isinstance(s.adapter.targets, str) and {"classifier", "score"} & set(s.adapter.targets),
+    ),
     Reason(
         "train.quantization: the products with quantised weights are the library's own",
         lambda s: s.train.quantization is not None,

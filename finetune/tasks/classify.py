@@ -34,6 +34,10 @@ class Classify(ByExample):
     separator: str | None = None
     """Between the classes of a label that is a text (multi); blanks around it do not count. Null: a comma."""
 
+    loss: Literal["squared"] | None = None
+    """`squared`: Σ_c (output − 1 for the row's class, 0 for the others)², as studies of least squares have it; a class
+    is still told by its highest output. Null: cross entropy."""
+
     accuracy: ClassVar[bool] = True
     loss_unit: ClassVar[str] = "nats per example"
 
@@ -43,6 +47,8 @@ class Classify(ByExample):
                 raise ValueError("labels has an empty name; a class needs one")
             if name in (self.labels or ())[:place]:
                 raise ValueError(f"labels has {name!r} twice; name each class once")
+        if self.loss is not None and self.multi:
+            raise ValueError("loss: squared is of one class a row; leave multi out")
         if self.separator is not None and not (self.multi and self.separator.strip()):
             raise ValueError("separator is for `multi: true`, and is no blank")
 
@@ -57,6 +63,15 @@ class Classify(ByExample):
     @classmethod
     def variants(cls) -> Sequence[Self]:
         return cls(), cls(multi=True)
+
+    @property
+    def squares(self) -> bool:
+        return self.loss == "squared"
+
+    def residuals(self, logits: Tensor, labels: Tensor) -> Tensor:
+        import torch.nn.functional as F
+
+        return F.one_hot(labels, logits.shape[1]).float() - logits.float()
 
     @property
     def no_axes(self) -> Mapping[str, str]:
@@ -119,6 +134,8 @@ class Classify(ByExample):
 
         if self.multi:
             return F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="none").sum(dim=1)
+        if self.squares:
+            return self.residuals(logits, labels).square().sum(dim=1)
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     def answered_right(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -298,6 +298,10 @@ class Objective:
         """The loss of each example, float32 [B], from logits [B, C] (by_example)."""
         raise NotImplementedError
 
+    def residuals(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """[B, C] float32: targets less outputs, where a row's loss is the sum of their squares (`squares`)."""
+        raise NotImplementedError
+
     def answered_right(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Whether each example is answered right, bool [B], by logits [B, C] (accuracy)."""
         raise NotImplementedError
@@ -309,6 +313,11 @@ class Objective:
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         """The label of one row as the first-batch panel shows it (by_example)."""
         raise NotImplementedError
+
+    @property
+    def squares(self) -> bool:
+        """Whether a row's loss is a sum of squares of `residuals`."""
+        return False
 
     @property
     def smoothing(self) -> float:

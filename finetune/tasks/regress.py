@@ -100,6 +100,13 @@ class Regress(ByExample):
         """Squared error of one output with the targets [B]."""
         return (logits.float()[:, 0] - labels).square()
 
+    @property
+    def squares(self) -> bool:
+        return True
+
+    def residuals(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return labels[:, None] - logits.float()
+
     def blank_labels(self, count: int, classes: int) -> Tensor:
         import torch
 

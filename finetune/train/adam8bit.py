@@ -28,7 +28,7 @@ def check_optimizer(kind: OptimizerKind, *, device: str | None = None) -> None:
 
     device: `cpu` or `cuda`, where it is known already.
     """
-    if kind == "adamw":
+    if kind in ("adamw", "gauss-newton"):
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"optimizer.kind: {kind} needs the package bitsandbytes; {GET}, or take adamw")

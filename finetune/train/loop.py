@@ -40,6 +40,7 @@ from .checkpointer import Keeper
 from .data_order import batch_index
 from .deferred_metrics import Line, Unread, read
 from .dev_loss import dev_figures
+from .gauss_newton import GaussNewton
 from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, learning_rate
 from .out_of_memory import Shortage, noted
@@ -127,6 +128,11 @@ class _Loop:
         self.pad_id, self.tokenizer = int(tokenizer.pad_token_id), tokenizer
         self.metric = judged_apart(stage.train, stage.task)
         self.optimizer = AdapterOptimizer(self.parameters, stage.optimizer)
+        self.solver = (
+            GaussNewton(self.optimizer.parameters, decay=stage.optimizer.weight_decay)
+            if stage.optimizer.kind == "gauss-newton"
+            else None
+        )
         self.random = uses_dropout(engine.model)
         self.dropout = engine.dropout(derive(stage.seed, "dropout")) if self.random else None
         self.scale = LossScale(on=train.precision == "fp16")
@@ -277,7 +283,7 @@ class _Loop:
                         micros, context = self.stage.batches.at(place), partial(self._context, step)
                         how = (self.meter, self.compiled, self.fused)
                         work = ForwardBackward(self.engine, task, micros, count, self.head, context, *how)
-                        losses.append(self.engine.compute(work))
+                        losses.append(self.engine.compute(work) if self.solver is None else self.solver.compute(work))
                     if self.scale.on and (overflowed := self.scale.overflows(losses, self.engine.clip)):
                         raise Undone
                     if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:
@@ -287,6 +293,7 @@ class _Loop:
                     return self.undo(verdict, rate)
                 self.optimizer.drop_gradients()
         self.scale.undo(self.parameters.values())
+        self.optimizer.leave_fixed()
         with self.recorder.update(step + 1):
             norm = self.engine.clip(self.stage.optimizer.clip)
             line = Line(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": rate, "grad_norm": None})

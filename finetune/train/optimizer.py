@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..compute.capabilities import capabilities
 from ..config import Optimizer
+from ..errors import UserError
 from .adam8bit import LowBitAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -27,6 +28,13 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 def _is_b(name: str) -> bool:
     """Whether a trained tensor is the factor B of LoRA, which starts at zero and of which LoRA+ speaks."""
     return ".lora_B." in name or name.endswith(".lora_embedding_A")
+
+
+def is_fixed(name: str, settings: Optimizer) -> bool:
+    """Whether `settings.fixed` keeps a trained tensor at its first values."""
+    fixed = settings.fixed or ()
+    is_a = ".lora_A." in name or name.endswith(".lora_embedding_B")
+    return ("a" in fixed and is_a) or ("head" in fixed and ".lora_" not in name)
 
 
 def decays(name: str, tensor: Tensor) -> bool:
@@ -84,6 +92,27 @@ class _TorchAdam:
         }
 
 
+class _Steps:
+    """Goes the way that the gradients hold already, times the learning rate; keeps no state."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self.inner: torch.optim.Optimizer = torch.optim.SGD(
+            [{**group, "weight_decay": 0.0} for group in groups], lr=1.0
+        )
+
+    def state(self, tensor: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def updates(self, tensor: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    def second_moment(self, tensor: Tensor) -> Tensor:
+        return torch.ones_like(tensor)
+
+    def prepare(self, tensor: Tensor, updates: Tensor) -> None:
+        pass
+
+
 class AdapterOptimizer:
     """AdamW over `parameters` (by name); with `lora_plus` two learning rates (LoRA+, arXiv 2402.12354).
 
@@ -91,8 +120,13 @@ class AdapterOptimizer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
-        """Raises UserError where `settings.kind` needs what is not here (`finetune.train.adam8bit.check_optimizer`)."""
-        self.parameters = dict(parameters)
+        """Raises UserError where `settings.kind` needs what is not here (`finetune.train.adam8bit.check_optimizer`), or
+        nothing is left to move."""
+        self.parameters = {name: p for name, p in parameters.items() if not is_fixed(name, settings)}
+        """Those that move."""
+        self._fixed = [p for name, p in parameters.items() if name not in self.parameters]
+        if self._fixed and not self.parameters:
+            raise UserError(f"optimizer.fixed: {', '.join(settings.fixed or ())} leaves nothing that trains")
         narrow = {name: p for name, p in self.parameters.items() if p.dtype != torch.float32}
         self.masters: dict[str, Tensor] = {name: p.detach().float().requires_grad_() for name, p in narrow.items()}
         self._updated: dict[str, Tensor] = {name: self.masters.get(name, p) for name, p in self.parameters.items()}
@@ -101,6 +135,8 @@ class AdapterOptimizer:
         self._adam: _Adam = (
             _TorchAdam(groups, settings, fused=all(capabilities(device).fused_optimizer for device in devices))
             if settings.kind == "adamw"
+            else _Steps(groups)
+            if settings.kind == "gauss-newton"
             else LowBitAdam(groups, settings, device=next(iter(devices), torch.device("cpu")))
         )
 
@@ -134,9 +170,15 @@ class AdapterOptimizer:
                 self.parameters[name].copy_(master)
         self.drop_gradients()
 
+    def leave_fixed(self) -> None:
+        """No gradients of what is fixed, so that no norm counts them."""
+        for parameter in self._fixed:
+            parameter.grad = None
+
     def drop_gradients(self) -> None:
         """No gradients: what an update that is left out leaves behind."""
         self.inner.zero_grad(set_to_none=True)
+        self.leave_fixed()
         for name in self.masters:
             self.parameters[name].grad = None
 

@@ -46,6 +46,8 @@ class Flags:
     """i/n: run only this part of the cells, into a directory of its own (for arrays of jobs that share no disk)."""
     merge: tuple[Path, ...] = ()
     """Sweep directories whose finished cells are gathered in --out; nothing is trained, a missing cell is refused."""
+    until: Literal["decided"] | None = None
+    """decided: add seeds in steps, up to --seeds, until every curve has a verdict; the tests share their level out."""
     rerun_stale: bool = False
     """Run finished cells anew that another version of the code made."""
     rerun_failed: bool = False
@@ -72,6 +74,7 @@ def run(argv: list[str]) -> int:
         stack=flags.stack,
         devices=flags.devices,
         max_cells=flags.max_cells,
+        until=flags.until,
         part=flags.part,
         merged=flags.merge,
         rerun_stale=flags.rerun_stale,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from scipy.stats import binom
@@ -12,6 +14,7 @@ from benchmarks.curves.random_features import LinearModel, random_features_curve
 from benchmarks.curves.rates import rejections
 from experiments.statistics import peak_test
 from experiments.statistics.scale import scale_of
+from experiments.statistics.sequential import looks
 from finetune.errors import UserError
 
 
@@ -210,3 +213,26 @@ def test_many_curves_at_once_are_judged_as_one_is():
     peaks = log_normal(log_normal_peak, 0.2)(np.random.default_rng(6), 1, 5, 9)[0]
     test = peak_test(peaks, scale=scale_of("test loss", peaks))
     assert test.rejected and 2 < test.height.estimate < 4.5 and test.height.low < 3 < test.height.high
+
+
+# --------------------------------------------------------------------------------------------- seeds one after another
+
+
+def test_looks_spend_the_level_once():
+    for budget in (5, 8, 20, 33):
+        found = looks(budget)
+        assert found[0].seeds == 5 and found[-1].seeds == budget
+        assert sum(look.level for look in found) == pytest.approx(0.05)
+        assert all(a.seeds < b.seeds and b.level > 0 for a, b in itertools.pairwise(found))
+    with pytest.raises(UserError, match="a verdict needs 5"):
+        looks(4)
+
+
+def test_seeds_added_until_decided_keep_the_level():
+    """Looking at 5 % each time the seeds come in names more nulls than the whole level; shares of it do not."""
+    curves = NULLS["rise, then plateau"](np.random.default_rng(11), 300, 16, 9)
+    shared, naive = np.zeros(300, dtype=bool), np.zeros(300, dtype=bool)
+    for look in looks(16):
+        shared |= rejections(curves[:, : look.seeds], level=look.level)
+        naive |= rejections(curves[:, : look.seeds])
+    assert shared.sum() <= binom.ppf(0.999, 300, 0.05) and naive.sum() > 1.3 * shared.sum()

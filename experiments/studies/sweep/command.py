@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.recipe.config import Sweep
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
+from experiments.statistics.sequential import Look, looks
 from experiments.studies.cell import Cell
 from experiments.studies.devices import choose_devices
 from experiments.studies.directory import results_of, stale_keys
@@ -67,6 +68,7 @@ def sweep(
     max_cells: int | None = None,
     part: str | None = None,
     merged: Sequence[Path] = (),
+    until: Literal["decided"] | None = None,
     quiet: bool = False,
     draw: Draw | None = None,
 ) -> int:
@@ -77,6 +79,8 @@ def sweep(
     processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code, and
     those that failed without diverging. max_cells: refuse a larger plan (`MOST_CELLS`).
     part: `i/n`, only these cells; merged: directories of parts whose cells are copied here, where nothing runs then.
+    until: `decided` takes seeds in steps up to their number, and stops when every curve has a verdict
+    (`experiments.statistics.sequential`).
     stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`. draw: draws its page.
     Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's or in use,
     before any cell runs; Interrupted when stopped or when the disk is full.
@@ -94,6 +98,12 @@ def sweep(
     if share and merged:
         raise UserError("--part runs cells and --merge only gathers them; give one of the two")
     check_parts(merged)
+    if until is not None and (asked.bisection is not None or part is not None or merged):
+        other = "--bisect" if asked.bisection is not None else "--part" if part is not None else "--merge"
+        raise UserError(
+            f"--until decided looks at whole curves as seeds come in; {other} has none: leave one of them out"
+        )
+    steps = looks(asked.seeds) if until is not None else ()
     asked.base.check(asked.axes)
     asked.refuse_more(MOST_CELLS if max_cells is None else max_cells)
     with owned(out):
@@ -137,6 +147,8 @@ def sweep(
                     console.say(f"{others} finished cells in {out} are not of this plan: kept, but not in its tables")
                 if merged:
                     merge(out, cells, merged, console)
+                elif steps:
+                    cells = _until_decided(out, asked, cells, steps, run, console)
                 else:
                     run(cells)
         except Interrupted:
@@ -145,6 +157,36 @@ def sweep(
             raise
         with disk_full_interrupts(f"writing the tables of {out}"):
             return _close(out, cells, more, console, draw)
+
+
+def _until_decided(
+    out: Path,
+    asked: _Asked,
+    cells: list[Cell],
+    steps: Sequence[Look],
+    run: Callable[[Sequence[Cell]], None],
+    console: Console,
+) -> list[Cell]:
+    """The cells that were run: those of as many seeds as every curve needed for a verdict."""
+    from experiments.results.analysis import Analysis
+    from experiments.results.sweep import read_sweep
+
+    first, some = asked.base.recipe.train.seed, cells
+    for place, look in enumerate(steps):
+        some = [cell for cell in cells if cell.seed - first < look.seeds]
+        write_marker(out, {**asked.document(some), "seeds": look.seeds, "level": look.level, "most": asked.seeds})
+        run(some)
+        write_table(out, some)
+        data = read_sweep(out)
+        found = [] if data is None else [one.verdict.kind for one in Analysis(data).judged]
+        open_ones = found.count("undecided") if found else 1
+        said = f"{look.seeds} seeds, each test at {look.level:.3f}: "
+        if not open_ones:
+            console.say(f"{said}decided ({', '.join(dict.fromkeys(found))})")
+            break
+        more = f"; going on to {steps[place + 1].seeds} seeds" if place + 1 < len(steps) else "; no seeds are left"
+        console.say(f"{said}{open_ones} of {len(found) or 1} curves undecided{more}")
+    return some
 
 
 @dataclass(frozen=True)

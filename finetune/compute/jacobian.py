@@ -1,0 +1,79 @@
+"""Jacobians of a model's outputs by example, with respect to the weights of linear layers.
+
+    outputs, rows = jacobian(model, parameters, micro)     # [B, C], [B, C, P]
+
+A layer's row is Σ_t g_t ⊗ u_t of what it was given (u) and of what reaches it backwards from one output (g): one
+backward pass an output for all examples together, in place of one an example (`torch.func.vmap` over `jacrev` gives
+the same numbers and is what the tests compare with; models that look at their masks cannot be mapped by it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+
+
+def jacobian(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], inputs: Mapping[str, Tensor], *, summed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(outputs [B, C], their Jacobian [B, C, P]), float32, P over `parameters` in their order, each flattened.
+
+    summed: of the outputs' sum divided by √C instead, [B, 1, P]: the kernel of a network with a drawn head is nearly
+    the same for every output (Mohamadi et al. 2023, 2206.12543).
+
+    Raises:
+        UserError: a parameter that is no weight or bias of a linear layer, or a layer that is used twice in a pass.
+    """
+    owners = _owners(model, parameters)
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def keep(layer: nn.Module, given: tuple[Any, ...], out: Tensor) -> None:
+        if layer in seen:
+            raise UserError(f"a Jacobian by example needs layers that are used once; {type(layer).__name__} is shared")
+        seen[layer] = (given[0].detach(), out)
+
+    hooks = [layer.register_forward_hook(keep) for layer in {layer for layer, _ in owners.values()}]
+    try:
+        with torch.enable_grad():
+            logits = model(**inputs).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    outputs = logits.float()
+    count = outputs.shape[1]
+    targets = [outputs.sum() / count**0.5] if summed else [outputs[:, c].sum() for c in range(count)]
+    ends = [out for _, out in seen.values()]
+    rows = []
+    for place, target in enumerate(targets):
+        grads = torch.autograd.grad(target, ends, retain_graph=place + 1 < len(targets), allow_unused=True)
+        by_layer = dict(zip(seen, grads, strict=True))
+        rows.append(torch.cat([_flat(*owner, seen, by_layer) for owner in owners.values()], 1))
+    return outputs.detach(), torch.stack(rows, 1)
+
+
+def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[nn.Module, str]]:
+    """The linear layer of every parameter, and which of its two it is."""
+    places: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            places |= {id(p): (module, leaf) for leaf, p in module.named_parameters(recurse=False)}
+    for name, parameter in parameters.items():
+        if id(parameter) not in places:
+            raise UserError(f"a Jacobian by example is of linear layers, and {name} belongs to none; leave it fixed")
+    return {name: places[id(parameter)] for name, parameter in parameters.items()}
+
+
+def _flat(
+    layer: nn.Module, leaf: str, seen: Mapping[nn.Module, tuple[Tensor, Tensor]], grads: Mapping[nn.Module, Any]
+) -> Tensor:
+    """[B, numel] of one parameter."""
+    given, out = (tensor.flatten(1, -2) if tensor.ndim > 2 else tensor[:, None] for tensor in seen[layer])
+    grad = grads[layer]
+    grad = torch.zeros_like(out) if grad is None else grad.reshape(out.shape)
+    found = grad.sum(1) if leaf == "bias" else torch.einsum("bto,bti->boi", grad.float(), given.float())
+    return found.flatten(1).float()
