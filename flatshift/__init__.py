@@ -9,12 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.recipe import load_recipe as load_recipe
     from experiments.recipe.config import Recipe as Recipe
     from experiments.report import build_report as build_report
     from experiments.workflows.evaluate import evaluate_run as evaluate_run
     from finetune.data.rows import read_rows as read_rows
     from finetune.errors import UserError as UserError
+    from flatshift.api import Run as Run
+    from flatshift.api import Selection as Selection
+    from flatshift.api import Sweep as Sweep
+    from flatshift.api import compare as compare
+    from flatshift.api import load_recipe as load_recipe
     from flatshift.api import resume as resume
     from flatshift.api import select as select
     from flatshift.api import sweep as sweep
@@ -22,25 +26,33 @@ if TYPE_CHECKING:
     from regularizers import GGPO as GGPO
     from selection import GotDSelector as GotDSelector
     from selection import Pool as Pool
+    from selection import TfIdfEmbedder as TfIdfEmbedder
     from selection import sinkhorn_potentials as sinkhorn_potentials
+    from selection.errors import SelectionError as SelectionError
 
 __version__ = "0.2.0"
 
 _PUBLIC = {
     "Recipe": "experiments.recipe.config",
-    "load_recipe": "experiments.recipe",
+    "UserError": "finetune.errors",
+    "SelectionError": "selection.errors",
+    "Run": "flatshift.api",
+    "Selection": "flatshift.api",
+    "Sweep": "flatshift.api",
+    "load_recipe": "flatshift.api",
     "train": "flatshift.api",
     "resume": "flatshift.api",
     "select": "flatshift.api",
     "sweep": "flatshift.api",
+    "compare": "flatshift.api",
     "evaluate_run": "experiments.workflows.evaluate",
     "build_report": "experiments.report",
     "sinkhorn_potentials": "selection",
     "GotDSelector": "selection",
+    "TfIdfEmbedder": "selection",
     "Pool": "selection",
     "GGPO": "regularizers",
     "read_rows": "finetune.data.rows",
-    "UserError": "finetune.errors",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

@@ -1,14 +1,34 @@
-"""The verbs of the Python API: what the commands of the same names do, with the page that they draw at the end."""
+"""`import flatshift`: the commands as functions, and what they leave behind as objects.
+
+    recipe = flatshift.load_recipe("classify", {"train": {"steps": 40}})
+    run = flatshift.train(recipe, out="runs/first")
+    run.metrics["test"]["accuracy"]                  # {"value": …, "low": …, "high": …, "n": …}
+
+Nothing is decided here: each function hands over to the workflow that its command runs, with the page drawn at the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from finetune.errors import UserError, shortened
 
 if TYPE_CHECKING:
     from experiments.recipe import Resolved
+    from experiments.recipe.config import Recipe
     from experiments.recipe.tree import Branch
+    from experiments.results.sweep import SweepData
+    from finetune.evaluate.bootstrap import Interval
+
+Overrides = Mapping[str, Any]
+"""Recipe keys and values: `{"train": {"steps": 4}}` or `{"train.steps": 4}`."""
 
 
 def draw(directory: Path, *parts: Path) -> Path:
@@ -20,57 +40,429 @@ def draw(directory: Path, *parts: Path) -> Path:
     return build_report(list(parts) or [directory], out=directory / "report.html")
 
 
-def train(resolved: Resolved, out: Path | None = None, *, quiet: bool = False) -> dict[str, Any]:
-    """Run a recipe into a new run directory and return its eval.json.
+# ------------------------------------------------------------------------------------------------------------ recipes
 
-    out: directory to make, by default `runs/DATE-TIME-NAME`.
+
+def load_recipe(reference: str | Path | None = None, overrides: Overrides | None = None) -> Resolved:
+    """A recipe file or shipped recipe with `overrides` laid over it, checked whole.
+
+    reference: a path, a shipped name (`flatshift recipes list`), or None for the defaults alone.
+    Returns what `train`, `select`, `sweep` take: `.recipe` is the tree of frozen dataclasses, `.to_yaml()` its text.
+    Raises UserError that names the key, with the nearest valid one.
+
+        flatshift.load_recipe("classify", {"train": {"steps": 4}, "adapter.rank": 2})
+    """
+    from experiments.recipe import from_mapping
+    from experiments.recipe import load_recipe as load
+
+    if reference is not None and not isinstance(reference, str | Path):
+        raise _wrong("load_recipe", "reference", "a shipped name, a file or None", reference)
+    return load(None if reference is None else str(reference), [from_mapping(overrides or {})])
+
+
+def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
+    """Whatever stands for a recipe, resolved."""
+    from experiments.recipe import Resolved, from_mapping
+    from experiments.recipe.config import Recipe
+    from experiments.recipe.resolve import resolve_tree
+    from experiments.recipe.tree import parse
+
+    if isinstance(recipe, str | Path):
+        return load_recipe(recipe, overrides)
+    if isinstance(recipe, Recipe):
+        recipe = resolve_tree(from_mapping({k: v for k, v in vars(recipe).items()}, "Recipe"), (), name="recipe")
+    if not isinstance(recipe, Resolved):
+        raise _wrong(function, "recipe", "what load_recipe returns, a Recipe, a shipped name or a file", recipe)
+    if not overrides:
+        return recipe
+    changed = resolve_tree(parse(recipe.to_yaml(), recipe.name), [from_mapping(overrides)], name=recipe.name)
+    ours = {key: where for key, where in changed.origins.items() if where == "overrides"}
+    return Resolved(changed.recipe, recipe.name, {**recipe.origins, **ours})
+
+
+def _wrong(function: str, name: str, wanted: str, value: Any) -> UserError:
+    return UserError(f"{function}: {name} must be {wanted}, got {shortened(repr(value), 60)} ({type(value).__name__})")
+
+
+def _path(function: str, name: str, value: Any) -> Path:
+    if not isinstance(value, str | Path):
+        raise _wrong(function, name, "a path", value)
+    return Path(value)
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+
+def train(
+    recipe: Resolved | Recipe | str | Path,
+    out: str | Path | None = None,
+    *,
+    overrides: Overrides | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Run a recipe into a new run directory, as `flatshift train`.
+
+    out: directory to make, by default `runs/DATE-TIME-NAME`. quiet: print nothing; log.txt has every line.
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
+    resolved = _resolved(recipe, overrides, "train")
+    where = None if out is None else _path("train", "out", out)
     from experiments.workflows.train import train
+    from finetune.launch import consistency
 
-    return train(resolved, out, quiet=quiet, draw=draw)
+    if where is None:
+        with consistency.dated_directory("runs", resolved.name) as where:
+            train(resolved, where, quiet=quiet, draw=draw)
+    else:
+        train(resolved, where, quiet=quiet, draw=draw)
+    return Run(where)
 
 
-def resume(path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False) -> dict[str, Any]:
+def resume(path: str | Path, overrides: Overrides | None = None, *, quiet: bool = False) -> Run:
     """Continue a run directory exactly where it stopped; a finished one returns at once.
 
+    overrides: another mesh, `train.device` or `train.steps`.
     Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
     not allowed.
     """
+    directory = _path("resume", "path", path)
+    from experiments.recipe import from_mapping
     from experiments.workflows.train import resume
 
-    return resume(path, overrides, quiet=quiet, draw=draw)
+    resume(directory, [from_mapping(overrides or {})], quiet=quiet, draw=draw)
+    return Run(directory)
 
 
-def select(resolved: Resolved, out: Path, *, quiet: bool = False) -> dict[str, Any]:
-    """Run a recipe's `select` block into the new directory `out` (whole or not at all) and return its manifest.
+@dataclass(frozen=True)
+class Run:
+    """A run directory of `train`: `Run("runs/first")` opens one that is there.
 
-    Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
-    the pool.
+    Reads files when it is asked, so a run that still trains can be watched. Raises UserError where `path` is no run.
     """
-    from experiments.select.select import select
 
-    return select(resolved, out, quiet=quiet, draw=draw)
+    path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", _path("Run", "path", path))
+        if not (self.path / "recipe.resolved.yaml").is_file():
+            raise UserError(f"{self.path} is not a run directory: it has no recipe.resolved.yaml")
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe as it was resolved."""
+        from experiments.recipe import resume_recipe
+
+        return resume_recipe(self.path).recipe
+
+    @property
+    def finished(self) -> bool:
+        """Whether every part is done; if not, `resume(run.path)` goes on."""
+        return (self.path / "done.json").is_file()
+
+    @property
+    def metrics(self) -> dict[str, dict[str, Interval]]:
+        """eval.json: `{split: {metric: {"value", "low", "high", "n"}}}`; empty before the run was judged."""
+        from experiments.results.run import read_object
+
+        return read_object(self.path / "eval.json")
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl in order, one of each stage, split and step: `stage, split, step, loss, …`."""
+        from experiments.results.run import read_metrics
+
+        return read_metrics(self.path / "metrics.jsonl").lines
+
+    def evaluate(self, data: str | Path | Sequence[str | Path] = (), *, quiet: bool = True) -> dict[str, Any]:
+        """Judge the adapter again, on the run's own splits or on files as the split `data`; as `flatshift eval`."""
+        from experiments.workflows.evaluate import evaluate_run
+
+        return evaluate_run(self.path, data=_files("evaluate", "data", data), quiet=quiet)
+
+    def generate(self, prompts: str | Sequence[str], *, raw: bool = False, **decoding: Any) -> list[str]:
+        """What the model writes after each prompt, which goes through the task's template unless `raw`.
+
+        decoding: `max_new_tokens, temperature, top_p, seed, …`, as the flags of `flatshift generate`.
+        Raises UserError if the task writes no text, or a prompt does not fit.
+        """
+        asked = [prompts] if isinstance(prompts, str) else prompts
+        from experiments.workflows.generate import generate_from_run
+
+        found = generate_from_run(self.path, prompts=_texts("generate", "prompts", asked), raw=raw,
+                                  decoding=decoding, quiet=True)  # fmt: skip
+        return [str(record["text"]) for record in found]
+
+    def adapter(self) -> Any:
+        """The frozen backbone with the run's adapter, a `peft.PeftModel` in evaluation mode on the run's device.
+
+        Raises UserError for a run that has none yet, or whose backbone changed.
+        """
+        from experiments.data.splits import learnt
+        from experiments.workflows.build import lay_out
+        from experiments.workflows.generate import alone, finished_recipe
+
+        recipe = alone(finished_recipe(self.path))
+        engine, _ = lay_out(recipe, recipe.task, learnt(recipe, self.path)[0], adapter=self.path / "adapter")
+        return engine.peft.eval()
+
+    def tokenizer(self) -> Any:
+        """The backbone's tokenizer, with which training encoded its rows."""
+        from finetune.models.backbone import open_backbone
+
+        return open_backbone(self.recipe.backbone).tokenizer
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Draw the run's page anew, by default its `report.html`."""
+        from experiments.report import build_report
+
+        return build_report([self.path], out=out or self.path / "report.html")
 
 
-def sweep(recipe: str, overrides: Sequence[Branch], out: Path, **rest: Any) -> int:
-    """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell diverged or failed.
+# --------------------------------------------------------------------------------------------------------- selections
 
-    recipe: file or shipped name. overrides: laid over it. rest: see `experiments.studies.sweep.command.sweep`.
-    Raises UserError before any cell runs; Interrupted when stopped or when the disk is full.
+
+def select(
+    pool: Resolved | Recipe | str | Path | Sequence[str] | Sequence[Path],
+    target: Sequence[str] | Sequence[Path] | Path | None = None,
+    *,
+    budget: int | None = None,
+    method: Any = None,
+    embedder: Any = None,
+    overrides: Overrides | None = None,
+    out: str | Path | None = None,
+    quiet: bool = False,
+) -> Selection:
+    """Choose `budget` samples of a pool for a target, as `flatshift select`.
+
+    pool, target: lists of texts, or files as a `Path` or a list of them; or `pool` alone, a recipe with a `select`
+    block. method, embedder: a kind (`"gotd"`, `"tfidf"`, …) or its settings (`selection.methods.gotd.GotD(...)`), else
+    the recipe's or GOT-D on hashed TF-IDF. overrides: further recipe keys.
+    out: directory to make; by default nothing is kept but the answer. Lists of texts are kept beside it, as files in
+    `OUT-texts/`, so that its manifest names what was read.
+    Raises UserError for wrong types, bad rows or a budget above the pool, before anything is embedded.
+
+        flatshift.select(pool_texts, target_texts, budget=100).texts
     """
+    more: dict[str, Any] = {"select.budget": budget, "select.method": method, "select.embedder": embedder}
+    given = {key: value for key, value in more.items() if value is not None}
+    with tempfile.TemporaryDirectory(prefix="flatshift-") as temporary:
+        kept = Path(temporary) / "selection" if out is None else _path("select", "out", out)
+        if target is None:
+            if not isinstance(pool, str | Path) and isinstance(pool, Sequence):
+                raise UserError("select: target is missing; give the texts of the task, or a recipe alone")
+            resolved = _resolved(pool, {**given, **(overrides or {})}, "select")
+        else:
+            if budget is None:
+                raise UserError("select: budget is missing; say how many of the pool's texts to choose")
+            folder = Path(temporary) if out is None else kept.with_name(f"{kept.name}-texts")
+            sides = {"pool": pool, "target": target}
+            given |= {f"select.{name}.files": _side(name, side, folder) for name, side in sides.items()}
+            resolved = load_recipe(None, {**given, **(overrides or {})})
+        from experiments.select.select import select
+
+        manifest = select(resolved, kept, quiet=quiet or out is None, draw=None if out is None else draw)
+        return Selection.read(kept, manifest, path=None if out is None else kept)
+
+
+def _side(name: str, value: Any, folder: Path) -> list[str]:
+    """Files of one side: those that were given, or one that holds the given texts."""
+    given = [value] if isinstance(value, Path) else value
+    if not isinstance(given, str) and isinstance(given, Sequence) and given and isinstance(given[0], Path):
+        return _files("select", name, given)
+    texts = _texts("select", name, given)
+    if not texts:
+        raise UserError(f"select: {name} is empty; give at least one text")
+    from finetune.atomic import write_text
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({"id": str(row), "text": text}) + "\n" for row, text in enumerate(texts))
+    file = folder / f"{name}.jsonl"
+    write_text(file, "".join(lines))
+    return [str(file)]
+
+
+def _texts(function: str, name: str, value: Any) -> list[str]:
+    if isinstance(value, str) or not (hasattr(value, "__iter__") and hasattr(value, "__len__")):
+        raise _wrong(function, name, "a list of texts", value)
+    texts = list(value)
+    for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise _wrong(function, f"{name}[{row}]", "a text", text)
+    return texts
+
+
+def _files(function: str, name: str, value: Any) -> list[str]:
+    files = [value] if isinstance(value, str | Path) else list(value)
+    return [str(_path(function, f"{name}[{row}]", file)) for row, file in enumerate(files)]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What `select` chose.
+
+    indices: places of the chosen records in the pool, best first; ids, texts: theirs. scores: `{id: score}` of every
+    record that was kept, smaller is better. nearest: the id of the target nearest to each chosen record, where the
+    method knows one. manifest: what manifest.json holds. path: the directory, if one was made.
+    """
+
+    ids: list[str]
+    texts: list[str]
+    scores: dict[str, float]
+    nearest: list[str | None]
+    manifest: dict[str, Any]
+    path: Path | None = None
+
+    @property
+    def indices(self) -> list[int]:
+        """Places in the list that was given; raises UserError where the pool was files with ids of their own."""
+        try:
+            return [int(one) for one in self.ids]
+        except ValueError:
+            raise UserError("select: the pool was files, whose records have ids; use .ids") from None
+
+    @classmethod
+    def read(cls, directory: Path, manifest: dict[str, Any], *, path: Path | None) -> Selection:
+        """From a directory of `select`."""
+        import pyarrow.parquet as pq
+
+        columns = ["id", "score", "rank", "selected", "nearest_target"]
+        table = pq.read_table(directory / "scores.parquet", columns=columns).to_pydict()
+        place = {one: row for row, one in enumerate(table["id"])}
+        lines = (directory / "selected.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        ids = [str(record["id"]) for record in records]
+        texts = [str(record.get("text", record.get("source", ""))) for record in records]
+        nearest = [table["nearest_target"][place[one]] for one in ids]
+        return cls(ids, texts, dict(zip(table["id"], table["score"], strict=True)), nearest, manifest, path)
+
+
+# ------------------------------------------------------------------------------------------------------------- sweeps
+
+
+def sweep(
+    recipe: Resolved | Recipe | str | Path,
+    grid: Mapping[str, Sequence[Any] | str] | None = None,
+    *,
+    out: str | Path,
+    seeds: int | None = None,
+    overrides: Overrides | None = None,
+    design: Literal["grid", "paired", "random"] | None = None,
+    points: int | None = None,
+    jobs: int | None = None,
+    quiet: bool = False,
+) -> Sweep:
+    """Run the cells of a grid that have no result yet, as `flatshift sweep`.
+
+    grid: recipe key → values, or a range as a text (`"1e-4..1e-2:log"`, design `random`); else the recipe's own.
+    out: directory to make or to go on in. seeds: values of `train.seed`; below five no verdict is given. points: how
+    many are drawn (`random`). jobs: worker processes.
+    A cell that diverged or failed is a row with its reason, no exception.
+    Raises UserError before any cell runs; Interrupted when stopped: the same call goes on.
+    """
+    resolved = _resolved(recipe, overrides, "sweep")
+    directory = _path("sweep", "out", out)
     from experiments.studies.sweep import sweep
 
-    return sweep(recipe, overrides, out, draw=draw, **rest)
+    texts = None if grid is None else [f"{key}={_values(key, values)}" for key, values in _items(grid)]
+    sweep(
+        resolved,
+        (),
+        directory,
+        grid=texts,
+        seeds=seeds,
+        design=design,
+        points=points,
+        jobs=jobs,
+        quiet=quiet,
+        draw=draw,
+    )
+    return Sweep(directory)
 
 
-def compare(recipe: str, out: Path, **rest: Any) -> dict[str, Any]:
-    """Run a comparison of training methods and return what comparison.json holds.
+def _items(grid: Any) -> list[tuple[str, Any]]:
+    if not isinstance(grid, Mapping) or not all(isinstance(key, str) for key in grid):
+        raise _wrong("sweep", "grid", "a mapping of recipe keys to lists of values", grid)
+    return list(grid.items())
+
+
+def _values(key: str, values: Any) -> str:
+    if isinstance(values, str):
+        return values
+    if not hasattr(values, "__iter__") or isinstance(values, Mapping):
+        raise _wrong("sweep", f"grid[{key!r}]", "a list of values, or a range such as '1e-4..1e-2:log'", values)
+    texts = [json.dumps(v.item() if hasattr(v, "item") else v) if not isinstance(v, str) else v for v in values]
+    for text in texts:
+        if "," in text and text[:1] not in "[{":
+            raise UserError(f"sweep: grid[{key!r}]: {shortened(repr(text), 60)} holds a comma, which parts values")
+    return ",".join(texts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the test says of one curve of a sweep: along `axis`, at `setting` of the others."""
+
+    axis: str
+    setting: dict[str, Any]
+    kind: str
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A directory of `sweep`: `Sweep("sweeps/rank")` opens one that is there."""
+
+    path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", _path("Sweep", "path", path))
+        if not (self.path / "cells.parquet").is_file():
+            raise UserError(f"{self.path} has no cells.parquet; give the directory of a sweep that has run")
+
+    @cached_property
+    def data(self) -> SweepData:
+        """The cells as the page reads them."""
+        from experiments.results.sweep import read_sweep
+
+        found = read_sweep(self.path)
+        assert found is not None
+        return found
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        """A row each: the axes, `seed`, `status`, `reason`, and every figure as `split.metric`."""
+        rows: list[dict[str, Any]] = self.data.table.to_pylist()
+        return rows
+
+    @property
+    def finding(self) -> str:
+        """The headline of the page."""
+        from experiments.report.chapters.sweep import sweep_finding
+        from experiments.results.analysis import Analysis
+
+        return sweep_finding(self.data, Analysis(self.data))
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """One for each curve that could be judged; none where seeds or values are too few."""
+        from experiments.results.analysis import Analysis
+
+        judged = Analysis(self.data).judged
+        return [Verdict(one.axis, dict(one.where), one.verdict.kind, one.evidence) for one in judged]
+
+    def report(self) -> Path:
+        """Draw the page anew."""
+        return draw(self.path)
+
+
+def compare(recipe: str | Path, out: str | Path, *, overrides: Overrides | None = None, **rest: Any) -> dict[str, Any]:
+    """Run a comparison of training methods, as `flatshift compare`, and return what comparison.json holds.
 
     recipe: file or shipped name. rest: see `experiments.studies.compare.command.compare`.
     Raises UserError before any cell runs; Interrupted when stopped: the same call goes on.
     """
+    from experiments.recipe import from_mapping
     from experiments.report.chapters.comparison import page
     from experiments.studies.compare.command import compare
 
-    return compare(recipe, out, page=page, **rest)
+    laid: list[Branch] = [from_mapping(overrides)] if overrides else []
+    return compare(os.fspath(recipe), Path(out), overrides=laid, page=page, **rest)

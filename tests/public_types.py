@@ -4,8 +4,25 @@ from pathlib import Path
 
 import flatshift
 
+recipe = flatshift.load_recipe("classify", {"train": {"steps": 4}, "adapter.rank": 2})
+run = flatshift.train(recipe, out="runs/first")
+value: float | None = run.metrics["test"]["accuracy"]["value"]
+steps: int = run.recipe.train.steps
+again: flatshift.Run = flatshift.resume(run.path, {"train.steps": 8})
+texts: list[str] = flatshift.select(["a", "b"], ["c"], budget=1).texts
+picked: flatshift.Selection = flatshift.select("warmup", out=Path("picked"))
+found = flatshift.sweep(recipe, {"adapter.rank": [1, 4], "optimizer.lr": "1e-4..1e-2:log"}, out="ranks", seeds=2)
+kinds: list[str] = [verdict.kind for verdict in found.verdicts]
+written: list[str] = run.generate("a prompt", max_new_tokens=8)
+order = flatshift.GotDSelector().fit_texts(["a", "b"], ["c"], embedder=flatshift.TfIdfEmbedder()).select(1)
+
 flatshift.load_recipe(5, nonsense=1)  # type: ignore[call-arg, arg-type]
-flatshift.train("classify", Path("out"))  # type: ignore[arg-type]
+flatshift.load_recipe("classify", ["train.steps=4"])  # type: ignore[arg-type]
+flatshift.train(5, Path("out"))  # type: ignore[arg-type]
+flatshift.select([1], ["b"], budget=1)  # type: ignore[arg-type]
+flatshift.select(["a"], ["b"], budget="ten")  # type: ignore[arg-type]
+flatshift.sweep("classify", {"adapter.rank": 3}, out="ranks")  # type: ignore[dict-item]
+print(run.metric)  # type: ignore[attr-defined]
 flatshift.Recipe(backbone=3)  # type: ignore[arg-type]
 flatshift.GGPO(sigma="much")  # type: ignore[arg-type]
 flatshift.Pool(size=3)  # type: ignore[call-arg]

@@ -2,10 +2,11 @@
 
 from experiments.recipe.key import recipe_key
 from experiments.recipe.resolve import Resolved, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
-from experiments.recipe.tree import from_override, refuse_contradictions
+from experiments.recipe.tree import from_mapping, from_override, refuse_contradictions
 
 __all__ = [
     "Resolved",
+    "from_mapping",
     "from_override",
     "load_recipe",
     "recipe_key",

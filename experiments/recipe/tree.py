@@ -7,8 +7,9 @@ the core schema's, and mappings keep `file:line` so that an error can point at i
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,60 @@ def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
         tree = Branch({part: tree}, where, {part: where})
     assert isinstance(tree, Branch)
     return tree
+
+
+def from_mapping(values: Mapping[str, Any], where: str = "overrides") -> Branch:
+    """The tree of plain Python values, to be laid over a recipe: `{"train": {"steps": 4}}` or `{"train.steps": 4}`.
+
+    Values are numbers, texts, paths, None, lists, mappings, and settings as dataclasses (`GotD(epsilon=0.1)`). Dots
+    part levels in the outermost keys only: below, a name may be the user's own.
+    where: what to name in errors. Raises UserError for any other type, or for a key that is given twice.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where} must be a mapping of recipe keys, got {_kind(values)}")
+    whole: Tree = Branch({}, where)
+    for key, value in values.items():
+        if not isinstance(key, str) or not key:
+            raise UserError(f"{where}: a key must be a text such as 'train.steps', got {shortened(repr(key), 60)}")
+        tree = _from_python(value, key, where)
+        for part in reversed(key.replace("-", "_").split(".")):
+            tree = Branch({part: tree}, where, {part: where})
+        whole = _beside(whole, tree, "")
+    assert isinstance(whole, Branch)
+    return whole
+
+
+def _beside(one: Tree, other: Tree, path: str) -> Tree:
+    """Both trees in one, of which each says what the other does not."""
+    if not (isinstance(one, Branch) and isinstance(other, Branch)):
+        raise UserError(f"{other.where}: {path} is given twice; keep one of them")
+    children = dict(one.children)
+    for key, tree in other.children.items():
+        children[key] = _beside(children[key], tree, f"{path}.{key}".strip(".")) if key in children else tree
+    return Branch(children, one.where, dict.fromkeys(children, one.where))
+
+
+def _from_python(value: Any, key: str, where: str) -> Tree:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        children = {str(name): _from_python(item, f"{key}.{name}", where) for name, item in value.items()}
+        return Branch(children, where, dict.fromkeys(children, where))
+    if isinstance(value, list | tuple):
+        return Items(tuple(_from_python(item, key, where) for item in value), where)
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)  # NumPy's too
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        value = float(value)
+    elif isinstance(value, Path):
+        value = str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return Leaf(value, str(value), where)
+    raise UserError(f"{where}: {key} cannot be {_kind(value)}; give a number, a text, a list, a mapping or None")
+
+
+def _kind(value: Any) -> str:
+    return f"{shortened(repr(value), 60)} ({type(value).__name__})"
 
 
 def refuse_contradictions(overrides: Iterable[Branch]) -> None:

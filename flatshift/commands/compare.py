@@ -9,7 +9,6 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from finetune.errors import UserError
-from flatshift import api
 from flatshift.command_line import parse, split_overrides
 
 
@@ -39,9 +38,10 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "compare", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
-    from experiments.report.chapters.comparison import summary
+    from experiments.report.chapters.comparison import page, summary
+    from experiments.studies.compare.command import compare
 
-    document = api.compare(
+    document = compare(
         flags.recipe,
         flags.out,
         data=flags.data,
@@ -49,6 +49,7 @@ def run(argv: list[str]) -> int:
         methods=flags.methods,
         tasks=flags.tasks,
         jobs=flags.jobs,
+        page=page,
     )
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary(document)))
     if not flags.json:

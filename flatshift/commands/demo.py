@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatshift import api
+from flatshift.api import draw
 from flatshift.command_line import parse
 
 
@@ -22,5 +22,5 @@ def run(argv: list[str]) -> int:
     flags = parse(Flags, "demo", argv)
     from experiments.studies.demo import demo
 
-    print(demo(flags.out, draw=api.draw))
+    print(demo(flags.out, draw=draw))
     return 0

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from experiments.recipe import from_override, load_recipe, refuse_contradictions
 from finetune.errors import UserError
-from flatshift import api
+from flatshift.api import draw
 from flatshift.command_line import parse, split_overrides
 
 
@@ -101,7 +101,9 @@ def run(argv: list[str]) -> int:
             overrides.append(from_override(key, value, where))
     refuse_contradictions(overrides)
     resolved = load_recipe(flags.recipe, overrides)
-    manifest = api.select(resolved, flags.out, quiet=flags.json)
+    from experiments.select.select import select
+
+    manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
     if flags.json:
         print(json.dumps(manifest, indent=2, ensure_ascii=False))
     return 0

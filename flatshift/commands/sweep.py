@@ -9,7 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from finetune.errors import UserError
-from flatshift import api
+from flatshift.api import draw
 from flatshift.command_line import parse, split_overrides
 
 
@@ -60,7 +60,9 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "sweep", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the sweep directory to make or continue")
-    return api.sweep(
+    from experiments.studies.sweep import sweep
+
+    return sweep(
         flags.recipe,
         overrides,
         flags.out,
@@ -79,4 +81,5 @@ def run(argv: list[str]) -> int:
         merged=flags.merge,
         rerun_stale=flags.rerun_stale,
         rerun_failed=flags.rerun_failed,
+        draw=draw,
     )

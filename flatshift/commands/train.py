@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tyro.conf import Positional
 
-from experiments.recipe import load_recipe, resume_recipe
+from experiments.recipe import Resolved, load_recipe, resume_recipe
 from experiments.recipe.mesh import axis_flags, mesh_flags, named_axes
+from experiments.recipe.tree import Branch
 from finetune.errors import UserError
 from finetune.launch import consistency, failure, spawn
 from finetune.run_directory import RECIPE, refuse_old
-from flatshift import api
+from flatshift.api import draw
 from flatshift.command_line import parse, spawn_ranks, split_overrides
 
 
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
             return run([*argv, *chosen])
         if spawn.wants_ranks(found.recipe.mesh):
             return spawn_ranks("train", argv, found.recipe, old)
-        return _trained(flags, lambda: api.resume(old, overrides, quiet=flags.json))
+        return _trained(flags, old, overrides)
     resolved = load_recipe(flags.recipe, overrides)
     if chosen := mesh_flags(resolved.recipe):
         return run([*argv, *chosen])
@@ -59,14 +59,20 @@ def run(argv: list[str]) -> int:
         return spawn_ranks("train", argv, resolved.recipe, flags.out)
     if (out := flags.out) is not None and spawn.restarted() and (out / RECIPE).is_file():
         _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
-        return _trained(flags, lambda: api.resume(out, axes, quiet=flags.json))
+        return _trained(flags, out, axes)
     if flags.out is None and failure.several() and spawn.restarts_allowed():
         raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
-    return _trained(flags, lambda: api.train(resolved, flags.out, quiet=flags.json))
+    return _trained(flags, resolved)
 
 
-def _trained(flags: Flags, train: Callable[[], dict[str, Any]]) -> int:
-    result = train()
+def _trained(flags: Flags, begin: Resolved | Path, overrides: Sequence[Branch] = ()) -> int:
+    """A recipe trained anew, or a run directory continued."""
+    from experiments.workflows.train import resume, train
+
+    if isinstance(begin, Path):
+        result = resume(begin, overrides, quiet=flags.json, draw=draw)
+    else:
+        result = train(begin, flags.out, quiet=flags.json, draw=draw)
     if flags.json and failure.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False))
     return 0

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Self
 
@@ -71,6 +71,38 @@ class Selector:
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Score every row of `pool` against `target`. `progress` is called as (stage, done, total)."""
         raise NotImplementedError
+
+    def fit_texts(
+        self, pool: Sequence[str], target: Sequence[str], embedder: Any = None, *, progress: Progress | None = None
+    ) -> Self:
+        """`fit` on lists of texts, whose vectors `embedder` makes.
+
+        embedder: an object with `fit_transform(pool, target)`, one with `transform(texts)`, or a function from a list
+        of texts to (n, d) vectors, as `SentenceTransformer(...).encode`; None: `TfIdfEmbedder()`.
+        Raises SelectionError for anything else, and for what are no lists of texts.
+        """
+        for name, side in (("pool", pool), ("target", target)):
+            if isinstance(side, str) or not hasattr(side, "__len__"):
+                raise SelectionError(
+                    f"{name} must be a list of texts, not {type(side).__name__}; put texts into a list"
+                )
+        sides = Pool(texts=pool), Pool(texts=target)
+        if embedder is None:
+            from selection.features.tfidf import TfIdfEmbedder
+
+            embedder = TfIdfEmbedder()
+        if hasattr(embedder, "fit_transform"):
+            vectors = embedder.fit_transform(pool, target)
+        else:
+            encode = getattr(embedder, "transform", embedder)
+            if not callable(encode):
+                raise SelectionError(
+                    f"embedder must be an embedder or a function of texts, not {type(embedder).__name__}; "
+                    "leave it out for TfIdfEmbedder()"
+                )
+            vectors = encode(list(pool)), encode(list(target))
+        x, y = (feature_matrix(part, name) for part, name in zip(vectors, ("pool", "target"), strict=True))
+        return self.fit(replace(sides[0], features=x), replace(sides[1], features=y), progress=progress)
 
     def select(self, k: int) -> np.ndarray:
         """The k best rows as int64 indices in rank order; ties go by file order (`ties`). Raises SelectionError."""

@@ -27,6 +27,11 @@ def test_recipe_page_is_fresh() -> None:
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/write_recipe_docs.py"
 
 
+def test_api_page_is_fresh() -> None:
+    script = load(ROOT / "scripts" / "write_api_docs.py")
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run: python scripts/write_api_docs.py"
+
+
 def test_benchmark_page_is_fresh() -> None:
     from benchmarks import docs
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from experiments.recipe import Resolved
 from experiments.recipe.config import Sweep
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
@@ -50,7 +51,7 @@ MOST_CELLS = 10_000
 
 
 def sweep(
-    recipe: str,
+    recipe: str | Resolved,
     overrides: Sequence[Branch],
     out: Path,
     *,
@@ -74,10 +75,10 @@ def sweep(
 ) -> int:
     """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell diverged or failed.
 
-    recipe: file or shipped name. overrides: laid over it. grid: `key=v1,v2,…` texts, else the recipe's own with its
-    design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs: worker
-    processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code, and
-    those that failed without diverging. max_cells: refuse a larger plan (`MOST_CELLS`).
+    recipe: file, shipped name, or resolved. overrides: laid over it. grid: `key=v1,v2,…` texts, else the recipe's own
+    with its design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs:
+    worker processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code,
+    and those that failed without diverging. max_cells: refuse a larger plan (`MOST_CELLS`).
     part: `i/n`, only these cells; merged: directories of parts whose cells are copied here, where nothing runs then.
     until: `decided` takes seeds in steps up to their number, and stops when every curve has a verdict
     (`experiments.statistics.sequential`).

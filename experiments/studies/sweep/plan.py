@@ -45,12 +45,12 @@ class Base:
     resolved: Resolved
 
     @classmethod
-    def of(cls, recipe: str, overrides: Sequence[Branch]) -> Base:
-        """The recipe file or shipped recipe with `overrides` laid over it."""
-        tree: Tree = recipe_tree(recipe)
+    def of(cls, recipe: str | Resolved, overrides: Sequence[Branch]) -> Base:
+        """The recipe file, shipped recipe or resolved recipe with `overrides` laid over it."""
+        tree: Tree = parse(recipe.to_yaml(), recipe.name) if isinstance(recipe, Resolved) else recipe_tree(recipe)
         for override in overrides:
             tree = merge(tree, override)
-        name = Path(recipe).stem
+        name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
     def settled(self, *, kept: Path, say: Callable[[str], None]) -> Base:
