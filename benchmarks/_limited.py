@@ -27,6 +27,7 @@ SETTINGS = {
     "train.save_every": 0,
     "train.batch_size": 4,
     "train.max_length": SIZES.tokens,
+    "train.max_cut": 1,
     "train.threads": 1,
     "train.precision": "fp32",
     "train.device": "cpu",

@@ -34,6 +34,7 @@ SETTINGS = {
     "train.eval_every": 7,
     "train.batch_size": 4,
     "train.max_length": 64,
+    "train.max_cut": 1,
     "train.threads": 1,
     "train.precision": "fp32",
     "regularizer.kind": "ggpo",

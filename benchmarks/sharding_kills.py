@@ -35,6 +35,7 @@ SETTINGS = {
     "train.save_every": SAVE_EVERY,
     "train.batch_size": 4,
     "train.max_length": 32,
+    "train.max_cut": 1,
     "train.threads": 1,
     "train.precision": "fp32",
     "train.device": "cpu",

@@ -32,6 +32,7 @@ SETTINGS = {
     "train.steps": 3,
     "train.batch_size": 2,
     "train.max_length": 16,
+    "train.max_cut": 1,
     "train.threads": 1,
     "train.device": "cpu",
     "train.precision": "fp32",

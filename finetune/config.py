@@ -253,6 +253,9 @@ class Train:
     overlong: Literal["drop", "refuse"] | None = None
     """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), or
     stop the run (refuse)."""
+    max_cut: float | None = None
+    """Largest share of the samples, of each split and source, that `max_length` may cut, down to nothing of a prompt;
+    more is refused. Null: 0.5 or `task.max_truncated`, the larger, and of whole prompts only the latter (else none)."""
     max_dropped: float | None = None
     """Largest share of the training samples, of each source, that `overlong: drop` leaves out; more is refused. Null:
     0.1."""
@@ -314,7 +317,9 @@ class Train:
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
         check_bounds(self, eval_every=(0, None), patience=(1, None), save_every=(0, None), keep=(1, None))
-        check_bounds(self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), threads=(1, None), max_dropped=(0, 1))
+        check_bounds(
+            self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), threads=(1, None), max_dropped=(0, 1), max_cut=(0, 1)
+        )
         check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
         check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096))
         if self.max_dropped is not None and self.overlong != "drop":

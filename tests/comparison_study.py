@@ -30,7 +30,7 @@ def make_study(directory: Path, *, seeds: int = 3) -> Path:
 backbone: {directory / "bert"}
 task: classify
 adapter: {{rank: 2}}
-train: {{steps: 6, batch_size: 8, max_length: 16, save_every: 0, precision: fp32}}
+train: {{steps: 6, batch_size: 8, max_length: 16, max_cut: 1, save_every: 0, precision: fp32}}
 comparison:
   seeds: {seeds}
   exploratory_seeds: 2

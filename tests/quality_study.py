@@ -34,7 +34,7 @@ def make_study(directory: Path, *, seeds: int = 2) -> Path:
 backbone: {directory / "tiny"}
 task: classify
 adapter: {{rank: 2}}
-train: {{steps: 2, batch_size: 4, max_length: 16, save_every: 0, precision: fp32}}
+train: {{steps: 2, batch_size: 4, max_length: 16, max_cut: 1, save_every: 0, precision: fp32}}
 warmup: {{steps: 2, batch_size: 2}}
 select:
   embedder: {{kind: tfidf, dim: 8}}

@@ -63,7 +63,7 @@ def recipe(root: Path, more: str = "") -> str:
         f"backbone: {root / 'backbone'}\ntask: {{kind: classify}}\n"
         f"data:\n  train: {{files: ['{root / 'rows.jsonl'}']}}\n  test: {{files: ['{root / 'rows.jsonl'}']}}\n"
         "adapter: {rank: 2, targets: [q_proj]}\n"
-        "train: {steps: 1, batch_size: 4, max_length: 16, device: cpu, precision: fp32, threads: 1}\n"
+        "train: {steps: 1, batch_size: 4, max_length: 16, max_cut: 1, device: cpu, precision: fp32, threads: 1}\n"
         f"eval: {{bootstrap: 2}}\n{more}"
     )
 

@@ -13,6 +13,7 @@ SMALL = {
     "train.steps": 2,
     "train.batch_size": 2,
     "train.max_length": 16,
+    "train.max_cut": 1,
     "train.threads": 1,
     "train.device": "cpu",
     "train.precision": "fp32",
@@ -127,7 +128,7 @@ _COMPARISON = """
 backbone: flatshift-5m
 task: classify
 adapter: {rank: 2, targets: [q_proj]}
-train: {steps: 1, batch_size: 2, max_length: 16, save_every: 0, precision: fp32, threads: 1, peak_tflops: 1}
+train: {steps: 1, batch_size: 2, max_length: 16, max_cut: 1, save_every: 0, precision: fp32, threads: 1, peak_tflops: 1}
 comparison:
   seeds: 2
   exploratory_seeds: 2

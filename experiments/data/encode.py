@@ -87,7 +87,7 @@ def encode_rows(
         what: what a user calls the rows, where they are of no split of the recipe.
     Raises:
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
-            a split or source is cut or left out for its length than `task.max_truncated` and `train.max_dropped` allow.
+            a split or source is cut or left out for its length than the recipe allows (`Losses.refuse`).
     """
     from finetune.models.backbone import open_backbone
 
@@ -134,7 +134,7 @@ def encode_rows(
     for (split, _), counted in losses.items():
         if what is None or split == "train":  # of a run that is over, which judges other rows, nothing can be raised
             counted.refuse(task, recipe.train)
-        made.notes += counted.notes()
+        made.notes += counted.notes(recipe.train)
     for split, lost in skipped.items():
         if lost and not made.splits[split]:
             raise UserError(f"no {what or split} row is left: {len(lost):,} were skipped, the first for {lost[0]}")
@@ -308,7 +308,8 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     for split in SPLITS:
         data.pop(split)
     seeded = recipe.data.label_noise or any(own["limit"] is not None for _, _, own in counts)
-    train = {name: getattr(recipe.train, name) for name in ("max_length", "truncation", "overlong", "max_dropped")}
+    limits = ("max_length", "truncation", "overlong", "max_dropped", "max_cut")
+    train = {name: getattr(recipe.train, name) for name in limits}
     task = dataclasses.asdict(recipe.task)
     task.pop("template", None)  # its text counts, not where it lies
     template = recipe.task.template_record()

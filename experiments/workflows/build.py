@@ -69,8 +69,6 @@ def lost_lines(prepared: Prepared, max_length: int) -> list[str]:
     lines = list(prepared.notes)
     if prepared.dropped:
         lines.append(f"left out {prepared.dropped:,} samples longer than train.max_length = {max_length} tokens")
-    if prepared.truncated:
-        lines.append(f"truncated {prepared.truncated:,} samples to train.max_length = {max_length} tokens")
     if prepared.skipped:
         lines.append(f"skipped {len(prepared.skipped):,} bad rows, first {prepared.skipped[0]}")
     return lines

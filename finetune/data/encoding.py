@@ -11,9 +11,9 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -83,18 +83,31 @@ def encode(
 
 _SHARE = 0.1
 """Of samples that may be left out or lose some of their answer, unless the recipe says otherwise."""
+_CUT_SHARE = 0.5
+"""Of samples that may be cut at all."""
+
+
+def _or(given: float | None, default: float) -> float:
+    return default if given is None else given
 
 
 # --------------------------------------------------------------------------------------------- what is cut or left out
 
 
-class Cut(IntEnum):
-    """What a sample lost to fit."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a sample lost to fit; false for nothing."""
 
-    NOTHING = 0
-    TEXT = 1
-    ANSWER = 2
+    needs: int
+    """Tokens that it would have whole."""
+    something: bool
+    answer: bool = False
     """Some of what is supervised as an answer; perhaps also of its prompt."""
+    prompt: bool = False
+    """Its whole prompt."""
+
+    def __bool__(self) -> bool:
+        return self.something
 
 
 @dataclass
@@ -105,9 +118,25 @@ class LeftOut:
     overlong: str | None
     max_length: int
     skipped: list[str] = field(default_factory=list)
-    truncated: int = 0
     dropped: int = 0
+    truncated: int = 0
     cut_answers: int = 0
+    lost_prompts: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Of those that are cut or left out, the tokens that each would have whole."""
+
+    def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> Encoded:
+        """These examples with what was lost on the way to them."""
+        return Encoded(
+            examples,
+            self.truncated,
+            self.skipped,
+            names,
+            self.dropped,
+            self.cut_answers,
+            lost_prompts=self.lost_prompts,
+            lengths=self.lengths,
+        )
 
     def bad(self, row: Row, reason: str) -> None:
         """Refuse or skip a row with nothing to supervise."""
@@ -115,7 +144,7 @@ class LeftOut:
             raise UserError(f"{row.where}: {reason}; leave the row out, or set data.bad_rows: skip")
         self.skipped.append(f"{row.where}: {reason}")
 
-    def long(self, row: Row, cut: Cut = Cut.TEXT) -> bool:
+    def long(self, row: Row, cut: Cut) -> bool:
         """Count a sample that is longer than allowed; whether it is left out.
 
         cut: what it loses if it is not.
@@ -125,10 +154,14 @@ class LeftOut:
                 f"{row.where}: this sample is longer than train.max_length = {self.max_length} tokens; raise it, leave "
                 "the row out, or set train.overlong: drop"
             )
-        self.dropped += self.overlong == "drop"
-        self.truncated += self.overlong is None
-        self.cut_answers += self.overlong is None and cut is Cut.ANSWER
-        return self.overlong == "drop"
+        self.lengths[cut.needs] += 1
+        if self.overlong == "drop":
+            self.dropped += 1
+            return True
+        self.truncated += 1
+        self.cut_answers += cut.answer
+        self.lost_prompts += cut.prompt
+        return False
 
 
 @dataclass
@@ -138,32 +171,60 @@ class Losses:
     called: str
     """How messages call these rows, as `train` or `train (SOURCE)`."""
     samples: int = 0
-    cut_answers: int = 0
     dropped: int = 0
+    truncated: int = 0
+    cut_answers: int = 0
+    lost_prompts: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
 
     def add(self, encoded: Encoded) -> None:
         """Count a chunk."""
         self.samples += len(encoded.examples) + encoded.dropped
-        self.cut_answers += encoded.cut_answers
         self.dropped += encoded.dropped
+        self.truncated += encoded.truncated
+        self.cut_answers += encoded.cut_answers
+        self.lost_prompts += encoded.lost_prompts
+        self.lengths.update(encoded.lengths)
 
     def refuse(self, task: Task, train: Train) -> None:
-        """Raise UserError if more was lost than `train.max_dropped` or `task.max_truncated` allows."""
-        for lost, setting, allowed, what in (
-            (self.dropped, "train.max_dropped", train.max_dropped, "are longer than"),
-            (self.cut_answers, "task.max_truncated", task.max_truncated, "have an answer that is cut at"),
+        """Raise UserError if more was lost than `train.max_dropped`, `task.max_truncated` and `train.max_cut` allow."""
+        cut = max(_CUT_SHARE, task.max_truncated or 0) if train.max_cut is None else train.max_cut
+        bare = _or(train.max_cut, task.max_truncated or 0)
+        for lost, setting, share, what in (
+            (self.dropped, "train.max_dropped", _or(train.max_dropped, _SHARE), "are longer than"),
+            (self.cut_answers, "task.max_truncated", _or(task.max_truncated, _SHARE), "have an answer that is cut at"),
+            (self.lost_prompts, "train.max_cut", bare, "lose their whole prompt at"),
+            (self.truncated, "train.max_cut", cut, "are cut at"),
         ):
-            share = _SHARE if allowed is None else allowed
             if lost > share * self.samples:
+                leave = "" if self.dropped else ", or leave such rows out (train.overlong: drop)"
                 raise UserError(
                     f"{self.called}: {lost:,} of {self.samples:,} samples {what} train.max_length = {train.max_length} "
-                    f"tokens, more than {setting} ({share:g}) allows; raise one of the two"
+                    f"tokens, more than {setting} ({share:g}) allows; raise one of the two{leave}; {self._remedy()}"
                 )
 
-    def notes(self) -> Iterator[str]:
+    def notes(self, train: Train) -> Iterator[str]:
         """What there is to know before the first step, a sentence each."""
-        if self.cut_answers:
-            yield f"{self.called}: {self.cut_answers:,} of {self.samples:,} samples have an answer that is cut"
+        if not self.truncated:
+            return
+        parts = [f"{self.cut_answers:,} of them in their answer"] if self.cut_answers else []
+        parts += [f"{self.lost_prompts:,} to no prompt at all"] if self.lost_prompts else []
+        share = 100 * self.truncated / max(self.samples, 1)  # a chat's samples may all be left out
+        percent = f"{share:.0f}" if share >= 1 else f"{share:.1g}"
+        yield (
+            f"{self.called}: {self.truncated:,} of {self.samples:,} samples ({percent} %) are "
+            f"cut to train.max_length = {train.max_length} tokens{''.join(f', {part}' for part in parts)}; "
+            f"{self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """The length that would do: for 99 of 100 samples, or for all where those are whole already."""
+        missing = -(-99 * self.samples // 100) - (self.samples - self.lengths.total())
+        for length, count in sorted(self.lengths.items()):
+            missing -= count
+            if missing <= 0 < missing + count:
+                return f"{length:,} tokens would hold 99 % of them whole"
+        return f"{max(self.lengths):,} tokens would hold all of them whole"
 
 
 Made = tuple[Example | str, Cut]
@@ -209,7 +270,7 @@ class Encoder:
         """The examples of these rows, and what was cut or left out of them. Raises UserError as `encode`."""
         self.rest = rest = LeftOut(self.bad_rows, self.overlong, self.max_length)
         examples, names = self.task.encode(rows, self)
-        return Encoded(examples, rest.truncated, rest.skipped, names, rest.dropped, rest.cut_answers)
+        return rest.encoded(examples, names)
 
     def close(self) -> tuple[str, ...]:
         """What there is to know of all rows, a sentence each."""
@@ -254,7 +315,7 @@ class Encoder:
             for row, (ids, segments, cut) in zip(chunk, self._texts(chunk), strict=True):
                 if not ids:
                     self.rest.bad(row, "the text has no token")
-                elif not (cut and self.rest.long(row)):
+                elif not (cut and self.rest.long(row, cut)):
                     kept.append((row, ids, segments))
         return kept
 
@@ -280,7 +341,7 @@ class Encoder:
             else:
                 self.rest.bad(row, f"column 'text2' is a {type(text2).__name__}, not text")
 
-    def _texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, bool]]:
+    def _texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, Cut]]:
         firsts = self.tokens([row.values["text"] for row in rows])["input_ids"]
         paired = [i for i, row in enumerate(rows) if row.values.get("text2") is not None]
         seconds: dict[int, list[int]] = {}
@@ -289,7 +350,7 @@ class Encoder:
             seconds = dict(zip(paired, ids, strict=True))
         return [self._text(a, seconds.get(i)) for i, a in enumerate(firsts)]
 
-    def _text(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None, bool]:
+    def _text(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None, Cut]:
         s = self.specials
         if b is None:
             ids, cut = self.closed(a, s.suffix, left=self.left)
@@ -299,7 +360,8 @@ class Encoder:
         one = [*s.prefix, *shortened(a, keep_a, left=self.left), *s.middle]
         two = [*shortened(b, keep_b, left=self.left), *s.pair_suffix]
         segments = [s.segments[0]] * len(one) + [s.segments[1]] * len(two) if s.segments else None
-        return one + two, segments, keep_a + keep_b < len(a) + len(b)
+        lost = len(a) + len(b) - keep_a - keep_b
+        return one + two, segments, Cut(len(one) + len(two) + lost, lost > 0)
 
     # --------------------------------------------------------------------------------------------- for tasks: tokens
 
@@ -307,10 +369,11 @@ class Encoder:
         """The tokenizer's batch of the texts alone, without special tokens."""
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
 
-    def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], bool]:
-        """The tokenizer's template around `ids`, closed by `end`, and whether the ids lost an end to fit."""
-        room = self.max_length - len(self.specials.prefix) - len(end)
-        return [*self.specials.prefix, *shortened(ids, room, left=left), *end], len(ids) > room
+    def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Cut]:
+        """The tokenizer's template around `ids`, closed by `end`, and what the ids lost to fit."""
+        around = len(self.specials.prefix) + len(end)
+        kept = shortened(ids, self.max_length - around, left=left)
+        return [*self.specials.prefix, *kept, *end], Cut(len(ids) + around, len(kept) < len(ids))
 
     def bytes(self, text: str, batch: Any, i: int, first: int, stop: int) -> int:
         """UTF-8 bytes of the tokens `first ≤ k < stop` of text i of a batch."""

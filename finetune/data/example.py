@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 from .labels import Units
@@ -71,5 +72,9 @@ class Encoded:
     """Samples that were longer than `max_length`, and left out."""
     cut_answers: int = 0
     """Of the truncated samples those that lost some of their answer (completion, seq2seq)."""
+    lost_prompts: int = 0
+    """Of the truncated samples those that lost their whole prompt (completion)."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Of the truncated and dropped samples, the tokens that each would have whole."""
     notes: tuple[str, ...] = ()
     """What else there is to know before the first step, a sentence each."""

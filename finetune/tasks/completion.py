@@ -112,7 +112,12 @@ class Completion(Templated):
             context, kept, shorter = fit_completion(
                 prefix, prompt, [*ids, *to.end], to.max_length, reserve=reserve, left=to.left
             )
-            cut = Cut.ANSWER if len(kept) < len(ids) + len(to.end) else Cut(shorter)
+            cut = Cut(
+                len(prefix) + len(prompt) + max(len(ids) + len(to.end), reserve),
+                shorter,
+                answer=len(kept) < len(ids) + len(to.end),
+                prompt=bool(prompt) and len(context) == len(prefix),
+            )
             if not ids or len(context) + len(kept) < 2:
                 made.append(("the completion is empty", cut))
                 continue

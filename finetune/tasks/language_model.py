@@ -43,7 +43,7 @@ def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
     made: list[Made] = []
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
         content, room = [*ids, *to.end], to.max_length - len(prefix)
-        cut = Cut(len(content) > room)
+        cut = Cut(len(prefix) + len(content), len(content) > room)
         start = len(content) - room if cut and to.left else 0
         input_ids = [*prefix, *content[start : start + room]]
         if len(input_ids) < 2 or not ids:

@@ -110,11 +110,11 @@ def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
         ]
         words = [SPECIAL] * len(prefix) + inner + [SPECIAL] * len(suffix)
         if all(word == SPECIAL for word in inner):
-            made.append(("the text has no token that could be hidden", Cut.NOTHING))
+            made.append(("the text has no token that could be hidden", Cut(0, False)))
             continue
         whole = np.array([*prefix, *kept, *suffix], dtype=np.int64)
         read, labels = masking.fixed(whole, np.array(words), row.id)
         segments = [0] * len(whole) if to.specials.segments else None
         example = Example(read.tolist(), labels.tolist(), row.id, row.where, segments=segments, words=words)
-        made.append((example, Cut(len(ids) > room)))
+        made.append((example, Cut(len(prefix) + len(ids) + len(suffix), len(ids) > room)))
     return made

@@ -104,7 +104,8 @@ class Seq2Seq(Templated):
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
             source, cut_prompt = to.closed(prompt, to.specials.suffix, left=to.left)
             labels, cut_target = to.closed(ids, to.end)
-            cut = Cut.ANSWER if cut_target else Cut(cut_prompt)
+            needs = max(cut_prompt.needs, cut_target.needs)
+            cut = Cut(needs, bool(cut_prompt or cut_target), answer=bool(cut_target))
             if not ids or not source:
                 made.append((f"the {'prompt' if ids else 'target'} is empty", cut))
                 continue

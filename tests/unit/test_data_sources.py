@@ -118,7 +118,7 @@ data: {train: {files: [DIR/code.jsonl], limit: 20}, dev: {files: [DIR/dev.jsonl]
 MORE = [
     ("mixed", MIXED, {}),
     ("classify", PLAIN.replace("TASK", "classify"), {}),
-    ("language-model", PLAIN.replace("TASK", "language-model"), {"train.max_length": 8}),
+    ("language-model", PLAIN.replace("TASK", "language-model"), {"train.max_length": 8, "train.max_cut": 0.9}),
     ("without a survey", "task: {kind: language-model}\ndata: {train: {files: [DIR/code.jsonl], first: 13}}", {}),
     ("given classes", "task: {kind: classify, labels: [b, a]}\ndata: {train: {files: [DIR/code.jsonl]}}", {}),
     (
@@ -343,8 +343,14 @@ def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, mo
     write_jsonl(folder / "long.jsonl", rows)
     text = "task: {kind: TASK}\ndata: {train: {sources: {a: {files: [DIR/long.jsonl]}}}}"
     completion, plain = text.replace("TASK", "completion"), text.replace("TASK", "language-model")
-    made = prepare(recipe_of(folder, completion, **{"train.max_length": 24}))
-    assert made.truncated == 2 and "train (a): 1 of 12 samples have an answer that is cut" in made.notes
+    told = "2 of 12 samples (17 %) are cut to train.max_length = 24 tokens, 1 of them in their answer, 1 to no prompt"
+    told += " at all; 66 tokens would hold 99 % of them whole"
+    made = prepare(recipe_of(folder, completion, **{"train.max_length": 24, "train.max_cut": 0.2}))
+    assert made.truncated == 2 and f"train (a): {told}" in made.notes
+    with pytest.raises(
+        UserError, match=r"train \(a\): 1 of 12 samples lose their whole prompt .* train\.max_cut \(0\)"
+    ):
+        prepare(recipe_of(folder, completion, **{"train.max_length": 24}))
     few = {"train.max_length": 24, "task.max_truncated": 0.05}
     with pytest.raises(
         UserError, match=r"train \(a\): 1 of 12 samples have an answer that is cut at train\.max_length"
@@ -354,7 +360,7 @@ def test_losses_are_shares_of_all_rows_of_a_split_or_source(streamed, folder, mo
     judged = (("test", 0, row) for row in read_rows([str(folder / "long.jsonl")]))
     how = {"task": recipe.task, "labels": None, "paths": [str(folder / "long.jsonl")], "what": "--data"}
     judged = tokens.encode_rows(recipe, open_backbone("flatshift-5m").tokenizer, judged, **how)
-    assert len(judged.splits["test"]) == 12 and judged.notes == ["--data: 1 of 12 samples have an answer that is cut"]
+    assert len(judged.splits["test"]) == 12 and judged.notes == [f"--data: {told}"]
     drop = {"train.max_length": 24, "train.overlong": "drop"}
     assert prepare(recipe_of(folder, plain, **drop)).dropped == 1
     with pytest.raises(
@@ -375,10 +381,11 @@ def test_a_judged_prompt_without_room_for_its_answer_is_refused_before_training(
     write_jsonl(folder / "long.jsonl", [{"text": "alpha beta " * 600, "label": "a"}])
     files = {f"data.{name}.files": str(folder / "dev.jsonl") for name in ("train", "dev", "test")}
     files |= {f"data.{split}.files": str(folder / "long.jsonl")}
+    how = {"train.max_length": 1024, "train.max_cut": 1}
     with pytest.raises(UserError, match=r"long\.jsonl:1: a prompt of .* do not fit the backbone's 1024 positions"):
-        prepare(recipe_of(folder, ANSWERED, **files, **{"eval.train_limit": 1, "train.max_length": 1024}))
+        prepare(recipe_of(folder, ANSWERED, **files, **how, **{"eval.train_limit": 1}))
     if split == "train":
-        prepare(recipe_of(folder, ANSWERED, **files, **{"train.max_length": 1024}))  # not judged
+        prepare(recipe_of(folder, ANSWERED, **files, **how))  # not judged
 
 
 def test_samples_beyond_the_positions_of_a_rotary_backbone_are_said(folder):
@@ -386,8 +393,11 @@ def test_samples_beyond_the_positions_of_a_rotary_backbone_are_said(folder):
     files = {"data.train.files": str(folder / "long.jsonl"), "data.test.files": "[]", "task": "language-model"}
 
     def notes(length):
-        return list(prepare(recipe_of(folder, ANSWERED, **files, **{"train.max_length": length})).notes)
+        how = {"train.max_length": length, "train.max_cut": 1}
+        return list(prepare(recipe_of(folder, ANSWERED, **files, **how)).notes)
 
-    (said,) = notes(1025)
-    assert said.startswith("the longest sample has 1,025 tokens, and this backbone was made for 1,024 positions")
-    assert notes(1024) == []
+    cut, said = notes(1025)
+    assert cut.startswith("train: 1 of 1 samples (100 %) are cut") and said.startswith(
+        "the longest sample has 1,025 tokens, and this backbone was made for 1,024 positions"
+    )
+    assert len(notes(1024)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
@@ -68,7 +69,9 @@ def test_more_losses_than_a_task_allows_are_refused():
     def lost(**counts):
         found = Losses("train (a)")
         for _ in range(2):
-            found.add(Encoded([Example([1], [1], "0", "rows.jsonl:1")] * (5 - counts.get("dropped", 0)), 0, **counts))
+            lengths = Counter({30: 1, 31: 1})
+            examples = [Example([1], [1], "0", "rows.jsonl:1")] * (5 - counts.get("dropped", 0))
+            found.add(Encoded(examples, 0 if "dropped" in counts else 2, lengths=lengths, **counts))
         return found
 
     short, ten = Train(max_length=24), Train(max_length=24, overlong="drop", max_dropped=0.2)
@@ -78,13 +81,56 @@ def test_more_losses_than_a_task_allows_are_refused():
         ):
             lost(cut_answers=1).refuse(task, short)
         lost(cut_answers=1).refuse(dataclasses.replace(task, max_truncated=0.2), short)
-        assert list(lost(cut_answers=1).notes()) == ["train (a): 2 of 10 samples have an answer that is cut"]
+        assert list(lost(cut_answers=1).notes(short)) == [
+            "train (a): 4 of 10 samples (40 %) are cut to train.max_length = 24 tokens, 2 of them in their answer; 31 "
+            "tokens would hold 99 % of them whole"
+        ]
     with pytest.raises(
         UserError, match=r"2 of 10 samples are longer than .*, more than train\.max_dropped \(0\.1\) allows"
     ):
         lost(dropped=1).refuse(LanguageModel(), short)
     lost(dropped=1).refuse(LanguageModel(), ten)
-    assert not list(lost(dropped=1).notes())
+    assert not list(lost(dropped=1).notes(ten))
+    with pytest.raises(UserError, match=r"^train \(a\): 2 of 10 samples lose their whole prompt at train\.max"):
+        lost(lost_prompts=1).refuse(Completion(), short)
+    with pytest.raises(
+        UserError, match=r"4 of 10 samples are cut at .* than train\.max_cut \(0\.3\) allows; raise .*; 31"
+    ):
+        lost().refuse(LanguageModel(), dataclasses.replace(short, max_cut=0.3))
+    lost(lost_prompts=1).refuse(Completion(), dataclasses.replace(short, max_cut=0.4))
+
+
+@pytest.mark.parametrize("task", [LanguageModel(), Completion(), Seq2Seq(), Classify()], ids=lambda task: task.kind)
+def test_more_than_half_is_refused_with_the_length_that_would_do(task):
+    """100 of 100 rows, as well as 51; and of a hundred, a length for 99 whole."""
+    rows = [row(i, text="the cat " * (1 + i // 10), label="good") for i in range(100)]
+    how = {"task": task, "tokenizer": TOKENIZER, "decoder_start": 0}
+    needs = sorted(len(one.input_ids) for one in encode(rows, max_length=200, **how).examples)
+    for limit in (needs[49], needs[30], needs[0] - 1):
+        found = Losses("train")
+        found.add(made := encode(rows, max_length=limit, **how))
+        cut = sum(one > limit for one in needs)
+        assert found.truncated == made.truncated == cut
+        (said,) = found.notes(Train(max_length=limit))
+        assert said.startswith(f"train: {cut} of 100 samples ({cut} %) are cut to") and f"; {needs[98]} tokens" in said
+        if cut <= 50:
+            found.refuse(task, Train(max_length=limit))
+        else:
+            with pytest.raises(UserError, match=rf"{cut} of 100 samples .*{needs[98]} tokens would hold 99"):
+                found.refuse(task, Train(max_length=limit))
+        told = dataclasses.replace(task, max_truncated=1.0) if isinstance(task, Completion | Seq2Seq) else task
+        found.refuse(told, Train(max_length=limit, max_cut=1.0))
+
+
+def test_prompts_cut_to_nothing_are_counted():
+    answer = "the cat sat " * 4
+    rows = [row(i, text=TEXT, label=answer) for i in range(3)] + [row(3, text=TEXT, label="on")]
+    size = len(ids(f" {answer}")) + 2  # beside <bos> and <eos>
+    made = encode(rows, task=Completion(), tokenizer=TOKENIZER, max_length=size)
+    assert (made.lost_prompts, made.cut_answers) == (3, 0)
+    assert [label for label in made.examples[0].labels if label == IGNORE] == [IGNORE], "<bos> alone stands before it"
+    made = encode(rows, task=Completion(), tokenizer=TOKENIZER, max_length=size - 1)
+    assert (made.lost_prompts, made.cut_answers) == (3, 3)
 
 
 def test_an_encoder_loses_the_end_that_is_named_and_a_target_its_right():

@@ -109,7 +109,8 @@ def test_what_was_cut_is_said(folder, encoder, judged):
     long = write_jsonl(folder / "long.jsonl", [{"text": "the cat sat " * 20}] * 3 + [{"text": "the cat"}])
     assert judged(recipe, str(long)).said[-2:] == [
         "data: 4 examples",
-        "truncated 3 samples to train.max_length = 16 tokens",
+        "--data: 3 of 4 samples (75 %) are cut to train.max_length = 16 tokens; 63 tokens would hold 99 % of them "
+        "whole",
     ]
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the cat sat"}]
     chats = write_jsonl(folder / "chats.jsonl", [{"messages": turns}] * 3 + [{"messages": turns[:1]}])

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ...errors import UserError
-from ..encoding import LeftOut, chunks
+from ..encoding import Cut, LeftOut, chunks
 from ..example import IGNORE, Encoded, Example, Question
 from ..rows import Row
 from .answers import Answers, Sample
@@ -104,7 +104,7 @@ class ChatEncoder:
             self._first = self._first or chunk[0]
             for row, samples, tokenised in self._tokenised(chunk, rest):
                 examples += self._examples(row, samples, tokenised, rest)
-        return Encoded(examples, rest.truncated, rest.skipped, dropped=rest.dropped)
+        return rest.encoded(examples)
 
     def close(self) -> tuple[str, ...]:
         """What there is to know of all rows, a sentence each.
@@ -155,7 +155,11 @@ class ChatEncoder:
         counts.nulls += row.nulls
         counts.apart += len(samples) > 1
         counts.lengths.append(max(i + 1 for one in tokenised for i, on in enumerate(one.supervised) if on))
-        left = [(k, one) for k, one in enumerate(tokenised) if not (len(one.ids) > limit and rest.long(row))]
+        left = [
+            (k, one)
+            for k, one in enumerate(tokenised)
+            if not (len(one.ids) > limit and rest.long(row, Cut(len(one.ids), True)))
+        ]
         counts.in_pieces += sum(one.cut for _, one in left)
         counts.cut_answers += any(any(one.supervised[limit:]) for _, one in left)
         kept = [(e, n) for k, one in left if (n := _supervised(e := self._example(row, k, one)))]
