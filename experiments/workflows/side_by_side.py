@@ -24,6 +24,8 @@ from experiments.data.sources import Part
 from experiments.data.splits import learnt, read_splits
 from experiments.recipe.build import build
 from experiments.recipe.config import Recipe
+from experiments.recipe.precision import settled
+from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import Branch, from_override, merge
 from experiments.run.console import Console
 from experiments.workflows.build import shown
@@ -106,7 +108,7 @@ def judge_side_by_side(
         if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
             raise UserError(f"--out: {out} is not empty; name a new directory")
         console = Console(quiet=quiet)
-        subjects = _subjects(names, overrides, bool(data))
+        subjects = _subjects(names, overrides, bool(data), console)
         first = subjects[0].recipe
         with cpu_threads(first.train.threads):
             how = _How(group_by, window, overlap, few_shot)
@@ -141,7 +143,7 @@ def is_run(name: str) -> bool:
     return (Path(name) / "recipe.resolved.yaml").is_file()
 
 
-def _subjects(names: Sequence[str], overrides: Sequence[Branch], has_data: bool) -> list[Subject]:
+def _subjects(names: Sequence[str], overrides: Sequence[Branch], has_data: bool, console: Console) -> list[Subject]:
     from finetune.models.backbone import open_backbone
 
     if len(set(names)) < len(names):
@@ -179,8 +181,7 @@ def _subjects(names: Sequence[str], overrides: Sequence[Branch], has_data: bool)
         for one in given:
             tree = merge(tree, one)
         recipe = alone(build(Recipe, tree))
-        if recipe.train.precision == "auto":
-            recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"))
+        recipe = settled(Resolved(recipe, name, {}), say=console.say).recipe
         if recipe.task.by_example:
             raise UserError(
                 f"{name}: a bare backbone has no head for task.kind: {recipe.task.kind}; take language-model"

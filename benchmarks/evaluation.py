@@ -1,0 +1,269 @@
+"""Evaluation beside lm-eval: the same numbers, and what they cost; identities; shared contexts; the sandbox.
+
+    python -m benchmarks.evaluation DATA.jsonl      # rows with `text` and `lang`; needs lm-eval (extra `bench`)
+
+Languages: 200 documents of each on the shipped backbone, every figure with its interval by language, each tool in the
+precision that it takes by itself. Ranking: SNLI and SciCite as shipped, the words of both tools the same. Shared contexts: the same rows with four worked examples, keys and values of what they share kept or not. The
+sandbox: every hostile program of benchmarks.hostile_programs, none of which may pass or leave anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._harness import Benchmark, cpu_seconds, limit_threads
+from benchmarks.hostile_programs import HOSTILE
+
+BACKBONE = "flatshift-5m"
+ROWS = 150
+NLI = ("entailment", "neutral", "contradiction"), ("Yes", "Also", "No")
+CITES = {"background": "background", "method": "method", "result": "result"}
+
+
+def judged(data: str, *words: str) -> dict[str, Any]:
+    """What `flatshift eval --json` prints of the shipped backbone on `data`."""
+    from experiments.recipe import from_override
+    from experiments.workflows.side_by_side import judge_side_by_side
+
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    group = given.pop("group_by", None)
+    overrides = [from_override(key, value, f"--{key}") for key, value in given.items()]
+    return judge_side_by_side([BACKBONE], data=[data], group_by=group, overrides=overrides, quiet=True)
+
+
+def few_shot(name: str, data: str, shots: int = 0, source: str = "") -> Any:
+    """Rank the rows of `data` by a prompt in float32; the subject's findings."""
+    from experiments.recipe import from_override
+    from experiments.workflows.few_shot import FewShot, read_prompt
+    from experiments.workflows.side_by_side import judge_side_by_side
+
+    asked = FewShot(prompt=read_prompt(name), name=name, shots=shots, source=(source,) if shots else ())
+    return judge_side_by_side(
+        [BACKBONE], data=[data], few_shot=asked, overrides=[from_override("train.precision", "fp32", "x")], quiet=True
+    )
+
+
+def harness(tasks: list[dict[str, Any]], *, precision: str) -> dict[str, Any]:
+    """lm-eval's results of local tasks on the shipped backbone."""
+    logging.disable(logging.WARNING)
+    import yaml
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from finetune.assets import backbone
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        for task in tasks:
+            (Path(folder) / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
+        model = HFLM(
+            pretrained=str(backbone(BACKBONE)), dtype=precision, device="cpu", batch_size=32, add_bos_token=True
+        )
+        found = simple_evaluate(
+            model,
+            tasks=[task["task"] for task in tasks],
+            num_fewshot=0,
+            bootstrap_iters=0,
+            task_manager=TaskManager(include_path=folder),
+        )
+    results: dict[str, Any] = found["results"]
+    return results
+
+
+def local(name: str, file: str, **more: Any) -> dict[str, Any]:
+    """A task of lm-eval over a file of rows."""
+    shared = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": file}}}
+    return shared | {"test_split": "test", "metadata": {"version": 1.0}} | more
+
+
+def rolling(file: str) -> dict[str, Any]:
+    """Text whole, as lm-eval scores it."""
+    metrics = [{"metric": name} for name in ("bits_per_byte", "word_perplexity")]
+    return local(
+        "rolling", file, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
+        metric_list=metrics,
+    )  # fmt: skip
+
+
+def choice(name: str, file: str, text: str, choices: str, gold: str) -> dict[str, Any]:
+    """Choices, as lm-eval ranks them."""
+    return local(
+        name, file, output_type="multiple_choice", doc_to_text=text, doc_to_choice=choices, doc_to_target=gold,
+        metric_list=[{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    )  # fmt: skip
+
+
+def sample(name: str, folder: Path, count: int = ROWS) -> str:
+    """The first rows of a shipped sample as plain JSONL."""
+    import lzma
+
+    from finetune.assets import sample as path
+
+    with lzma.open(path(name), "rt", encoding="utf-8") as stream:
+        lines = [next(stream) for _ in range(count)]
+    file = folder / f"{name.replace('/', '-')}.jsonl"
+    file.write_text("".join(lines), encoding="utf-8")
+    return str(file)
+
+
+def identities(bench: Benchmark) -> None:
+    """The unit row of the field, and word = token to the power of fertility."""
+    from finetune.evaluate.text import Counts
+
+    def of(*values: Any) -> dict[str, float]:
+        arrays = [np.atleast_1d(np.array(v)) for v in (*values[:3], values[3], values[3], values[4])]
+        found = Counts(*arrays).figures(into={}, resamples=0, confidence=0.95, seed=0)
+        return {name: float(cell["value"] or math.nan) for name, cell in found.items()}
+
+    unit = of(100.0, 50, 25, 150, 200)
+    known = {
+        "perplexity": 7.389056,
+        "word_perplexity": 54.598150,
+        "character_perplexity": 1.947734,
+        "bits_per_byte": 0.721348,
+    }
+    worst = max(abs(unit[name] - value) for name, value in known.items())
+    bench.row("unit row: largest error", ours=worst, unit="of the printed figure", bar_op="<=", bar_value=5e-7)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(5, 90, 300)
+    made = of(tokens * rng.uniform(1, 3, 300), tokens, tokens // 2, tokens * 3, tokens * 4)
+    error = abs(made["word_perplexity"] / made["perplexity"] ** made["fertility"] - 1)
+    bench.row("perplexity of a word = of a token ^ fertility", ours=error, unit="relative", bar_op="<=", bar_value=1e-9)
+
+
+def parity(bench: Benchmark, folder: Path) -> None:
+    """Two tasks of candidates, by both tools."""
+    snli, cites = sample("snli/test", folder), sample("scicite/test", folder)
+    prompt = folder / "cites.yaml"
+    words = ", ".join(f"{name}: {word}" for name, word in CITES.items())
+    prompt.write_text(f'text: "{{text}}\\nThis citation is about: {{label}}"\nlabels: {{{words}}}\n')
+    names, said = NLI
+    listed = ", ".join(f"'{word}, ' + text2" for word in said)
+    theirs = harness(
+        [
+            choice("snli_local", snli, "{{text}}, right?", f"{{{{[{listed}]}}}}", f"{{{{{[*names]}.index(label)}}}}"),
+            choice(
+                "cites_local", cites, "{{text}}\nThis citation is about:", json.dumps(list(CITES.values())),
+                f"{{{{{list(CITES)}.index(label)}}}}",
+            ),
+        ],
+        precision="float32",
+    )  # fmt: skip
+    for name, task, data in (("nli", "snli_local", snli), (str(prompt), "cites_local", cites)):
+        ours = few_shot(name, data)["figures"][BACKBONE]["data"]["accuracy"]["value"]
+        peer = theirs[task]["acc,none"]
+        what = f"accuracy of {task.removesuffix('_local')}, {ROWS} rows: ours {ours:.4f}, lm-eval {peer:.4f}"
+        bench.row(what, ours=abs(ours - peer), unit="difference", bar_op="<=", bar_value=1e-6)
+
+
+def languages(bench: Benchmark, data: str, folder: Path) -> None:
+    """200 documents a language, by both tools."""
+    rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
+    count: dict[str, int] = {}
+    kept = []
+    for row in rows:
+        count[row["lang"]] = count.get(row["lang"], 0) + 1
+        if count[row["lang"]] <= 200:
+            kept.append({"lang": row["lang"], "text": row["text"]})
+    file = folder / "languages.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+    found: dict[str, Any] = {}
+    ours = cpu_seconds(lambda: found.update(ours=judged(str(file), "group_by", "lang")))
+    precision = found["ours"]["subjects"][0]["precision"]
+    what = f"{len(count)} languages of 200 documents, {precision} by itself"
+    bench.row(what, ours=ours, unit="CPU-s", bar_op="<=", bar_value=60.0)
+    peer = cpu_seconds(lambda: found.update(peer=harness([rolling(str(file))], precision="float32")))
+    bench.row(
+        "the same beside lm-eval in its float32", ours=ours, peer=peer, peer_name="lm-eval", unit="CPU-s", bar_op="<=",
+        bar_value=0.5,
+    )  # fmt: skip
+    bf16 = cpu_seconds(lambda: harness([rolling(str(file))], precision="bfloat16"))
+    bench.row("the same beside lm-eval in bfloat16", ours=ours, peer=bf16, peer_name="lm-eval", unit="CPU-s")
+    few = folder / "few.jsonl"
+    few.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept[::35]), encoding="utf-8")
+    mine = judged(str(few), "train.precision", "fp32")["figures"][BACKBONE]["data"]["bits_per_byte"]["value"]
+    other = harness([rolling(str(few))], precision="float32")["rolling"]["bits_per_byte,none"]
+    bench.row(
+        f"bits per byte, float32: ours {mine:.6f}, lm-eval {other:.6f}", ours=abs(mine / other - 1), unit="relative",
+        bar_op="<=", bar_value=1e-5,
+    )  # fmt: skip
+
+
+def shared(bench: Benchmark, folder: Path) -> None:
+    """Four worked examples, with and without what contexts share."""
+    from finetune.evaluate import candidates
+
+    data = sample("snli/test", folder)
+    ours = cpu_seconds(lambda: few_shot("nli", data, 4, "sample:snli/train"))
+    able = candidates._can_share
+    candidates._can_share = lambda *a: False
+    try:
+        anew = cpu_seconds(lambda: few_shot("nli", data, 4, "sample:snli/train"))
+    finally:
+        candidates._can_share = able
+    bench.row(
+        f"4 shots, 3 candidates, {ROWS} rows: shared contexts", ours=ours, peer=anew, peer_name="every candidate anew",
+        unit="CPU-s", bar_op="<=", bar_value=1 / 3,
+    )  # fmt: skip
+
+
+def contained(bench: Benchmark) -> None:
+    """Hostile programs."""
+    from finetune.evaluate.sandbox import Limits, run_program
+
+    held = 0
+    for program in HOSTILE.values():
+        with tempfile.TemporaryDirectory() as place, socket.create_server(("127.0.0.1", 0)) as server:
+            Path(place).chmod(0o777)
+            kept = Path(place) / "kept"
+            kept.write_text("kept")
+            kept.chmod(0o666)
+            server.settimeout(0.01)
+            code = program.format(outside=place, port=server.getsockname()[1], parent=os.getpid())
+            passed = run_program(code, Limits(seconds=1.0)) == "passed"
+            called = False
+            with contextlib.suppress(TimeoutError):
+                server.accept()
+                called = True
+            same = kept.is_file() and kept.read_text() == "kept" and len(list(Path(place).iterdir())) == 1
+            held += not passed and not called and same
+    what = f"hostile programs contained, of {len(HOSTILE)}"
+    bench.row(what, ours=held, unit="programs", bar_op=">=", bar_value=len(HOSTILE))
+
+
+def main() -> None:
+    limit_threads(1)
+    bench = Benchmark("evaluation", packages=("torch", "transformers", "lm-eval"))
+    identities(bench)
+    contained(bench)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shared(bench, folder)
+        peer = importlib.util.find_spec("lm_eval") is not None
+        if peer:
+            parity(bench, folder)
+        else:
+            bench.row(
+                "accuracy of two tasks", unit="difference", peer_name="lm-eval", reason="needs the package lm-eval"
+            )
+        if peer and len(sys.argv) > 1:
+            languages(bench, sys.argv[1], folder)
+        else:
+            bench.row("35 languages", unit="CPU-s", peer_name="lm-eval", reason="needs lm-eval and a file of languages")
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
