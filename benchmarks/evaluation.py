@@ -3,8 +3,9 @@
     python -m benchmarks.evaluation DATA.jsonl      # rows with `text` and `lang`; needs lm-eval (extra `bench`)
 
 Languages: 200 documents of each on the shipped backbone, every figure with its interval by language, each tool in the
-precision that it takes by itself. Ranking: SNLI and SciCite as shipped, the words of both tools the same. Shared contexts: the same rows with four worked examples, keys and values of what they share kept or not. The
-sandbox: every hostile program of benchmarks.hostile_programs, none of which may pass or leave anything.
+precision that it takes by itself. Ranking: SNLI and SciCite as shipped, the words of both tools the same. Shared
+contexts: the same rows with four worked examples, keys and values of what they share kept or not. The sandbox: every
+hostile program of benchmarks.hostile_programs, none of which may pass or leave anything.
 """
 
 from __future__ import annotations

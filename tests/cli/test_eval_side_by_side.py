@@ -13,7 +13,7 @@ from tests.data_models import write_jsonl
 SMALL = {
     "train.steps": 3, "train.batch_size": 4, "train.max_length": 32, "train.save_every": 0, "train.threads": 1,
     "train.precision": "fp32", "optimizer.lr": 0.02, "data.train.limit": 24, "eval.bootstrap": 20,
-    "eval.train_limit": 0,
+    "eval.train_limit": 0, "train.max_cut": 1,
 }  # fmt: skip
 ROWS = [
     {"lang": lang, "id": number, "text": f"{word} {number} " * 6}
