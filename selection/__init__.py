@@ -11,7 +11,9 @@ from selection.features.matrix import load_features
 from selection.features.pooling import pool_features
 from selection.features.static import StaticEmbedder
 from selection.features.tfidf import TfIdfEmbedder
+from selection.features.tokens import TokenRows
 from selection.methods.base import Pool, Selector, Target
+from selection.methods.classifier import ClassifierSelector
 from selection.methods.contrast import GotDContrastSelector
 from selection.methods.domains import DomainsSelector
 from selection.methods.dsir import DSIRSelector
@@ -19,6 +21,7 @@ from selection.methods.gotd import GotDSelector
 from selection.methods.knn import KNNSelector
 from selection.methods.length import LengthSelector
 from selection.methods.less import LessSelector
+from selection.methods.moore_lewis import MooreLewisSelector
 from selection.methods.perplexity import PerplexitySelector
 from selection.methods.random import RandomSelector
 from selection.methods.tsds import TSDSSelector
@@ -37,6 +40,7 @@ _HEAVY = {
 """What brings NumPy or torch, by its module."""
 
 __all__ = [
+    "ClassifierSelector",
     "ConvergenceWarning",
     "DSIRSelector",
     "DomainsSelector",
@@ -46,6 +50,7 @@ __all__ = [
     "KNNSelector",
     "LengthSelector",
     "LessSelector",
+    "MooreLewisSelector",
     "PerplexitySelector",
     "Pool",
     "Potentials",
@@ -57,6 +62,7 @@ __all__ = [
     "TSDSSelector",
     "Target",
     "TfIdfEmbedder",
+    "TokenRows",
     "build_selector",
     "load_features",
     "pool_features",

@@ -11,6 +11,7 @@ from selection.features.matrix import Features
 from selection.features.pooling import Backbone, Encoder
 from selection.features.static import Static
 from selection.features.tfidf import TfIdf
+from selection.methods.classifier import Classifier
 from selection.methods.contrast import GotDContrast
 from selection.methods.domains import DomainsSelector
 from selection.methods.dsir import DSIR
@@ -18,6 +19,7 @@ from selection.methods.gotd import GotD
 from selection.methods.knn import KNN
 from selection.methods.length import Length
 from selection.methods.less import Less
+from selection.methods.moore_lewis import MooreLewis
 from selection.methods.perplexity import Perplexity
 from selection.methods.random import Random
 from selection.methods.tsds import TSDS
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from selection.methods.base import Selector
     from selection.methods.perplexity import Measure
 
-Inner = GotD | GotDContrast | Random | KNN | DSIR | TSDS | Less | Perplexity | Length
+Inner = GotD | GotDContrast | Random | KNN | DSIR | MooreLewis | Classifier | TSDS | Less | Perplexity | Length
 """What may rank the rows inside a domain: every method by itself."""
 
 
@@ -80,7 +82,8 @@ def ranking(method: Method) -> Method:
 
 
 def needs(method: Method) -> frozenset[str]:
-    """What a method works on: of "texts", "features", "gradients" (as features), "losses", "domains", "negative"."""
+    """What a method works on: of "texts", "tokens" (of the backbone), "features", "gradients" (as features), "losses",
+    "domains", "negative"."""
     inside = method.inside.needs if isinstance(method, Domains) else ()
     return frozenset((*method.needs, *inside))
 

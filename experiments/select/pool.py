@@ -47,7 +47,8 @@ class Sides:
 
     records: of the pool after hygiene, before it was cut into `pieces`. weights (N,) of its rows in the transport
     problem, None: uniform. x (N, d), y (M, d), z (K, d): vectors of pool, target and negative examples, where they are
-    made. domains: of pool and target. hygiene, relevance: what manifest.json says of these steps.
+    made. tokens: of pool and target, where the method reads them. domains: of pool and target. hygiene, relevance:
+    what manifest.json says of these steps.
     """
 
     pool: PoolRecords
@@ -62,6 +63,7 @@ class Sides:
     x: Any = None
     y: np.ndarray | None = None
     z: np.ndarray | None = None
+    tokens: tuple[Any, Any] = (None, None)
     domains: tuple[Sequence[str | None] | None, Sequence[str | None] | None] = (None, None)
 
     @property

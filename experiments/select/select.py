@@ -33,6 +33,7 @@ from experiments.select.methods import (
     makes_vectors,
     naming_memory,
     solver_device,
+    tokenizer_of,
     vectors_needed,
     watched,
 )
@@ -47,6 +48,7 @@ from finetune.lock import owned
 from finetune.run_directory import disk_full_interrupts, write_provenance
 from finetune.seeds import derive
 from selection import Pool, build_selector
+from selection.config import GotD, needs
 from selection.methods.base import Selector
 
 _LONG_S = 10.0
@@ -109,6 +111,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
     sides = _read(recipe, directory, console)
     vectors = Vectors(recipe, sides.pool, sides.target, sides.negative, directory, console, state)
     _embed(recipe, sides, vectors, console)
+    _tokenise(recipe, sides, directory, console)
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
     selector = _fitted(recipe, sides, vectors, console, state)
     order = np.asarray(selector.select(len(sides.pool.rows)))
@@ -214,17 +217,40 @@ def _embed(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console) -> 
     sides.domains = domains_of(sides.pool, spec), domains_of(sides.target, spec)
 
 
+def _tokenise(recipe: Recipe, sides: Sides, directory: Path, console: Console) -> None:
+    """The backbone's tokens of both sides, the pool's on disk, where the method reads them."""
+    spec = recipe.select
+    assert spec is not None
+    if "tokens" not in needs(spec.method):
+        return
+    from selection import TokenRows
+
+    tokenize, size = tokenizer_of(recipe)
+    texts = sides.pool.rows.texts
+    with console.task("tokenise pool", len(texts), "texts") as task:
+        pool = TokenRows.spilled(texts, tokenize, size, directory / ".pool.tokens", task)
+    sides.tokens = pool, TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
+
+
 def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, state: Path | None) -> Selector:
     """The recipe's selector, fitted: what it warned of is said."""
     spec = recipe.select
     assert spec is not None
     rows = sides.pool.rows
-    pool = Pool(ids=rows.ids, texts=rows.texts, features=sides.x, domains=sides.domains[0], weights=sides.weights)
+    pool = Pool(
+        ids=rows.ids,
+        texts=rows.texts,
+        features=sides.x,
+        domains=sides.domains[0],
+        weights=sides.weights,
+        tokens=sides.tokens[0],
+    )
     target = Pool(
         ids=[row.id for row in sides.target.rows],
         texts=[row.values["text"] for row in sides.target.rows],
         features=sides.y,
         domains=sides.domains[1],
+        tokens=sides.tokens[1],
     )
     more: dict[str, Any] = {} if sides.z is None else {"negative": Pool(features=sides.z)}
     selector = build_selector(
@@ -251,6 +277,15 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
                 kept.save(selector)
     _say(caught, console)
     said = selector.diagnostics_
+    if isinstance(spec.method, GotD) and 1 <= (used := len(said.get("rounds", ()))) < min(
+        spec.method.rounds, spec.budget
+    ):
+        console.say(
+            f"warning: of {spec.method.rounds} rounds {'the first alone counts' if used == 1 else f'only {used} count'}: "
+            "by the target that was held out, later ones led away from it"
+            + "; the selection is that of one step (select.method.rounds: 1)"
+            * (used == 1)
+        )
     if kept is not None and kept.restored:
         console.say("the scores of the unfinished selection were taken over")
     if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):

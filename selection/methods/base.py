@@ -25,7 +25,8 @@ class Pool:
 
     ids: N strings (random draws are keyed by them, so they follow a sample when rows move). texts: N strings.
     features: (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution
-    over rows that optimal transport sees; uniform when None. losses: (N,), mean −log p per token under a model.
+    over rows that optimal transport sees; uniform when None. losses: (N,), mean −log p per token under a model. tokens: N rows
+    of token numbers (`selection.TokenRows`), of one tokenizer on both sides.
     """
 
     ids: Sequence[str] | None = None
@@ -34,6 +35,7 @@ class Pool:
     domains: Sequence[str | None] | None = None
     weights: Any = None
     losses: Any = None
+    tokens: Any = None
 
     def __post_init__(self) -> None:
         lengths = {name: len(value) for name, value in self.__dict__.items() if value is not None}
@@ -170,7 +172,7 @@ def finite_number(value: Any, name: str, *, above: float = -inf, least: float = 
 
 
 def need(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
-    """Both sides' `part` ("texts" or "features"), features as matrices; SelectionError where one is missing."""
+    """Both sides' `part` ("texts", "tokens" or "features"), features as matrices. SelectionError: one is missing."""
     found = []
     for name, side in (("pool", pool), ("target", target)):
         value = getattr(side, part)

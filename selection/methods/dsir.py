@@ -91,10 +91,10 @@ class NgramHasher:
         """The bucket of every word, and of every pair of neighbours in one text, in reading order."""
         total = int(counts.sum())
         hashes = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.uint64, count=total)
-        pairs = _mix(_mix(hashes[:-1]) * np.uint64(0x9E3779B97F4A7C15) + hashes[1:])
+        pairs = mix(mix(hashes[:-1]) * np.uint64(0x9E3779B97F4A7C15) + hashes[1:])
         inside = _inside(np.repeat(np.arange(len(words)), counts))
         buckets = np.uint64(self.buckets)
-        return _mix(hashes) % buckets, pairs[inside] % buckets
+        return mix(hashes) % buckets, pairs[inside] % buckets
 
 
 class Sha256Hasher(NgramHasher):
@@ -167,7 +167,7 @@ def _inside(text_of: np.ndarray) -> np.ndarray:
     return text_of[1:] == text_of[:-1]
 
 
-def _mix(h: np.ndarray) -> np.ndarray:
+def mix(h: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64: spreads 64 bits over 64 bits, one to one."""
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -183,15 +182,6 @@ class GotDSelector(Selector):
         self.gradients_ = found.gradients
         self.nearest_target_ = found.nearest
         self.diagnostics_ = found.first.diagnostics() | found.diagnostics()
-        if len(found.batches) < min(self.rounds, self.budget):
-            used = len(found.batches)
-            warnings.warn(
-                f"of {self.rounds} rounds {'the first alone counts' if used == 1 else f'only {used} count'}: by the "
-                "target that was held out, later ones led away from it"
-                + ("; the selection is that of one step (rounds: 1)" if used == 1 else ""),
-                UserWarning,
-                stacklevel=3,
-            )
         return self
 
     def _solve(

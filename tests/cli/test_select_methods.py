@@ -67,6 +67,8 @@ def check(columns: dict, budget: int = 12) -> None:
         ["--method", "tsds", "--select.method.sigma", "0.3", "--select.method.neighbours", "6"],
         ["--method", "length", "--select.method.prefer", "short"],
         ["--method", "dsir", "--select.method.hashing", "sha256"],
+        ["--method", "moore-lewis", "--select.method.share", "0.6"],
+        ["--method", "classifier", "--select.method.buckets", "4096"],
     ],
     ids=lambda more: "-".join(more[1:4:2]),
 )
@@ -76,9 +78,18 @@ def test_every_method_writes_the_contract(base: list[str], tmp_path: Path, more:
     columns, manifest = result(tmp_path)
     check(columns)
     assert manifest["selection"]["method"] == more[1]
-    if more[1] in ("gotd", "tsds", "dsir"):
+    if more[1] in ("gotd", "tsds", "dsir", "moore-lewis", "classifier"):
         chosen = [domain for domain, taken in zip(columns["domain"], columns["selected"], strict=True) if taken]
         assert chosen.count("a") >= 11, "the target is about what domain a is about"
+
+
+def test_rounds_that_end_in_one_step_say_so(base: list[str], tmp_path: Path, capsys, monkeypatch) -> None:
+    from selection.methods.rounds import Rounds
+
+    told = Rounds.diagnostics
+    monkeypatch.setattr(Rounds, "diagnostics", lambda self: told(self) | {"rounds": [12]})
+    assert run([*base, "--method", "gotd", "--select.method.rounds", "4", "--select.checks", "false"]) == 0
+    assert "of 4 rounds the first alone counts: by the target that was held out" in capsys.readouterr().err
 
 
 def test_contrast_moves_away_from_the_negatives(base: list[str], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from sklearn.base import clone
 
 import selection
 from selection import (
+    ClassifierSelector,
     DomainsSelector,
     DSIRSelector,
     GotDContrastSelector,
@@ -22,11 +23,13 @@ from selection import (
     KNNSelector,
     LengthSelector,
     LessSelector,
+    MooreLewisSelector,
     PerplexitySelector,
     Pool,
     RandomSelector,
     SelectionError,
     Target,
+    TokenRows,
     TSDSSelector,
     build_selector,
 )
@@ -34,12 +37,14 @@ from selection.config import (
     DSIR,
     KNN,
     TSDS,
+    Classifier,
     Domains,
     GotD,
     GotDContrast,
     Length,
     Less,
     Method,
+    MooreLewis,
     Perplexity,
     Random,
     needs,
@@ -66,6 +71,8 @@ CASES = {
     "dsir-sha256": DSIRSelector(buckets=500, hashing="sha256", floor=1e-8, smoothing=0.0),
     "dsir-resample": DSIRSelector(buckets=500, resample=True, seed=3),
     "tsds": TSDSSelector(sigma=2.0, neighbours=20, seed=3),
+    "moore-lewis": MooreLewisSelector(share=0.4, minimum=5),
+    "classifier": ClassifierSelector(buckets=512, fit_rows=100, seed=3),
     "less": LessSelector(),
     "less-inner": LessSelector(similarity="inner", checkpoint_weights=(2.0, 1.0)),
     "perplexity": PerplexitySelector(keep="middle"),
@@ -94,8 +101,16 @@ def samples(count, seed, shift=0.0):
 NEGATIVE = Pool(features=samples(30, 5, shift=-0.5).features)
 
 
+def tokens(text):
+    return [int(word[1:]) for word in text.split()]
+
+
 def fitted(selector, pool, target):
     """Fit with what the method asks for beyond pool and target."""
+    pool, target = (
+        side if side.texts is None else replace(side, tokens=TokenRows.of([tokens(t) for t in side.texts], 80))
+        for side in (pool, target)
+    )
     if isinstance(selector, PerplexitySelector) and selector.measure is None and pool.texts is not None:
         pool = replace(pool, losses=np.array(surprise(pool.texts)))
     more = {"negative": NEGATIVE} if isinstance(selector, GotDContrastSelector) else {}
@@ -236,7 +251,7 @@ def test_a_missing_part_is_named(selector, target):
     if isinstance(selector, RandomSelector):
         assert len(selector.fit(bare, target).scores_) == N
     else:
-        with pytest.raises(SelectionError, match=r"texts|features|domains|loss"):
+        with pytest.raises(SelectionError, match=r"texts|tokens|features|domains|loss"):
             fitted(selector, bare, target)
 
 
@@ -312,7 +327,8 @@ def test_one_target_row_and_repeated_target_rows(selector, pool, target):
     assert len(set(alone.select(BUDGET).tolist())) == BUDGET
     many = fitted(clone(selector), pool, replace(reordered(one, [0] * 8), ids=[f"r{i}" for i in range(8)]))
     assert np.isfinite(many.scores_).all()
-    if isinstance(selector, (DSIRSelector, LengthSelector)) or getattr(selector, "rounds", 1) > 1:
+    grown = (DSIRSelector, LengthSelector, MooreLewisSelector, ClassifierSelector)
+    if isinstance(selector, grown) or getattr(selector, "rounds", 1) > 1:
         return  # more rows of the same are more evidence against the smoothing, or enough to hold some out
     np.testing.assert_allclose(many.scores_, alone.scores_, rtol=1e-6, atol=1e-6)
 
@@ -371,6 +387,8 @@ EVERY = [
     Random(),
     KNN(),
     DSIR(buckets=77, resample=True, hashing="sha256", smoothing=0.0, floor=1e-8),
+    MooreLewis(share=0.3, minimum=3, memory_gib=2),
+    Classifier(buckets=99, strength=2.0, fit_rows=50, minimum=3),
     TSDS(alpha=0.4, scale=2.0, sigma=0.3, neighbours=9),
     Less(similarity="inner", checkpoint_weights=(1.0, 2.0)),
     Perplexity(keep="low"),
@@ -426,6 +444,9 @@ def test_build_selector_nests_and_refuses():
         (PerplexitySelector(keep="most"), "keep must be"),
         (PerplexitySelector(measure=lambda texts: [1.0]), "one number per text"),
         (PerplexitySelector(measure=lambda texts: [np.nan] * len(texts)), "losses: row 0 is nan"),
+        (MooreLewisSelector(share=0.0), "share must be above 0"),
+        (MooreLewisSelector(), "moore-lewis works on tokens, and the pool has none"),
+        (ClassifierSelector(buckets=1), "buckets must be at least 2"),
         (LengthSelector(unit="tokens"), "unit must be"),
         (DomainsSelector(), "construct it with budget="),
         (DomainsSelector(budget=5, shares={"aa": 1.0}), "no domain 'aa'"),

@@ -1,0 +1,112 @@
+"""Texts as token numbers of the backbone's own tokenizer, end to end in one array, in memory or on disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from selection.errors import SelectionError
+from selection.lazy import np
+
+CHUNK = 8192
+"""Texts whose tokens are looked at together."""
+Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]
+"""texts -> the token numbers of each, without special tokens."""
+
+
+class TokenRows(Sequence[Any]):
+    """The tokens of N texts: row i is an integer array. 8 bytes a row in memory beside `flat`.
+
+    flat (T,): all tokens, an array or a memory map. ends (N,) int64: where each text ends in it. size: tokens are
+    below it (the vocabulary).
+    """
+
+    def __init__(self, flat: Any, ends: Any, size: int):
+        self.flat, self.ends, self.size = flat, np.asarray(ends, dtype=np.int64), int(size)
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], size: int) -> TokenRows:
+        """Of rows in memory. Raises SelectionError for a token that is not below `size`."""
+        parts = [np.asarray(row, dtype=np.int64) for row in rows]
+        flat = np.concatenate([np.empty(0, np.int64), *parts])
+        if len(flat) and not 0 <= flat.min() <= flat.max() < size:
+            raise SelectionError(f"tokens must lie between 0 and {size - 1}, and there is {flat.min()} or {flat.max()}")
+        return cls(flat.astype(_narrow(size)), np.cumsum([len(part) for part in parts]), size)
+
+    @classmethod
+    def spilled(
+        cls,
+        texts: Sequence[str],
+        tokenize: Tokenize,
+        size: int,
+        path: Path,
+        progress: Callable[[int], None] | None = None,
+    ) -> TokenRows:
+        """Of texts read a chunk at a time, on disk: the file at `path` goes when the rows do, or with the process."""
+        kind, ends, total = np.dtype(_narrow(size)), [np.empty(0, np.int64)], 0
+        try:
+            with path.open("wb") as sink:
+                for low in range(0, len(texts), CHUNK):
+                    part = cls.of(tokenize(list(texts[low : low + CHUNK])), size)
+                    sink.write(part.flat.tobytes())
+                    ends.append(part.ends + total)
+                    total += len(part.flat)
+                    if progress:
+                        progress(min(low + CHUNK, len(texts)))
+            flat = np.memmap(path, dtype=kind, mode="r") if total else np.empty(0, kind)
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return cls(flat, np.concatenate(ends), size)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, key: int) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Any]: ...
+    def __getitem__(self, key: int | slice) -> Any:
+        if isinstance(key, slice):
+            return [self[i] for i in range(*key.indices(len(self)))]
+        key = range(len(self))[key]
+        return np.asarray(self.flat[int(self.ends[key - 1]) if key else 0 : int(self.ends[key])])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(N,) int64: tokens of each text."""
+        return np.diff(self.ends, prepend=0)
+
+    def part(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and lengths of texts [low, high)."""
+        start = int(self.ends[low - 1]) if low else 0
+        ends = self.ends[low:high]
+        return np.asarray(self.flat[start : int(ends[-1]) if len(ends) else start]), np.diff(ends, prepend=start)
+
+    def parts(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Number of its first text, tokens, and lengths of one chunk after another."""
+        for low in range(0, len(self), CHUNK):
+            yield low, *self.part(low, min(low + CHUNK, len(self)))
+
+    def take(self, rows: Any) -> TokenRows:
+        """The rows with these numbers, in memory."""
+        return TokenRows.of([self[int(row)] for row in rows], self.size)
+
+
+def _narrow(size: int) -> type:
+    found: type = np.uint16 if size <= 1 << 16 else np.uint32
+    return found
+
+
+def grams(flat: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys (uint64) of all uni- and bigrams of some texts, and the number (int64) of each one's text.
+
+    Unigrams first, then bigrams; a unigram's key is its token, a bigram's is above `size`.
+    """
+    tokens = flat.astype(np.uint64)
+    text_of = np.repeat(np.arange(len(lengths)), lengths)
+    inside = text_of[1:] == text_of[:-1]
+    pairs = ((tokens[:-1] + np.uint64(1)) * np.uint64(size) + tokens[1:])[inside]
+    return np.concatenate([tokens, pairs]), np.concatenate([text_of, text_of[1:][inside]])

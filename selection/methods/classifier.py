@@ -1,0 +1,137 @@
+"""A linear classifier of target against pool, as quality filters use it (DCLM: Li et al. 2024, arXiv 2406.11794).
+
+There fastText on words; here scikit-learn's logistic regression on hashed uni- and bigrams of the backbone's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from selection.errors import SelectionError
+from selection.lazy import np
+from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, keyed_uniform, need
+from selection.settings import Around, check, made
+
+if TYPE_CHECKING:
+    from selection.features.tokens import TokenRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """Logistic regression of target against pool on hashed uni- and bigrams of the backbone's tokens (as DCLM filters);
+    score −log odds."""
+
+    kind: Literal["classifier"] = "classifier"
+    needs: ClassVar[tuple[str, ...]] = ("tokens",)
+    buckets: int = 2**18
+    """Hash buckets of the n-grams."""
+    strength: float = 10.0
+    """C of scikit-learn's LogisticRegression: larger fits the target's texts more closely."""
+    fit_rows: int = 20_000
+    """Pool texts that it learns from, at most, drawn by seed; as many of the target's."""
+    minimum: int = 8
+    """Tokens; shorter texts come behind all others."""
+
+    def __post_init__(self) -> None:
+        check(self, "buckets", "fit_rows", least=2)
+        check(self, "strength", above=0)
+        check(self, "minimum", least=1)
+
+    def build(self, around: Around) -> ClassifierSelector:
+        return made(ClassifierSelector, self, around)
+
+
+class ClassifierSelector(Selector):
+    """Scores by −log odds that a text is of the target. Features: its distinct n-grams, at length one.
+
+    Two classifiers learn from two halves of the pool's sample, each beside all target texts, classes balanced. A text
+    is scored by those that did not learn from it, so that having been an example of the pool costs it nothing. Texts of
+    fewer than `minimum` tokens follow behind all others. Parameters as in `Classifier`; ignores weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        buckets: int = 2**18,
+        strength: float = 10.0,
+        fit_rows: int = 20_000,
+        minimum: int = 8,
+        seed: int = 0,
+    ):
+        self.buckets = buckets
+        self.strength = strength
+        self.fit_rows = fit_rows
+        self.minimum = minimum
+        self.seed = seed
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Needs tokens on both sides."""
+        for name in ("buckets", "fit_rows", "minimum"):
+            finite_number(getattr(self, name), name, least=1 if name == "minimum" else 2)
+        finite_number(self.strength, "strength", above=0.0)
+        rows, aims = need(pool, target, "tokens", "classifier")
+        if not len(aims.flat):
+            raise SelectionError("no target text holds a single token; classifier has nothing to learn from")
+        drawn = np.argsort(keyed_uniform(pool, self.seed, "classifier sample"), kind="stable")[: self.fit_rows]
+        # The order of rows must not matter, to the last bit: the pool's is drawn, the target's goes by content.
+        wanted = sorted((aims[i] for i in range(len(aims))), key=lambda row: row.tobytes())
+        generator = np.random.Generator(np.random.PCG64([self.seed, 0xC1A55]))
+        if len(wanted) > self.fit_rows:
+            wanted = [wanted[i] for i in np.sort(generator.choice(len(wanted), self.fit_rows, replace=False))]
+        halves = [drawn[0::2], drawn[1::2]] if len(drawn) > 1 else [drawn]
+        weights = np.stack([self._learned(rows, half, wanted) for half in halves])
+        scores = np.empty(len(rows))
+        half_of = np.full(len(rows), -1)
+        for number, half in enumerate(halves if len(halves) > 1 else []):
+            half_of[half] = number
+        for low, flat, lengths in rows.parts():
+            odds = self._features(flat, lengths, rows.size) @ weights[:, :-1].T + weights[:, -1]
+            own = half_of[low : low + len(lengths)]
+            mean = odds.mean(1)
+            scores[low : low + len(lengths)] = -np.where(
+                own < 0, mean, odds[np.arange(len(own)), 1 - own.clip(0)] if len(halves) > 1 else mean
+            )
+            if progress:
+                progress("classifying", low + len(lengths), len(rows))
+        short = rows.lengths < self.minimum
+        self.scores_ = behind(scores, short, scores) if not short.all() else scores
+        self.nearest_target_ = None
+        self.diagnostics_ = {
+            "learnt_pool": len(drawn),
+            "learnt_target": len(wanted),
+            "likelier_target": int((scores < 0).sum()),
+            "short": int(short.sum()),
+        }
+        return self
+
+    def _learned(self, rows: TokenRows, half: np.ndarray, wanted: list[np.ndarray]) -> np.ndarray:
+        """(buckets + 1,) weights and intercept."""
+        from sklearn.linear_model import LogisticRegression
+
+        from selection.features.tokens import TokenRows
+
+        some = TokenRows.of([*(rows[int(i)] for i in half), *wanted], rows.size)
+        features = self._features(*some.part(0, len(some)), rows.size)
+        used = np.unique(features.indices)
+        model = LogisticRegression(C=self.strength, class_weight="balanced", max_iter=200)
+        model.fit(features[:, used], np.arange(len(some)) >= len(half))
+        out = np.zeros(self.buckets + 1)
+        out[used], out[-1] = model.coef_[0], model.intercept_[0]
+        return out
+
+    def _features(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> Any:
+        """CSR (n, buckets) float64: one over the root of how many a text has, for each of its distinct n-grams."""
+        from scipy.sparse import csr_matrix
+
+        from selection.features.tokens import grams
+        from selection.methods.dsir import mix
+
+        keys, text_of = grams(flat, lengths, size)
+        # A repeated n-gram counts once: a line of slashes is no evidence for anything.
+        places = np.unique(text_of * self.buckets + (mix(keys) % np.uint64(self.buckets)).astype(np.int64))
+        text_of, columns = np.divmod(places, self.buckets)
+        sizes = np.bincount(text_of, minlength=len(lengths))
+        values = np.repeat(1.0 / np.sqrt(np.maximum(sizes, 1)), sizes)
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        return csr_matrix((values, columns, ends), shape=(len(lengths), self.buckets))

@@ -1,0 +1,117 @@
+"""Cross-entropy difference per token (Moore and Lewis 2010, Axelrod et al. 2011), trigrams of the backbone's tokens.
+
+What a text is worth is how much likelier its tokens are in the target than in the pool, where the pool's model stands
+for what the backbone has seen. The unit is the backbone's own token, so that case, spacing and punctuation count: the
+form of the target's texts, which warm-up has to teach as well as their words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from selection.errors import SelectionError
+from selection.lazy import np
+from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
+from selection.settings import Around, check, made
+
+if TYPE_CHECKING:
+    from selection.features.tokens import TokenRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooreLewis:
+    """Cross-entropy difference (Moore–Lewis): −mean log p_target/p_pool per token, trigrams of the backbone's
+    tokens."""
+
+    kind: Literal["moore-lewis"] = "moore-lewis"
+    needs: ClassVar[tuple[str, ...]] = ("tokens",)
+    share: float = 0.5
+    """Of the target's model in its mixture with the pool's: what the target's texts do not hold is left to the pool."""
+    minimum: int = 8
+    """Tokens; shorter texts come behind all others, because a few tokens may look like the target by chance."""
+    memory_gib: float = 1.0
+    """What the pool's model may hold, GiB: about 27 million distinct trigrams each; beyond, the rarest go."""
+
+    def __post_init__(self) -> None:
+        check(self, "share", above=0, most=1)
+        check(self, "minimum", least=1)
+        check(self, "memory_gib", least=0.001)
+
+    def build(self, around: Around) -> MooreLewisSelector:
+        return made(MooreLewisSelector, self, around)
+
+
+class MooreLewisSelector(Selector):
+    """Scores by −(1/n) Σ_t log (share·p_target + (1 − share)·p_pool)/p_pool, n tokens t of a text.
+
+    p: interpolated modified Kneser–Ney trigrams (`selection.methods.ngrams`), of all target and all pool texts. The
+    ratio of one token is at least 1 − share, so that no single token damns a text. Texts of fewer than `minimum`
+    tokens follow behind all others, among themselves by their scores. memory_gib: of the pool's model. Weights are
+    ignored. `evidence` says which tokens spoke for a text.
+    """
+
+    def __init__(self, *, share: float = 0.5, minimum: int = 8, memory_gib: float = 1.0):
+        self.share = share
+        self.minimum = minimum
+        self.memory_gib = memory_gib
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Needs tokens on both sides. The pool is read twice."""
+        from selection.methods.ngrams import ROW_BYTES, KneserNey, TrigramCounts
+
+        finite_number(self.share, "share", above=0.0, most=1.0)
+        finite_number(self.minimum, "minimum", least=1)
+        finite_number(self.memory_gib, "memory_gib", above=0.0)
+        rows, aims = need(pool, target, "tokens", "moore-lewis")
+        if rows.size != aims.size:
+            raise SelectionError(
+                f"pool tokens are of a vocabulary of {rows.size:,} and target tokens of one of {aims.size:,}; "
+                "make both with the same tokenizer"
+            )
+        if not len(aims.flat):
+            raise SelectionError("no target text holds a single token; moore-lewis has nothing to compare with")
+        most = max(1000, int(self.memory_gib * 2**30) // ROW_BYTES)
+        counts = TrigramCounts(rows.size, most)
+        for low, flat, lengths in rows.parts():
+            counts.add(flat, lengths)
+            if progress:
+                progress("counting n-grams", low + len(lengths), len(rows))
+        reference = KneserNey(*counts.table(), rows.size)
+        self._models = KneserNey.of(aims, most), reference
+        scores = np.empty(len(rows))
+        for low, flat, lengths in rows.parts():
+            gains = self._gains(flat, lengths, rows.size)
+            text_of = np.repeat(np.arange(len(lengths)), lengths)
+            sums = np.bincount(text_of, weights=gains, minlength=len(lengths))
+            scores[low : low + len(lengths)] = -sums / np.maximum(lengths, 1)
+            if progress:
+                progress("comparing n-grams", low + len(lengths), len(rows))
+        short = rows.lengths < self.minimum
+        self.scores_ = behind(scores, short, scores) if not short.all() else scores
+        self.nearest_target_ = None
+        self.diagnostics_ = {
+            "tokens_pool": counts.tokens,
+            "tokens_target": len(aims.flat),
+            "ngrams_pool": reference.ngrams,
+            "ngrams_target": self._models[0].ngrams,
+            "ngrams_dropped_up_to": counts.dropped,
+            "short": int(short.sum()),
+        }
+        return self
+
+    def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
+        """For each text what each of its tokens said for it: log of its ratio, nats; their mean is −score."""
+        self._fitted()
+        flat, lengths = rows.part(0, len(rows))
+        return np.split(self._gains(flat, lengths, rows.size), np.cumsum(lengths)[:-1]) if len(rows) else []
+
+    def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+        from selection.methods.ngrams import trigrams
+
+        model, reference = self._models
+        keys, back = np.unique(trigrams(flat, lengths, size), return_inverse=True)
+        here = reference.probability(keys)
+        gains = np.log(self.share * model.probability(keys) / here + (1.0 - self.share))
+        return np.asarray(gains[back])

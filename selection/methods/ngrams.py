@@ -1,0 +1,190 @@
+"""Trigram language models over token numbers: interpolated modified Kneser–Ney (Chen and Goodman 1998, TR-10-98).
+
+Counting streams: of every chunk of texts the distinct trigrams are sorted and merged into runs of doubling size, as a
+key of one 64-bit number and a count each. Where a model would outgrow its memory, the rarest trigrams go, everywhere
+alike. All probabilities are array arithmetic over sorted keys; `tests/unit/test_ngrams.py` has the naive reference.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from selection.errors import SelectionError
+from selection.features.tokens import TokenRows
+
+MOST_TOKENS = (1 << 21) - 2
+"""Of a vocabulary: three tokens make a key of 63 bits."""
+ROW_BYTES = 40
+"""Memory of one distinct trigram while runs are merged and the model is built."""
+
+
+def trigrams(flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+    """(T,) uint64: for each token the key of (the two tokens before it, itself); a text begins after two tokens `size`,
+    which no text holds."""
+    bits = np.uint64(size.bit_length())
+    place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    tokens = flat.astype(np.uint64)
+    border = np.uint64(size)
+    before = np.where(place >= 1, np.roll(tokens, 1), border)
+    earlier = np.where(place >= 2, np.roll(tokens, 2), border)
+    return np.asarray((earlier << (bits + bits)) | (before << bits) | tokens)
+
+
+class TrigramCounts:
+    """Distinct trigrams of any number of texts with their counts, in bounded memory.
+
+    most: distinct trigrams that are held; beyond, those seen `dropped` times or less so far are gone.
+    """
+
+    def __init__(self, size: int, most: int = 1 << 26):
+        if size > MOST_TOKENS:
+            raise SelectionError(f"a vocabulary of {size:,} tokens is more than the {MOST_TOKENS:,} of a trigram's key")
+        self.size, self.most = size, most
+        self.tokens = self.dropped = 0
+        self._runs: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, flat: np.ndarray, lengths: np.ndarray) -> None:
+        """Count the trigrams of some texts."""
+        if not len(flat):
+            return
+        self.tokens += len(flat)
+        self._push(*np.unique(trigrams(flat, lengths, self.size), return_counts=True))
+
+    def add_all(self, rows: TokenRows) -> TrigramCounts:
+        """Count all texts of `rows`; returns self."""
+        for _, flat, lengths in rows.parts():
+            self.add(flat, lengths)
+        return self
+
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys ascending (uint64) and their counts (uint32)."""
+        while len(self._runs) > 1:
+            self._push(*self._runs.pop())
+            if len(self._runs) > 1:
+                last = self._runs.pop()
+                self._runs[-1] = _merged(self._runs[-1], last)
+        return self._runs[0] if self._runs else (np.empty(0, np.uint64), np.empty(0, np.uint32))
+
+    def _push(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        run = (keys, counts.astype(np.uint32))
+        while self._runs and len(self._runs[-1][0]) <= 2 * len(run[0]):
+            run = _merged(self._runs.pop(), run)
+        self._runs.append(run)
+        while sum(len(keys) for keys, _ in self._runs) > self.most:
+            if len(self._runs) > 1:
+                self._runs[-2:] = [_merged(*self._runs[-2:])]
+                continue
+            self.dropped += 1
+            keys, counts = self._runs[0]
+            kept = counts > self.dropped
+            self._runs = [(keys[kept], counts[kept])]
+
+
+def _merged(
+    first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    keys = np.concatenate([first[0], second[0]])
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    starts = _starts(keys)
+    counts = np.add.reduceat(np.concatenate([first[1], second[1]])[order], starts) if len(keys) else second[1]
+    return keys[starts], counts.astype(np.uint32)
+
+
+def _starts(ordered: np.ndarray) -> np.ndarray:
+    """Where each run of equal values begins."""
+    return np.flatnonzero(np.concatenate([np.ones(min(len(ordered), 1), bool), ordered[1:] != ordered[:-1]]))
+
+
+class KneserNey:
+    """p(w | u v) of a table of trigram counts, with backing off to continuation counts of pairs and single tokens, and
+    from these to the uniform distribution over `size` tokens.
+
+    keys, counts: as `TrigramCounts.table` gives them. A model of no text at all is uniform.
+    """
+
+    def __init__(self, keys: np.ndarray, counts: np.ndarray, size: int):
+        self.size = size
+        self._bits = np.uint64(size.bit_length())
+        self._mask = np.uint64((1 << int(self._bits)) - 1)
+        pair_mask = (self._mask << self._bits) | self._mask
+        self._keys = keys
+        contexts, self._parts, self._rests = _discounted(keys >> self._bits, counts)
+        self._contexts = contexts
+        pairs = np.sort(keys & pair_mask)
+        starts = _starts(pairs)
+        followed = np.diff(starts, append=len(pairs))
+        self._pairs = pairs[starts]
+        known, self._pair_parts, rests = _discounted(self._pairs >> self._bits, followed)
+        self._pair_rests = np.ones(size + 1)
+        self._pair_rests[known.astype(np.int64)] = rests
+        words = np.sort(self._pairs & self._mask)
+        starts = _starts(words)
+        _, parts, rest = _discounted(np.zeros(len(starts), np.uint64), np.diff(starts, append=len(words)))
+        self._single = np.full(size, (rest[0] if len(rest) else 1.0) / size)
+        self._single[words[starts].astype(np.int64)] += parts
+
+    @classmethod
+    def of(cls, rows: TokenRows, most: int = 1 << 26) -> KneserNey:
+        """The model of some texts."""
+        return cls(*TrigramCounts(rows.size, most).add_all(rows).table(), rows.size)
+
+    @property
+    def ngrams(self) -> int:
+        """Distinct trigrams that it knows."""
+        return len(self._keys)
+
+    def probability(self, keys: np.ndarray) -> np.ndarray:
+        """(n,) float64 of trigram keys, fastest where they are in order."""
+        pairs = keys & ((self._mask << self._bits) | self._mask)
+        words = (keys & self._mask).astype(np.int64)
+        context = ((keys >> self._bits) & self._mask).astype(np.int64)
+        lower = _found(self._pairs, pairs, self._pair_parts, 0.0) + self._pair_rests[context] * self._single[words]
+        rest = _found(self._contexts, keys >> self._bits, self._rests, 1.0)
+        return np.asarray(_found(self._keys, keys, self._parts, 0.0) + rest * lower)
+
+
+def _discounted(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of counts grouped by ascending context: the contexts, each entry's discounted share of its context, and what is
+    left over in each context for the lower order."""
+    if not len(counts):
+        return np.empty(0, np.uint64), np.empty(0), np.empty(0)
+    discount = discounts(np.bincount(np.minimum(counts, 5).astype(np.int64), minlength=6))
+    taken = discount[np.minimum(counts, 3)]
+    starts = _starts(contexts)
+    total = np.add.reduceat(counts.astype(np.float64), starts)
+    sizes = np.diff(starts, append=len(contexts))
+    shares = (counts - taken) / np.repeat(total, sizes)
+    return contexts[starts], shares, np.add.reduceat(taken, starts) / total
+
+
+def discounts(spectrum: np.ndarray) -> np.ndarray:
+    """(4,) what is taken from counts of 0, 1, 2 and 3 or more; spectrum[c]: how many have the count c.
+
+    Chen and Goodman's estimates; where the spectrum is too thin for one (few texts), half of the count.
+    """
+    n1, n2, n3, n4 = (float(spectrum[c]) for c in range(1, 5))
+    y = n1 / (n1 + 2.0 * n2) if n1 + n2 > 0 else 0.5
+    raw = [1.0 - 2.0 * y * n2 / n1 if n1 else 0.5]
+    raw.append(2.0 - 3.0 * y * n3 / n2 if n2 else 1.0)
+    raw.append(3.0 - 4.0 * y * n4 / n3 if n3 else 1.5)
+    kept = [value if 0.0 < value < c else c / 2.0 for c, value in enumerate(raw, start=1)]
+    return np.array([0.0, *kept])
+
+
+def _found(table: np.ndarray, keys: np.ndarray, values: np.ndarray, other: float) -> np.ndarray:
+    """The value of each key that the ascending table holds, `other` for the rest."""
+    if not len(table):
+        return np.full(len(keys), other)
+    place = np.minimum(np.searchsorted(table, keys), len(table) - 1)
+    return np.where(table[place] == keys, values[place], other)
+
+
+def cross_entropy(model: KneserNey, beside: KneserNey | None, share: float, rows: TokenRows) -> float:
+    """Mean −log of share·model + (1 − share)·beside over all tokens of `rows`, nats; `beside` None: of the model."""
+    total = 0.0
+    for _, flat, lengths in rows.parts():
+        keys = np.sort(trigrams(flat, lengths, rows.size))
+        p = model.probability(keys)
+        total -= float(np.log(p if beside is None else share * p + (1.0 - share) * beside.probability(keys)).sum())
+    return total / max(len(rows.flat), 1)
