@@ -25,8 +25,8 @@ class Pool:
 
     ids: N strings (random draws are keyed by them, so they follow a sample when rows move). texts: N strings.
     features: (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution
-    over rows that optimal transport sees; uniform when None. losses: (N,), mean −log p per token under a model. tokens: N rows
-    of token numbers (`selection.TokenRows`), of one tokenizer on both sides.
+    over rows that optimal transport sees; uniform when None. losses: (N,), mean −log p per token under a model.
+    tokens: N rows of token numbers (`selection.TokenRows`), of one tokenizer on both sides.
     """
 
     ids: Sequence[str] | None = None
