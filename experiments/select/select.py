@@ -277,14 +277,12 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
                 kept.save(selector)
     _say(caught, console)
     said = selector.diagnostics_
-    if isinstance(spec.method, GotD) and 1 <= (used := len(said.get("rounds", ()))) < min(
-        spec.method.rounds, spec.budget
-    ):
+    used = len(said.get("rounds", ()))
+    if isinstance(spec.method, GotD) and 1 <= used < min(spec.method.rounds, spec.budget):
         console.say(
             f"warning: of {spec.method.rounds} rounds {'the first alone counts' if used == 1 else f'only {used} count'}: "
             "by the target that was held out, later ones led away from it"
-            + "; the selection is that of one step (select.method.rounds: 1)"
-            * (used == 1)
+            + ("; the selection is that of one step (select.method.rounds: 1)" if used == 1 else "")
         )
     if kept is not None and kept.restored:
         console.say("the scores of the unfinished selection were taken over")
