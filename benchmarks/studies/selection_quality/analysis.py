@@ -35,6 +35,7 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "primary_budget": budget,
         "exploratory": budget != study.primary_budget or any(plan.missing.values()),
         "missing": {what: list(names) for what, names in plan.missing.items() if names},
+        "unit": study.unit,
         "seeds": study.seeds,
         "protocol": protocol(plan, budget),
         "pool": {name: outcome.pool[name] for name in ("passages", "kept", "skipped", "dropped", "domains")},
@@ -56,11 +57,16 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         "cpu_s": round(math.fsum(result["cpu_s"] for result in everything(outcome)), 1),
         "costs": _costs(outcome),
     }
-    for metric in ("nats", "accuracy"):
+    for metric in metrics(plan):
         _correct([arm[metric] for name, arm in document["arms"].items() if name != study.baseline])
         _correct([found[metric] for found in document["against"].values()])
     document["answers"] = answers(document)
     return document
+
+
+def metrics(plan: Plan) -> tuple[str, ...]:
+    """Endpoints of a study."""
+    return ("nats", "accuracy", *(("form_nats",) if plan.study.form else ()))
 
 
 def primary_budget(plan: Plan) -> int | None:
@@ -97,10 +103,10 @@ def _point(plan: Plan, arm: str, target: str, budget: int | None) -> tuple[str, 
 
 
 def _endpoints(plan: Plan, outcome: Outcome, arm: str, budget: int | None) -> dict[str, Any]:
-    """Arm minus baseline, mean over targets by seed: of nats, and of accuracy."""
+    """Arm minus baseline, mean over targets by seed: of every metric."""
     if arm == plan.study.baseline or budget is None:
-        return {"nats": None, "accuracy": None}
-    return {m: _endpoint(plan, outcome, arm, plan.study.baseline, budget, m) for m in ("nats", "accuracy")}
+        return dict.fromkeys(metrics(plan))
+    return {m: _endpoint(plan, outcome, arm, plan.study.baseline, budget, m) for m in metrics(plan)}
 
 
 def _endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, budget: int, metric: str) -> dict[str, Any] | None:
@@ -140,7 +146,7 @@ def _against(plan: Plan, outcome: Outcome, budget: int | None) -> dict[str, Any]
     others = [arm for arm in plan.study.arms if arm not in (focus, plan.study.baseline)]
     if budget is None or focus == plan.study.baseline:
         return {}
-    return {arm: {m: _endpoint(plan, outcome, focus, arm, budget, m) for m in ("nats", "accuracy")} for arm in others}
+    return {arm: {m: _endpoint(plan, outcome, focus, arm, budget, m) for m in metrics(plan)} for arm in others}
 
 
 def _correct(found: Sequence[dict[str, Any] | None]) -> None:

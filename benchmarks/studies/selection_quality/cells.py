@@ -93,6 +93,8 @@ class SelectionCell:
     all, and a smaller budget takes its beginning."""
     like: str | None
     """Key of the selection that a matched draw follows."""
+    unit: str = "passages"
+    """What budgets count."""
 
     kind: Literal["selection"] = "selection"
 
@@ -127,6 +129,8 @@ class TrainingCell:
     rows: TargetRows
     packed: int
     judged_length: int
+    form: bool = False
+    """Whether it is judged in one plain form, too."""
 
     @property
     def judged(self) -> Literal["validation", "test"]:

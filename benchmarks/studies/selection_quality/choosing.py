@@ -1,14 +1,17 @@
 """A selection: the arm's rows for one target and seed, and what can be said of them before any training.
 
-`selections/<key>.npy` has the rows of the stored pool in rank order, as many as the largest budget asks for; of a
-method that shapes its choice for one size, a line for each budget, filled up with −1.
+`selections/<key>.npy` has the rows of the stored pool in rank order, as many as the largest budget asks for. Where
+budgets count tokens, or a method shapes its choice for one size, it has a line for each budget: the budget, its rows,
+and −1 to fill it up.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,15 @@ from benchmarks.studies.cells.rows import split_rows
 from benchmarks.studies.selection_quality.cells import SelectionCell, TargetRows
 from benchmarks.studies.selection_quality.features import pool_vectors, vectors
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
+from experiments.recipe.config import Recipe
+from experiments.select.methods import tokenizer_of
 from finetune.atomic import replacing
 from finetune.data.rows import Row, limit_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
 from finetune.tasks import Task
-from selection import Pool, build_selector
+from selection import Pool, TokenRows, build_selector
+from selection.config import needs
 from selection.methods.base import keyed_uniform
 
 _WORD = re.compile(r"\w+")
@@ -39,7 +45,8 @@ def chosen_rows(root: Path, key: str, budget: int) -> np.ndarray:
     """(budget,) rows of the stored pool in rank order: a selection's own for this budget, or the beginning of one."""
     kept = np.load(selection_file(root, key), allow_pickle=False)
     if kept.ndim == 2:
-        kept = kept[int(np.flatnonzero((kept >= 0).sum(axis=1) == budget)[0])]
+        line = kept[int(np.flatnonzero(kept[:, 0] == budget)[0]), 1:]
+        return np.asarray(line[line >= 0])
     return np.asarray(kept[:budget])
 
 
@@ -58,28 +65,34 @@ def choose(root: Path, cell: SelectionCell) -> dict[str, Any]:
     started = time.process_time()
     stored = open_pool(root, cell.pool.key)
     rows, x = pool_vectors(root, cell.features)
-    if max(cell.budgets) > len(rows):
+    if cell.unit == "passages" and max(cell.budgets) > len(rows):
         raise UserError(f"a budget of {max(cell.budgets):,} is above the pool's {len(rows):,} passages")
     texts = [str(row.values["text"]) for row in target_texts(cell.rows, recipe.task, cell.seed)]
     y = vectors(root, cell.features, texts)
     prepared = time.process_time()
     about: dict[str, Any] = {}
     orders = []
+    counts: dict[int, int] = {}
+    """Passages of each budget."""
     for budgets in _together(cell):
         if cell.like is not None:
+            counts |= {budget: len(chosen_rows(root, cell.like, budget)) for budget in budgets}
             followed = chosen_rows(root, cell.like, budgets[-1])
-            orders.append(matched_draw(stored, followed, budgets, derive(cell.seed, "select")))
+            sizes = tuple(counts[budget] for budget in budgets)
+            orders.append(matched_draw(stored, followed, sizes, derive(cell.seed, "select")))
             about = {"shared": float(np.isin(orders[-1], followed).mean())}
         else:
-            order, about = _selected(cell, stored, rows, x, texts, y, budgets[-1])
+            order, about, found = _selected(root, cell, stored, rows, x, texts, y, budgets)
+            counts |= found
             orders.append(order)
     solved = time.process_time()
     path = selection_file(root, cell.key)
     with replacing(path) as temporary, temporary.open("wb") as handle:
-        np.save(handle, _lines(orders) if cell.each else orders[0].astype(np.int32), allow_pickle=False)
+        lined = cell.each or cell.unit == "tokens"
+        np.save(handle, _lines(cell, orders, counts) if lined else orders[0].astype(np.int32), allow_pickle=False)
     figures: dict[str, dict[str, Any]] = {}
     for budgets, order in zip(_together(cell), orders, strict=True):
-        figures |= _figures(root, cell, stored, rows, x, order, budgets)
+        figures |= _figures(root, cell, stored, rows, x, order, {budget: counts[budget] for budget in budgets})
     seconds = {
         "features of the target": prepared - started,
         "scores": solved - prepared,
@@ -98,40 +111,66 @@ def _together(cell: SelectionCell) -> list[tuple[int, ...]]:
     return [(budget,) for budget in cell.budgets] if cell.each else [cell.budgets]
 
 
-def _lines(orders: list[np.ndarray]) -> np.ndarray:
-    """(budgets, largest) int32: each order on a line, filled up with −1."""
-    lines = np.full((len(orders), max(map(len, orders))), -1, dtype=np.int32)
-    for line, order in zip(lines, orders, strict=True):
-        line[: len(order)] = order
+def _lines(cell: SelectionCell, orders: list[np.ndarray], counts: dict[int, int]) -> np.ndarray:
+    """(budgets, 1 + most passages) int32: each budget and its rows on a line, filled up with −1."""
+    lines = np.full((len(counts), 1 + max(counts.values())), -1, dtype=np.int32)
+    pairs = [(budget, order) for some, order in zip(_together(cell), orders, strict=True) for budget in some]
+    for line, (budget, order) in zip(lines, pairs, strict=True):
+        line[0], line[1 : 1 + counts[budget]] = budget, order[: counts[budget]]
     return lines
 
 
+@functools.lru_cache(maxsize=1)
+def pool_tokens(root: Path, key: str, backbone: str) -> TokenRows:
+    """The tokens of a study's pool."""
+    tokenize, size = tokenizer_of(Recipe(backbone=backbone))
+    return TokenRows.of(tokenize(open_pool(root, key).texts), size)
+
+
 def _selected(
+    root: Path,
     cell: SelectionCell,
     stored: StoredPool,
     rows: np.ndarray,
     x: np.ndarray,
     texts: list[str],
     y: np.ndarray,
-    budget: int,
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """Rows of the stored pool in rank order, and what the selector says of itself."""
+    budgets: tuple[int, ...],
+) -> tuple[np.ndarray, dict[str, Any], dict[int, int]]:
+    """Rows of the stored pool in rank order, what the selector says of itself, and the passages of each budget."""
     assert cell.recipe.select is not None
+    method = cell.recipe.select.method
     whole = len(rows) == len(stored)
     pool = Pool(
         ids=stored.ids if whole else [stored.ids[i] for i in rows.tolist()],
         texts=stored.texts if whole else [stored.texts[i] for i in rows.tolist()],
         features=x,
     )
-    selector = build_selector(cell.recipe.select.method, seed=derive(cell.seed, "select"), budget=budget, device="cpu")
+    target = Pool(texts=texts, features=y)
+    budget = budgets[-1]
+    lengths = None
+    if cell.unit == "tokens" or "tokens" in needs(method):
+        tokens = pool_tokens(root, cell.pool.key, cell.recipe.backbone)
+        tokens = tokens if whole else tokens.take(rows)
+        tokenize, size = tokenizer_of(cell.recipe)
+        pool, target = replace(pool, tokens=tokens), replace(target, tokens=TokenRows.of(tokenize(texts), size))
+        lengths = tokens.lengths + 1  # a passage ends with a token of its own
+        if cell.unit == "tokens":
+            budget = min(len(rows), int(budget / lengths.mean()) + 1)
+    selector = build_selector(method, seed=derive(cell.seed, "select"), budget=budget, device="cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        selector.fit(pool, Pool(texts=texts, features=y))
+        selector.fit(pool, target)
     kept = bool | int | float | str
     about = {name: value for name, value in selector.diagnostics_.items() if isinstance(value, kept)}
     if caught:
         about["warning"] = str(caught[0].message)
-    return rows[np.asarray(selector.select(budget))], about
+    if cell.unit == "passages" or lengths is None:
+        return rows[np.asarray(selector.select(budget))], about, {each: each for each in budgets}
+    order = np.asarray(selector.select(len(rows)))
+    reached = np.cumsum(lengths[order])
+    counts = {each: min(int(np.searchsorted(reached, each)) + 1, len(rows)) for each in budgets}
+    return rows[order[: max(counts.values())]], about, counts
 
 
 def matched_draw(stored: StoredPool, followed: np.ndarray, budgets: tuple[int, ...], seed: int) -> np.ndarray:
@@ -167,11 +206,11 @@ def _figures(
     rows: np.ndarray,
     x: np.ndarray,
     order: np.ndarray,
-    budgets: tuple[int, ...],
+    counts: dict[int, int],
 ) -> dict[str, dict[str, Any]]:
     """By budget: recall of the hidden domains, coverage of the judged texts, length and mix of what was chosen.
 
-    budgets: those that take the beginning of `order`.
+    counts: how many passages at the beginning of `order` each budget takes.
     """
     spec = (cell.rows.validation, cell.rows.test, cell.rows.test_split)
     _, judged, _ = split_rows(cell.rows.file, cell.recipe.task, spec, "test")
@@ -185,7 +224,7 @@ def _figures(
     found: dict[str, dict[str, Any]] = {}
     seen: set[str] = set()
     nearest = np.full(len(y), np.inf)
-    for low, high in zip((0, *budgets[:-1]), budgets, strict=True):
+    for low, (budget, high) in zip((0, *counts.values()), counts.items(), strict=False):
         new = order[low:high]
         for row in new.tolist():
             seen.update(_words(stored.texts[row]))
@@ -193,7 +232,7 @@ def _figures(
         chosen = order[:high]
         hits = int(wanted[chosen].sum())
         mix = Counter(stored.domains[chosen].tolist())
-        found[str(high)] = {
+        found[str(budget)] = {
             "recall": hits / min(high, there) if there else None,
             "precision": hits / high,
             "distance": float(nearest.mean()),

@@ -126,7 +126,8 @@ def _primary(document: Document) -> list[Block]:
         _table(
             _tests([(name, arm["nats"], arm["note"]) for name, arm in arms], 1.0, "nats"),
             "arm",
-            f"Nats per token of test texts minus {base}'s at {budget:,} passages, mean over targets; lower is better.",
+            f"Nats per token of test texts minus {base}'s at {budget:,} {_unit(document)}, mean over targets; lower is "
+            "better.",
             "nats",
         ),
     ]
@@ -135,7 +136,26 @@ def _primary(document: Document) -> list[Block]:
     if against:
         caption = f"{document['focus']} beside every other arm; corrected as a family of its own."
         blocks.append(_table(_tests(against, 1.0, "nats"), "contrast", caption, "nats"))
+    plain = [(n, arm["form_nats"], arm["note"]) for n, arm in document["arms"].items() if arm.get("form_nats")]
+    if plain:
+        caption = (
+            f"The same in plain form: chosen passages and test texts in lower case, one space between words and marks; "
+            f"minus {base}'s, corrected as a family of its own."
+        )
+        plain.sort(key=lambda row: row[1]["value"])
+        blocks.append(_table(_tests(plain, 1.0, "nats"), "arm", caption, "nats"))
+    plain = [
+        (f"{document['focus']} − {n}", pair["form_nats"], document["arms"][n]["note"])
+        for n, pair in document["against"].items()
+        if pair.get("form_nats")
+    ]
+    if plain:
+        blocks.append(_table(_tests(plain, 1.0, "nats"), "contrast", "In plain form.", "nats"))
     return blocks
+
+
+def _unit(document: Document) -> str:
+    return str(document.get("unit", "passages"))
 
 
 def forest(document: Document) -> Chart:
@@ -159,8 +179,8 @@ def _accuracy(document: Document) -> list[Block]:
         return []
     rows = _tests([(name, arm["accuracy"], arm["note"]) for name, arm in arms], 100.0, "points")
     caption = (
-        f"Test accuracy after the fine-tune minus {document['baseline']}'s at {document['primary_budget']:,} passages, "
-        "mean over targets, percentage points; higher is better. The bootstrap resamples seeds and test rows."
+        f"Test accuracy after the fine-tune minus {document['baseline']}'s at {document['primary_budget']:,} "
+        f"{_unit(document)}, mean over targets, percentage points; higher is better. The bootstrap resamples seeds and test rows."
     )
     floors = []
     for name, target in document["targets"].items():
@@ -183,7 +203,7 @@ def _recall(document: Document) -> list[Block]:
             [arm, *(_share(target["budgets"][str(budget)][arm]["recall"]) for target in targets.values())]
             for arm in arms
         ]
-        caption = f"Recall of the hidden domains at {budget:,} passages, %."
+        caption = f"Recall of the hidden domains at {budget:,} {_unit(document)}, %."
         blocks.append(Table(["arm", *targets], rows, caption, frozenset(range(1, len(targets) + 1))))
     return blocks
 
@@ -196,7 +216,7 @@ def _target_section(document: Document, name: str) -> Section:
     target = document["targets"][name]
     base, focus = document["baseline"], document["focus"]
     blocks: list[Block] = []
-    groups = [(f"{int(budget):,} passages", arms) for budget, arms in target["budgets"].items()]
+    groups = [(f"{int(budget):,} {_unit(document)}", arms) for budget, arms in target["budgets"].items()]
     groups.append(("Without a budget", target["controls"]))
     for title, arms in groups:
         rows = []

@@ -20,7 +20,7 @@ from experiments.studies.cell import file_digest as digest
 from experiments.studies.study import chosen, locate, study_recipe
 from finetune.digests import digest as file_digest
 from finetune.errors import UserError
-from selection.config import Features, one_size
+from selection.config import Features, needs, one_size
 
 RECIPE = Path(__file__).resolve().parent / "selection-quality.yaml"
 """The study that is published."""
@@ -126,14 +126,18 @@ class Plan:
         features = self.features if embedder is None else self.embedders[embedder]
         budgets = study.budgets_of(target) if embedder is None else (study.embedder_budget,)
         rows = self._rows[target]
+        tokens = study.unit == "tokens" or "tokens" in needs(recipe.select.method)
         each = followed.each if followed else len(budgets) > 1 and one_size(recipe.select.method)
         key = short_hash(
             [
                 "selection", features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
                 seed, list(budgets), like, *(["a selection for each budget"] if each else []),
+                *([study.unit, recipe.backbone] if tokens else []),
             ]
         )  # fmt: skip
-        return SelectionCell(key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, each, like)
+        return SelectionCell(
+            key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, each, like, study.unit
+        )
 
     def trial(self, arm: str, target: str, lr: float) -> TrainingCell:
         """A warm-up of one learning rate, judged on validation texts."""
@@ -177,16 +181,18 @@ class Plan:
         recipe = self.resolve(arm, target, changes)
         selection = self.selection(arm, target, seed, embedder=embedder) if budget is not None else None
         source = study.arms[arm].source if arm else "none"
+        form = study.form and kind == "final"
         key = recipe_key(
             dataclasses.replace(recipe, select=None, warmup=recipe.warmup if source != "none" else None),
             [
                 kind, source, budget, selection.key if selection else None, rows.identity,
                 self.pool.key if source == "pool" else None, study.packed, study.judged_length, fine_tune_lr is None,
+                *(["in plain form, too"] if form else []),
             ],
         )  # fmt: skip
         return TrainingCell(
             key, kind, arm, source, target, budget, seed, lr, fine_tune_lr, embedder, recipe,
-            selection.key if selection else None, self.pool, rows, study.packed, study.judged_length,
+            selection.key if selection else None, self.pool, rows, study.packed, study.judged_length, form,
         )  # fmt: skip
 
     def resolve(self, arm: str, target: str, changes: Mapping[str, Any] | None = None) -> Recipe:

@@ -51,6 +51,16 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         "training, validation or test text.",
         "A diverged run has no figure: its seed is left out for both sides, and it is listed.",
     ]
+    if study.unit == "tokens":
+        sentences.append(
+            "Budgets count tokens of the backbone: a selection is the best passages that hold so many, and a warm-up "
+            "of as many tokens reads it through once, whatever the length of its passages."
+        )
+    if study.form:
+        sentences.append(
+            "Nats in plain form come from a second warm-up at the same rate and seed: chosen passages and judged texts "
+            "alike in lower case, one space between words and runs of marks, so that case and spacing win nothing."
+        )
     if any(plan.missing.values()):
         sentences.insert(0, _exploratory(plan, budget))
     if study.embedders:

@@ -154,7 +154,7 @@ class _Stages:
                     raise UserError(
                         f"quality.targets.{name}.domains: the pool has no domain {domain!r}{nearest(domain, there)}"
                     )
-            if (largest := study.budgets_of(name)[-1]) > kept:
+            if (largest := study.budgets_of(name)[-1]) > kept and study.unit == "passages":
                 raise UserError(
                     f"quality.budgets: {largest:,} for target {name} is above the {kept:,} passages of the cleaned "
                     "pool; lower it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LANGUAGE = LanguageModel(pack=False)
+_PARTS = re.compile(r"\w+|[^\w\s]+")
 _KEPT = 12
 """Warm-ups that a worker remembers: those of a random draw and of the whole pool serve every target."""
 
@@ -73,6 +75,15 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
         metrics |= {"nats": figures["loss"], "perplexity": math.exp(figures["loss"])}
         items["nats"] = round(math.fsum(parts[0]), 3), sum(parts[1])
         lap("perplexity")
+    if cell.form:
+        plain = fresh_engine(recipe, _LANGUAGE, None)
+        _warmed(root, cell, plain, tokenizer, form=True)
+        rows = [
+            dataclasses.replace(row, values={**row.values, "text": plain_form(row.values["text"])}) for row in judged
+        ]
+        texts = encode(rows, task=_LANGUAGE, tokenizer=tokenizer, max_length=cell.judged_length).examples
+        metrics["form_nats"] = judge_examples(recipe, plain, tokenizer, texts, _LANGUAGE)[0]["loss"]
+        lap("plain form")
     if cell.fine_tune_lr is not None:
         engine = fresh_engine(recipe, recipe.task, labels)
         if warm is not None:
@@ -101,8 +112,17 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
     return {"metrics": metrics, "items": items, "text": about, "seconds": seconds, "remembered": remembered}
 
 
-def _warmed(root: Path, cell: TrainingCell, engine: Engine, tokenizer: Any) -> tuple[_Warm | None, bool]:
-    """Train `engine`'s adapter on the arm's text; also says whether an equal warm-up was remembered instead."""
+def plain_form(text: str) -> str:
+    """Lower case, one space between words and runs of marks."""
+    return " ".join(_PARTS.findall(text.lower()))
+
+
+def _warmed(
+    root: Path, cell: TrainingCell, engine: Engine, tokenizer: Any, form: bool = False
+) -> tuple[_Warm | None, bool]:
+    """Train `engine`'s adapter on the arm's text; also says whether an equal warm-up was remembered instead.
+
+    form: on that text in plain form."""
     from finetune.adapters.adapter import lora_only, trainable
 
     if cell.lr is None:
@@ -111,6 +131,8 @@ def _warmed(root: Path, cell: TrainingCell, engine: Engine, tokenizer: Any) -> t
     warmup = recipe.warmup
     assert warmup is not None
     texts, name = _texts(root, cell)
+    if form:
+        texts, name = [plain_form(text) for text in texts], f"{name} in plain form"
     train = dataclasses.replace(
         recipe.train,
         steps=warmup.steps,
