@@ -280,9 +280,10 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
     used = len(said.get("rounds", ()))
     if isinstance(spec.method, GotD) and 1 <= used < min(spec.method.rounds, spec.budget):
         counted = "the first alone counts" if used == 1 else f"only {used} count"
+        one = "; the selection is that of one step (select.method.rounds: 1)" if used == 1 else ""
         console.say(
-            f"warning: of {spec.method.rounds} rounds {counted}: by the target that was held out, later ones led away from "
-            "it" + ("; the selection is that of one step (select.method.rounds: 1)" if used == 1 else "")
+            f"warning: of {spec.method.rounds} rounds {counted}: by the target that was held out, later ones led away "
+            f"from it{one}"
         )
     if kept is not None and kept.restored:
         console.say("the scores of the unfinished selection were taken over")

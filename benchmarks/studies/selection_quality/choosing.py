@@ -192,7 +192,8 @@ def matched_draw(stored: StoredPool, followed: np.ndarray, budgets: tuple[int, .
     for low, high in zip((0, *budgets[:-1]), budgets, strict=True):
         wanted = np.bincount(stratum[followed[low:high]], minlength=len(sizes))
         some = np.concatenate(
-            [by_stratum[starts[s] + taken[s] : starts[s] + taken[s] + wanted[s]] for s in np.flatnonzero(wanted)]
+            [by_stratum[:0]]
+            + [by_stratum[starts[s] + taken[s] : starts[s] + taken[s] + wanted[s]] for s in np.flatnonzero(wanted)]
         )
         taken += wanted
         order.append(some[np.argsort(draw[some], kind="stable")])
@@ -228,7 +229,8 @@ def _figures(
         new = order[low:high]
         for row in new.tolist():
             seen.update(_words(stored.texts[row]))
-        nearest = np.minimum(nearest, _nearest(y, np.asarray(x[place[new]], dtype=np.float32)))
+        if len(new):  # two budgets in tokens may end in one passage
+            nearest = np.minimum(nearest, _nearest(y, np.asarray(x[place[new]], dtype=np.float32)))
         chosen = order[:high]
         hits = int(wanted[chosen].sum())
         mix = Counter(stored.domains[chosen].tolist())

@@ -180,7 +180,8 @@ def _accuracy(document: Document) -> list[Block]:
     rows = _tests([(name, arm["accuracy"], arm["note"]) for name, arm in arms], 100.0, "points")
     caption = (
         f"Test accuracy after the fine-tune minus {document['baseline']}'s at {document['primary_budget']:,} "
-        f"{_unit(document)}, mean over targets, percentage points; higher is better. The bootstrap resamples seeds and test rows."
+        f"{_unit(document)}, mean over targets, percentage points; higher is better. The bootstrap resamples seeds "
+        "and test rows."
     )
     floors = []
     for name, target in document["targets"].items():
