@@ -24,6 +24,7 @@ SMALL = {
     "train.steps": 6,
     "train.batch_size": 4,
     "train.max_length": 32,
+    "train.max_cut": 1,
     "train.save_every": 2,
     "train.keep": 5,
     "train.threads": 1,

@@ -27,6 +27,7 @@ SMALL = {
     "train.steps": 3,
     "train.batch_size": 4,
     "train.max_length": 32,
+    "train.max_cut": 1,
     "train.save_every": 0,
     "train.threads": 1,
     "train.precision": "fp32",

@@ -19,6 +19,7 @@ SMALL = {
     "train.steps": 6,
     "train.batch_size": 4,
     "train.max_length": 32,
+    "train.max_cut": 1,
     "train.eval_every": 3,
     "train.save_every": 3,
     "train.precision": "fp32",

@@ -17,6 +17,7 @@ SMALL = {
     "train.steps": 4,
     "train.batch_size": 4,
     "train.max_length": 48,
+    "train.max_cut": 1,
     "train.eval_every": 2,
     "train.threads": 1,
     "train.precision": "fp32",

@@ -36,6 +36,7 @@ SMALL = {
     "train.steps": 4,
     "train.batch_size": 4,
     "train.max_length": 48,
+    "train.max_cut": 1,
     "train.save_every": 0,
     "train.eval_every": 0,
     "train.threads": 1,

@@ -15,6 +15,7 @@ QUICK = {
     "train.steps": 2,
     "train.batch_size": 2,
     "train.max_length": 16,
+    "train.max_cut": 1,
     "train.threads": 1,
     "train.precision": "fp32",
     "train.eval_every": 0,

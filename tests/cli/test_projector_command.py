@@ -17,6 +17,7 @@ SMALL = {
     "train.steps": 30,
     "train.batch_size": 12,
     "train.max_length": 16,
+    "train.max_cut": 1,
     "train.threads": 1,
     "train.precision": "fp32",
     "train.peak_tflops": 1,

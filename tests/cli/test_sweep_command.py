@@ -332,6 +332,7 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
     settings = {
         "train.batch_size": 4,
         "train.max_length": 32,
+        "train.max_cut": 1,
         "train.threads": 1,
         "train.precision": "fp32",
         "data.train.limit": 40,

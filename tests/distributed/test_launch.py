@@ -145,7 +145,13 @@ def test_under_torchrun(tmp_path: Path, scenario: str, words: str) -> None:
     assert words in done.stderr and done.stderr.count("flatshift: ") == 1, done.stderr
 
 
-SHORT = {"train.batch_size": 4, "train.max_length": 32, "train.precision": "fp32", "data.train.limit": 20}
+SHORT = {
+    "train.batch_size": 4,
+    "train.max_length": 32,
+    "train.max_cut": 1,
+    "train.precision": "fp32",
+    "data.train.limit": 20,
+}
 SHORT |= {"data.dev.limit": 4, "data.test.limit": 4, "eval.bootstrap": 10}
 
 

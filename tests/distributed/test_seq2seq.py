@@ -94,7 +94,7 @@ def test_the_public_command_on_one_process_and_on_two(tmp_path: Path) -> None:
         "task: {kind: seq2seq, prompt: 'say: {text}', target: '{label}', score: generate, max_new_tokens: 4}\n"
         f"data: {{train: {{files: [{rows}]}}, holdout: 0.1}}\n"
         "optimizer: {lr: 1e-2, eps: 1e-6, schedule: constant}\n"
-        "train: {steps: 20, batch_size: 4, max_length: 24, eval_every: 10, device: cpu, precision: fp32}\n"
+        "train: {steps: 20, batch_size: 4, max_length: 24, max_cut: 1, eval_every: 10, device: cpu, precision: fp32}\n"
         "eval: {bootstrap: 20, train_limit: 10}\n",
         encoding="utf-8",
     )

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 SMALL = (
     "--grid adapter.rank=1,2 --seeds 2 --train.steps 2 --data.train.limit 12 --data.test.limit 8 --data.dev.limit 8 "
-    "--train.batch_size 4 --train.max_length 16 --train.precision fp32 --record null --eval.bootstrap 10 --devices cpu"
+    "--train.batch_size 4 --train.max_length 16 --train.max_cut 1 --train.precision fp32 "
+    "--record null --eval.bootstrap 10 --devices cpu"
 )
 
 

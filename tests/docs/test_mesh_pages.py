@@ -35,8 +35,9 @@ MODELS = {
     "Llama 3.1 405 B": (16384, 53248, 126, 128, 8, 128256),
 }
 TINY = shlex.split(
-    "--train.steps 2 --train.batch_size 4 --train.max_length 32 --train.device cpu --train.precision fp32 "
-    "--train.eval_every 0 --data.train.limit 40 --data.dev.limit 8 --data.test.limit 8 --eval.train_limit 0 "
+    "--train.steps 2 --train.batch_size 4 --train.max_length 32 --train.max_cut 1 --train.device cpu "
+    "--train.precision fp32 --train.eval_every 0 "
+    "--data.train.limit 40 --data.dev.limit 8 --data.test.limit 8 --eval.train_limit 0 "
     "--eval.bootstrap 10"
 )
 

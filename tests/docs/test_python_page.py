@@ -13,7 +13,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 SHORT = (
     '{"data.train.limit": 24, "data.dev.limit": 8, "data.test.limit": 12, "eval": {"train_limit": 8, "bootstrap": 20}, '
-    '"train": {"steps": 4, "precision": "fp32", "max_length": 32, "threads": 1'
+    '"train": {"steps": 4, "precision": "fp32", "max_length": 32, "max_cut": 1, "threads": 1'
 )
 
 

@@ -16,7 +16,18 @@ from tests.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHORT = ["--train.steps", "4", "--train.eval_every", "0", "--warmup.steps", "3", "--train.max_length", "48"]
+SHORT = [
+    "--train.steps",
+    "4",
+    "--train.eval_every",
+    "0",
+    "--warmup.steps",
+    "3",
+    "--train.max_length",
+    "48",
+    "--train.max_cut",
+    "1",
+]
 SHORT += ["--train.precision", "fp32"]
 
 

@@ -23,7 +23,8 @@ data:
   train: {files: [rows.jsonl]}
   holdout: 0.2
 adapter: {rank: 2}
-train: {steps: 2, batch_size: 4, max_length: 16, eval_every: 1, device: cpu, precision: fp32, peak_tflops: 1}
+train: {steps: 2, batch_size: 4, max_length: 16, max_cut: 1, eval_every: 1, device: cpu, precision: fp32,
+  peak_tflops: 1}
 """
 
 

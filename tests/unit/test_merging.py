@@ -162,6 +162,7 @@ def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) ->
         "train.steps": 2,
         "train.batch_size": 2,
         "train.max_length": 24,
+        "train.max_cut": 1,
         "train.threads": 1,
         "train.precision": "fp32",
         "optimizer.lr": 0.02,

@@ -219,6 +219,7 @@ def recipe_of(tmp_path, **settings):
         "train.steps": "2",
         "train.batch_size": "2",
         "train.max_length": "24",
+        "train.max_cut": "1",
         "eval.bootstrap": "5",
         **settings,
     }
