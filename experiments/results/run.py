@@ -24,8 +24,8 @@ from finetune.run_directory import forget_undone, parse_line
 from finetune.tasks import KINDS, Objective
 
 EXPECTED = (
-    "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json, comparison.json or "
-    "evaluation.json"
+    "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json, comparison.json, "
+    "evaluation.json or tokenizers.json"
 )
 
 
@@ -200,6 +200,11 @@ class Run:
         return read_object(self.path / "evaluation.json")
 
     @cached_property
+    def tokenizers(self) -> dict[str, Any]:
+        """What `flatshift tokenizer --out` found; empty where the directory is none of its."""
+        return read_object(self.path / "tokenizers.json")
+
+    @cached_property
     def sweep(self) -> SweepData | None:
         # The cells of a study or a comparison are no grid: its document says what they are.
         return None if self.comparison or (self.path / "study.json").is_file() else read_sweep(self.path)
@@ -351,7 +356,7 @@ def _read_study(path: Path) -> Study:
 
 _FILES = (
     "recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json",
-    "comparison.json", "evaluation.json",
+    "comparison.json", "evaluation.json", "tokenizers.json",
 )  # fmt: skip
 """What a directory that can be shown has one of, or `cells`."""
 

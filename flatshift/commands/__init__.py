@@ -15,6 +15,7 @@ SUMMARIES = {
     "compare": "training methods against a baseline by one fair protocol",
     "eval": "judge runs and bare backbones, side by side, by groups of rows",
     "generate": "let a finished run write: prompts in, answers out",
+    "tokenizer": "what tokenizers make of your texts, by language",
     "report": "one offline HTML page from run directories",
     "merge": "fold a run's adapter into its backbone",
     "export": "a run's adapter as a hub-ready folder with a card",

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from experiments.report import formats
 from experiments.report.blocks import Bars, Chapter, Figures, Pairs, Pre, Section, Table
-from experiments.report.chapters import checks, comparison, evaluation, hygiene, run, selection, sharpness, study, sweep
+from experiments.report.chapters import (
+    checks,
+    comparison,
+    evaluation,
+    hygiene,
+    run,
+    selection,
+    sharpness,
+    study,
+    sweep,
+    tokenizer,
+)
 from experiments.report.figure import Chart
 from experiments.results.run import Run, read_object
 
 PARTS = (
     comparison.part,
     evaluation.part,
+    tokenizer.part,
     study.part,
     run.part,
     sharpness.part,

@@ -1,0 +1,96 @@
+"""The page of tokenizers beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.report import formats
+from experiments.report.blocks import Bars, Block, Chapter, Notes, Part, Section, Table, Tile
+from experiments.report.html import render
+from experiments.results.run import Run
+
+Document = Mapping[str, Any]
+_FIGURES = (
+    ("tokens_per_word", "tokens per word"),
+    ("characters_per_token", "characters per token"),
+    ("bytes_per_token", "bytes per token"),
+    ("continued_words", "words cut up"),
+    ("byte_tokens", "tokens of bytes"),
+    ("single_characters", "tokens of one character"),
+    ("unknown", "unknown"),
+)
+_SHARES = {"continued_words", "byte_tokens", "single_characters", "unknown"}
+
+
+def part(run: Run) -> Part | None:
+    """A directory of `flatshift tokenizer --out`."""
+    return _part(run.tokenizers) if run.tokenizers else None
+
+
+def page(document: Document) -> str:
+    """The whole page as HTML; everything that came from files or settings is escaped by the template."""
+    made = _part(document)
+    chapter = Chapter(
+        name=", ".join(document["tokenizers"]), kind=made.kind, finding=made.findings[0], facts=made.facts,
+        tiles=made.tiles, sections=made.sections, slug="tokenizers", command=str(document.get("command", "")),
+    )  # fmt: skip
+    return render([chapter])
+
+
+def _part(document: Document) -> Part:
+    found = document["tokenizers"]
+    best = max(found, key=lambda name: found[name]["all"]["bytes_per_token"] or 0.0)
+    finding = f"{best} needs {formats.number(found[best]['all']['tokens_per_word'])} tokens a word on these texts"
+    finding += ", the fewest a byte." if len(found) > 1 else "."
+    tiles = [
+        Tile("bytes per token", formats.number(figures["all"]["bytes_per_token"]), note=name)
+        for name, figures in found.items()
+    ]
+    head = ["tokenizer", "vocabulary", "of it used", *(title for _, title in _FIGURES)]
+    rows = [
+        [
+            name,
+            f"{figures['vocabulary']:,}",
+            formats.percent(figures["used"] / figures["vocabulary"]),
+            *_cells(figures["all"]),
+        ]
+        for name, figures in found.items()
+    ]
+    sections = [Section("All texts", [Table(head, rows, numeric=frozenset(range(1, len(head))))])]
+    if document["group_by"]:
+        sections += [_groups(document, name) for name in found]
+    scripts: list[Block] = []
+    for name, figures in found.items():
+        total = figures["vocabulary"]
+        shown = list(figures["scripts"].items())[:12]
+        longest = max((count for _, count in shown), default=1)
+        scripts.append(Bars([(f"{name}: {script}", formats.percent(n / total), n / longest) for script, n in shown]))
+    sections.append(Section("Vocabulary by script", scripts, "Tokens that have a letter of it.", folded=True))
+    notes = [
+        *document["notes"],
+        "Tokens are not comparable between tokenizers; compare what models make of a text by byte, character or word.",
+    ]
+    sections.append(Section("What to know", [Notes(notes)]))
+    return Part("tokenizers", [finding], tiles[:6], sections, [("texts", f"{sum(document['rows'].values()):,}")])
+
+
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    return [(formats.percent if name in _SHARES else formats.number)(figures[name]) for name, _ in _FIGURES]
+
+
+def _groups(document: Document, name: str) -> Section:
+    rows = []
+    groups = document["tokenizers"][name]["groups"]
+    for group in sorted(groups, key=lambda g: (document["families"].get(g, ""), g)):
+        figures, (low, high) = groups[group], groups[group]["interval"]
+        cells = _cells(figures)
+        cells[0] = formats.with_interval({"value": figures["tokens_per_word"], "low": low, "high": high})
+        label = f"{group} {document['names'].get(group, '')}".strip()
+        parity = [formats.number(figures["parity"])] if document["reference"] else []
+        rows.append([document["families"].get(group, ""), label, f"{document['rows'][group]:,}", *parity, *cells])
+    parity = [f"parity to {document['reference']}"] if document["reference"] else []
+    head = ["family", document["group_by"], "rows", *parity, *(title for _, title in _FIGURES)]
+    caption = "Parity: tokens of the same sentences, over those of the reference." if parity else ""
+    table = Table(head, rows, caption, frozenset(range(2, len(head))))
+    return Section(f"{name} by {document['group_by']}", [table])
