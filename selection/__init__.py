@@ -12,6 +12,7 @@ from selection.features.pooling import pool_features
 from selection.features.static import StaticEmbedder
 from selection.features.tfidf import TfIdfEmbedder
 from selection.features.tokens import TokenRows
+from selection.methods.auto import AutoSelector
 from selection.methods.base import Pool, Selector, Target
 from selection.methods.classifier import ClassifierSelector
 from selection.methods.contrast import GotDContrastSelector
@@ -40,6 +41,7 @@ _HEAVY = {
 """What brings NumPy or torch, by its module."""
 
 __all__ = [
+    "AutoSelector",
     "ClassifierSelector",
     "ConvergenceWarning",
     "DSIRSelector",

@@ -11,6 +11,7 @@ from selection.features.matrix import Features
 from selection.features.pooling import Backbone, Encoder
 from selection.features.static import Static
 from selection.features.tfidf import TfIdf
+from selection.methods.auto import Auto
 from selection.methods.classifier import Classifier
 from selection.methods.contrast import GotDContrast
 from selection.methods.domains import DomainsSelector
@@ -57,7 +58,7 @@ class Domains:
         return DomainsSelector(budget=around.budget, shares=self.shares or None, inside=inside, seed=around.seed)
 
 
-Method = Inner | Domains
+Method = Inner | Domains | Auto
 Embedder = TfIdf | Backbone | Encoder | Static | Features
 
 
@@ -90,7 +91,7 @@ def needs(method: Method) -> frozenset[str]:
 
 def one_size(method: Method) -> bool:
     """Whether a selection is shaped for its budget, so that the first k of a larger one are not the selection of k."""
-    return isinstance(method, Domains) or (isinstance(method, GotD) and method.rounds > 1)
+    return isinstance(method, Domains | Auto) or (isinstance(method, GotD) and method.rounds > 1)
 
 
 @dataclass(frozen=True, kw_only=True)

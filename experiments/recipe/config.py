@@ -56,8 +56,9 @@ class Select:
     relevance: Relevance | None = None
     """Judge the pool's domains as wholes first: choose some of them, or weight them."""
     checks: bool = True
-    """Measure on a few thousand rows whether the selection lowers the transport distance to the target, and which
-    targets the pool cannot serve (methods that work on features)."""
+    """Lengths, scripts, sources and repeats of what was chosen beside target and pool, and what spoke for the first
+    choices; for methods that work on features also whether the selection lowers the transport distance to the target,
+    and which targets the pool cannot serve, on a few thousand rows."""
     columns: Columns = field(default_factory=Columns)
     """Column names of pool and target."""
     domain_column: str = "domain"

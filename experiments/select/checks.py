@@ -33,7 +33,7 @@ _TOLERANCE = 1e-4
 def can_check(spec: Select) -> bool:
     """Whether the method works on features between which a distance means something."""
     wanted = needs(spec.method)
-    return spec.checks and "features" in wanted and "gradients" not in wanted
+    return spec.checks and "features" in wanted and not {"gradients", "tokens"} & wanted
 
 
 def check_choice(
@@ -51,7 +51,7 @@ def check_choice(
     Says warnings. A choice that was made never fails with its check: what goes wrong in it is said, too.
     order (N,): row numbers by rank.
     """
-    with _standing(console):
+    with standing(console):
         from selection.checks import check_selection, target_coverage
 
         started = time.monotonic()
@@ -106,7 +106,7 @@ def check_choice(
 
 
 @contextmanager
-def _standing(console: Console) -> Iterator[None]:
+def standing(console: Console) -> Iterator[None]:
     """Say what goes wrong in a check instead of failing with it: the choice stands."""
     try:
         yield

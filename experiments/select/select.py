@@ -22,7 +22,7 @@ from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
-from experiments.select.checks import can_check, check_choice
+from experiments.select.checks import can_check, check_choice, standing
 from experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows
 from experiments.select.hygiene import clean_rows
 from experiments.select.kept import KeptScores
@@ -39,6 +39,7 @@ from experiments.select.methods import (
 )
 from experiments.select.outputs import plain, write_choice
 from experiments.select.pool import Sides, chunked, domains_of, read_pool, read_records, training_rows
+from experiments.select.profile import profile_choice
 from experiments.select.relevance import check_relevance, judge_domains
 from finetune.atomic import write_json
 from finetune.data.rows import describe
@@ -48,7 +49,7 @@ from finetune.lock import owned
 from finetune.run_directory import disk_full_interrupts, write_provenance
 from finetune.seeds import derive
 from selection import Pool, build_selector
-from selection.config import GotD, needs
+from selection.config import Auto, GotD, needs
 from selection.methods.base import Selector
 
 _LONG_S = 10.0
@@ -125,6 +126,12 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
             checks = check_choice(
                 spec, selector, sides, order, seed=recipe.train.seed, console=console, progress=progress
             )
+    profile = None
+    if spec.checks:
+        with standing(console):
+            profile = profile_choice(recipe, sides, selector, order)
+            for sentence in profile["warnings"]:
+                console.say(f"warning: {sentence}")
     checked = time.monotonic()
     peak["checks"] = _peak_bytes()
     write_choice(recipe, directory, sides, selector, order)
@@ -139,6 +146,8 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
         manifest["selection"]["ties"] = ties
     if checks is not None:
         manifest["selection"]["checks"] = plain(checks)
+    if profile is not None:
+        manifest["selection"]["profile"] = plain(profile)
     if sides.hygiene is not None:
         manifest["hygiene"] = sides.hygiene
     if spec.chunk is not None:
@@ -277,6 +286,8 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
                 kept.save(selector)
     _say(caught, console)
     said = selector.diagnostics_
+    if isinstance(spec.method, Auto):
+        _say_tried(said, console)
     used = len(said.get("rounds", ()))
     if isinstance(spec.method, GotD) and 1 <= used < min(spec.method.rounds, spec.budget):
         counted = "the first alone counts" if used == 1 else f"only {used} count"
@@ -290,6 +301,23 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
     if resumed := said.get("resumed") or said.get("inside", {}).get("resumed"):
         console.say(f"the transport solve went on after pass {resumed}")
     return selector
+
+
+def _say_tried(said: dict[str, Any], console: Console) -> None:
+    """The table of `--method auto`."""
+    console.say(f"auto: nats per token of {said['held_out']:,} held-out target texts after each method's choice")
+    for line in said["table"]:
+        told = line.get("reason")
+        if told is None:
+            told = f"{line['nats']:.4f}"
+            if line["error"] is not None:
+                told += f", {line['difference']:+.4f} ± {2 * line['error']:.4f} beside random, {line['cpu_s']:g} CPU-s"
+        console.say(f"  {line['method']:<12} {told}{' *' * (line['method'] == said['chosen'])}")
+    if said["chosen"] == "random":
+        console.say(
+            "warning: no method that was tried beats a random draw on held-out target texts; the selection is random: "
+            "this pool has little for this target, or the target is too small to tell"
+        )
 
 
 def _manifest(spec: Select, sides: Sides, selector: Selector) -> dict[str, Any]:

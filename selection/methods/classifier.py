@@ -5,6 +5,7 @@ There fastText on words; here scikit-learn's logistic regression on hashed uni- 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -80,7 +81,7 @@ class ClassifierSelector(Selector):
         if len(wanted) > self.fit_rows:
             wanted = [wanted[i] for i in np.sort(generator.choice(len(wanted), self.fit_rows, replace=False))]
         halves = [drawn[0::2], drawn[1::2]] if len(drawn) > 1 else [drawn]
-        weights = np.stack([self._learned(rows, half, wanted) for half in halves])
+        weights = self._weights = np.stack([self._learned(rows, half, wanted) for half in halves])
         scores = np.empty(len(rows))
         half_of = np.full(len(rows), -1)
         for number, half in enumerate(halves if len(halves) > 1 else []):
@@ -104,6 +105,24 @@ class ClassifierSelector(Selector):
             "short": int(short.sum()),
         }
         return self
+
+    @property
+    def explains(self) -> bool:
+        """Whether `evidence` can be asked: after `fit`."""
+        return hasattr(self, "_weights")
+
+    def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
+        """For each text what each of its tokens said for it: its weight and that of its pair with the one before."""
+        from selection.methods.dsir import mix
+
+        weights, buckets, out = self._weights[:, :-1].mean(0), np.uint64(self.buckets), []
+        for row in rows:
+            tokens = row.astype(np.uint64)
+            gains = weights[(mix(tokens) % buckets).astype(np.int64)].copy()
+            pairs = (tokens[:-1] + np.uint64(1)) * np.uint64(rows.size) + tokens[1:]
+            gains[1:] += weights[(mix(pairs) % buckets).astype(np.int64)]
+            out.append(gains)
+        return out
 
     def _learned(self, rows: TokenRows, half: np.ndarray, wanted: list[np.ndarray]) -> np.ndarray:
         """(buckets + 1,) weights and intercept."""

@@ -101,6 +101,11 @@ class MooreLewisSelector(Selector):
         }
         return self
 
+    @property
+    def explains(self) -> bool:
+        """Whether `evidence` can be asked: after `fit`."""
+        return hasattr(self, "_models")
+
     def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
         """For each text what each of its tokens said for it: log of its ratio, nats; their mean is −score."""
         self._fitted()

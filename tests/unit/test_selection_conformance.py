@@ -15,6 +15,7 @@ from sklearn.base import clone
 
 import selection
 from selection import (
+    AutoSelector,
     ClassifierSelector,
     DomainsSelector,
     DSIRSelector,
@@ -37,6 +38,7 @@ from selection.config import (
     DSIR,
     KNN,
     TSDS,
+    Auto,
     Classifier,
     Domains,
     GotD,
@@ -73,6 +75,7 @@ CASES = {
     "tsds": TSDSSelector(sigma=2.0, neighbours=20, seed=3),
     "moore-lewis": MooreLewisSelector(share=0.4, minimum=5),
     "classifier": ClassifierSelector(buckets=512, fit_rows=100, seed=3),
+    "auto": AutoSelector(budget=BUDGET, seed=3),
     "less": LessSelector(),
     "less-inner": LessSelector(similarity="inner", checkpoint_weights=(2.0, 1.0)),
     "perplexity": PerplexitySelector(keep="middle"),
@@ -322,6 +325,10 @@ def test_one_target_row_and_repeated_target_rows(selector, pool, target):
     one = reordered(target, [0])
     if isinstance(selector, DomainsSelector):
         one = replace(one, domains=["b"])
+    if isinstance(selector, AutoSelector):  # there is nothing to hold out
+        with pytest.raises(SelectionError, match=r"holds out 0.25 of the target, and of 1 texts that leaves too few"):
+            fitted(selector, pool, one)
+        return
     alone = fitted(clone(selector), pool, one)
     assert np.isfinite(alone.scores_).all()
     assert len(set(alone.select(BUDGET).tolist())) == BUDGET
@@ -394,6 +401,7 @@ EVERY = [
     Perplexity(keep="low"),
     Length(prefer="short", unit="characters"),
     Domains(shares={"a": 1.0}),
+    Auto(tried=("dsir",), holdout=0.5, pairs=7.0),
 ]
 
 
@@ -402,7 +410,13 @@ def test_build_selector_passes_every_setting_on(method):
     built = build_selector(method, seed=9, budget=12, measure=surprise)
     params = built.get_params()
     for name, value in vars(method).items():
-        if name not in ("kind", "inside", "max_length", "memory_gib"):  # max_length: the study's, for its callable
+        if name not in (
+            "kind",
+            "inside",
+            "tried",
+            "max_length",
+            "memory_gib",
+        ):  # max_length: the study's, for its callable
             assert params[name] == value, name
     assert params.get("memory_bytes", 2**31) == 2**31 or not hasattr(method, "memory_gib")
     assert params.get("seed", 9) == 9

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from experiments.report import formats
-from experiments.report.blocks import Block, Card, Cards, Figures, Notes, Pairs, Part, Section, Tile
+from experiments.report.blocks import Block, Card, Cards, Figures, Notes, Pairs, Part, Section, Table, Tile
 from experiments.report.charts.selection import domain_mix, histogram, projection_map
 from experiments.results.run import Run, Selection
 
@@ -59,6 +61,7 @@ def method_name(selection: Selection) -> str:
     method = selection.about.get("method")
     kind = method.get("kind") if isinstance(method, dict) else method
     names = {"gotd": "GOT-D", "gotd-contrast": "GOT-D with negatives", "random": "A random draw", "knn": "kNN"}
+    names |= {"moore-lewis": "Cross-entropy difference", "classifier": "A classifier of target against pool"}
     names |= {"dsir": "DSIR", "tsds": "TSDS", "less": "Gradient similarity", "perplexity": "Perplexity"}
     return {**names, "length": "Length", "domains": "Shares of domains"}.get(str(kind), "The selector")
 
@@ -98,7 +101,9 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     notes = _selection_notes(selection)
     if notes:
         blocks.append(Notes(notes))
-    about = {k: v for k, v in selection.about.items() if k not in ("seconds", "skipped", "checks", "peak_bytes")}
+    about = {
+        k: v for k, v in selection.about.items() if k not in ("seconds", "skipped", "checks", "peak_bytes", "profile")
+    }
     order = [k for k in _DIAGNOSTICS if k in about] + [k for k in about if k not in _DIAGNOSTICS]
     facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(about[k])) for k in order]
     peaks = selection.about.get("peak_bytes")
@@ -108,11 +113,34 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     if facts:
         blocks.append(Pairs(facts))
     sections = [Section("Selection", blocks)] if blocks else []
+    if isinstance(profile := selection.about.get("profile"), dict):
+        sections.append(_profile_section(profile))
     cards = _cards(run, selection)
     if cards:
         lead = f"The {len(cards)} records with the smallest scores, as the selector saw them."
         sections.append(Section("First choices", [Cards(cards)], lead))
     return sections
+
+
+def _profile_section(profile: dict[str, Any]) -> Section:
+    """Lengths, scripts, sources and repeats of selection, target and pool side by side, with what was warned of."""
+    sides = [side for side in ("selection", "target", "pool") if isinstance(profile.get(side), dict)]
+
+    def told(side: str, name: str) -> str:
+        shares = profile[side].get(name)
+        return ", ".join(f"{k} {formats.percent(v)}" for k, v in shares.items()) if shares else "–"
+
+    rows = [
+        ["words: 10 %, median, 90 %", *(" · ".join(f"{w:g}" for w in profile[s]["words"]) for s in sides)],
+        ["repeats, but for numbers and marks", *(formats.percent(profile[s]["repeats"]) for s in sides)],
+        ["scripts", *(told(s, "scripts") for s in sides)],
+        ["sources", *(told(s, "sources") for s in sides)],
+    ]
+    caption = f"Of up to {profile['pool']['texts']:,} texts of each side."
+    blocks: list[Block] = [Table(["", *sides], rows, caption)]
+    if profile.get("warnings"):
+        blocks.insert(0, Notes([str(sentence).capitalize() for sentence in profile["warnings"]]))
+    return Section("What was chosen", blocks, "Beside target and pool.")
 
 
 def _selection_notes(selection: Selection) -> list[str]:
@@ -147,6 +175,9 @@ def _cards(run: Run, selection: Selection) -> list[Card]:
 
         top = selection.table.filter(pc.less_equal(selection.table.column("rank"), 12))
         nearest = dict(zip(top.column("rank").to_pylist(), top.column("nearest_target").to_pylist(), strict=True))
+    profile = selection.about.get("profile")
+    first = profile.get("first", []) if isinstance(profile, dict) else []
+    spoke = {str(one.get("id")): ", ".join(map(str, one.get("words", ()))) for one in first if isinstance(one, dict)}
     cards = []
     for position, record in enumerate(selection.top[:9], 1):
         source = record.get("source")
@@ -162,6 +193,7 @@ def _cards(run: Run, selection: Selection) -> list[Card]:
             ("domain", str(record.get("domain") or selection.judged.get(id_, ""))),
             ("id", id_),
             ("nearest target", str(nearest.get(rank) or "")),
+            ("spoke for it", spoke.get(id_, "")),
         ]
         clipped = text if len(text) <= 360 else text[:360].rsplit(" ", 1)[0] + " …"
         cards.append(Card(str(rank), clipped, [(k, v) for k, v in facts if v]))

@@ -1,0 +1,161 @@
+"""What was chosen, beside target and pool: lengths, scripts, sources and repeats, and what spoke for the first choices.
+
+Figures for manifest and report, and a warning where a selector mostly chose short flukes, one source, repeats, another
+script, or the target itself.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.recipe.config import Recipe
+from experiments.select.pool import Sides
+from finetune.seeds import numpy_generator
+from selection.methods.base import Selector
+
+_SAMPLE = 2000
+"""Texts of a side that are looked at."""
+_FIRST = 10
+"""Choices that are told with what spoke for them."""
+_SPOKE = 6
+"""Words of each."""
+_CHARACTERS = 400
+"""Of a text whose script is looked at."""
+_FEW = 10
+_WORDS = re.compile(r"\w+|[^\w\s]+")
+
+
+def profile_choice(recipe: Recipe, sides: Sides, selector: Selector, order: np.ndarray) -> dict[str, Any]:
+    """What manifest.json says under `selection.profile`; its `warnings` are for the user. order (N,): rows by rank."""
+    spec = recipe.select
+    assert spec is not None
+    rows, chosen = sides.pool.rows, order[: spec.budget]
+    draw = numpy_generator(recipe.train.seed, "select", "profile")
+    some = np.sort(draw.choice(len(rows), min(_SAMPLE, len(rows)), replace=False))
+    target = [row.values["text"] for row in sides.target.rows]
+    looked = (
+        chosen[np.unique(np.linspace(0, len(chosen) - 1, _SAMPLE).astype(int))] if len(chosen) > _SAMPLE else chosen
+    )
+    texts = {
+        "selection": rows.take(looked).texts[:],
+        "target": target[:: max(1, len(target) // _SAMPLE)],
+        "pool": rows.take(some).texts[:],
+    }
+    found: dict[str, Any] = {side: _side(part) for side, part in texts.items()}
+    known = {_plain(text) for text in target}
+    found["selection"]["also_in_target"] = sum(_plain(text) in known for text in texts["selection"])
+    if sides.domains[0] is not None:
+        names = np.array([name or "(none)" for name in sides.domains[0]], dtype=object)
+        found["selection"]["sources"] = _shares(names[chosen].tolist())
+        found["pool"]["sources"] = _shares(names[some].tolist())
+    found["first"] = _first(recipe, sides, selector, chosen[:_FIRST], texts)
+    found["warnings"] = _warnings(found, len(target))
+    return found
+
+
+def _side(texts: Sequence[str]) -> dict[str, Any]:
+    """Quartiles of lengths in words, scripts, and the share of texts that repeat another but for form."""
+    words = np.array([len(text.split()) for text in texts])
+    plain = Counter(map(_plain, texts))
+    return {
+        "texts": len(texts),
+        "words": [float(q) for q in np.quantile(words, (0.1, 0.5, 0.9))],
+        "scripts": _shares([_script(text) for text in texts]),
+        "repeats": sum(count - 1 for count in plain.values()) / len(texts),
+    }
+
+
+def _plain(text: str) -> str:
+    """Letters alone, in lower case: texts that differ in numbers, marks or spacing are one."""
+    return "".join(re.findall(r"[^\W\d_]+", text.lower())) or text
+
+
+def _script(text: str) -> str:
+    """The script that most of a text's letters are of, by Unicode's names: LATIN, CYRILLIC, CJK …"""
+    letters = [c for c in text[:_CHARACTERS] if c.isalpha()]
+    if not letters:
+        return "none"
+    if all(c.isascii() for c in letters):
+        return "latin"
+    names = Counter(unicodedata.name(c, "UNKNOWN").split()[0].split("-")[0] for c in letters)
+    return names.most_common(1)[0][0].lower()
+
+
+def _shares(names: Sequence[str]) -> dict[str, float]:
+    """Largest five."""
+    return {name: count / len(names) for name, count in Counter(names).most_common(5)}
+
+
+def _first(
+    recipe: Recipe, sides: Sides, selector: Selector, chosen: np.ndarray, texts: dict[str, Sequence[str]]
+) -> list[dict[str, Any]]:
+    """Ids of the first choices with the words that spoke for each: by the method's own account where it has one, else
+    the words that a choice shares with the target's texts and that are rarer in the pool."""
+    rows = sides.pool.rows.take(chosen)
+    judge = getattr(selector, "inside", getattr(selector, "inside_", selector))
+    if hasattr(judge, "evidence") and getattr(judge, "explains", False):
+        from finetune.models.backbone import open_backbone
+
+        tokenizer = open_backbone(recipe.backbone).tokenizer
+        tokens = sides.tokens[0].take(chosen)
+        told = zip(rows.ids, tokens, judge.evidence(tokens), strict=True)
+        return [{"id": id_, "words": _strongest(tokenizer, row, gains)} for id_, row, gains in told]
+    aims, pool = (_in_texts(texts[side]) for side in ("target", "pool"))
+    out = []
+    for id_, text in zip(rows.ids, rows.texts, strict=True):
+        words = dict.fromkeys(_WORDS.findall(text))
+        gain = {w: float(np.log((aims[w] / len(texts["target"])) / ((pool[w] + 1) / (len(texts["pool"]) + 1))))
+                for w in words if aims[w]}  # fmt: skip
+        out.append({"id": id_, "words": sorted(gain, key=lambda w: -gain[w])[:_SPOKE]})
+    return out
+
+
+def _strongest(tokenizer: Any, tokens: np.ndarray, gains: Sequence[float]) -> list[str]:
+    """The tokens that spoke most, each with the one before it, as they read."""
+    best = [i for i in np.argsort(-np.asarray(gains), kind="stable")[:_SPOKE].tolist() if gains[i] > 0]
+    return [tokenizer.decode(tokens[max(0, i - 1) : i + 1].tolist()).strip() for i in best]
+
+
+def _in_texts(texts: Sequence[str]) -> Counter[str]:
+    """In how many texts each word stands."""
+    return Counter(word for text in texts for word in set(_WORDS.findall(text)))
+
+
+def _warnings(found: dict[str, Any], targets: int) -> list[str]:
+    selection, target, pool = found["selection"], found["target"], found["pool"]
+    told = []
+    if targets < _FEW:
+        told.append(f"the target has {targets} texts, which is little to choose by; give some dozens at least")
+    median = selection["words"][1]
+    if median < 0.5 * min(target["words"][1], pool["words"][1]):
+        told.append(
+            f"the chosen records are short: half have at most {median:g} words, where the target's median is "
+            f"{target['words'][1]:g}; set select.hygiene.length.min_words, or the method's minimum"
+        )
+    if selection["repeats"] > max(0.1, 2 * pool["repeats"]):
+        told.append(
+            f"{selection['repeats']:.0%} of the chosen records repeat another but for numbers and marks; "
+            "set select.hygiene.near"
+        )
+    if (also := selection["also_in_target"]) > 0.01 * selection["texts"]:
+        told.append(f"{also:,} chosen records are texts of the target itself; set select.hygiene.exact to drop them")
+    script, share = next(iter(target["scripts"].items()))
+    if share > 0.5 and selection["scripts"].get(script, 0.0) < 0.5 * share:
+        told.append(
+            f"most target texts are in {script} script, and {selection['scripts'].get(script, 0.0):.0%} of the chosen "
+            "records are; the pool, or the tokenizer, does not know it"
+        )
+    if "sources" in selection:
+        name, share = next(iter(selection["sources"].items()))
+        if share > 0.9 and pool["sources"].get(name, 0.0) < 0.5:
+            told.append(
+                f"{share:.0%} of the chosen records are of one source, {name!r}, "
+                f"{pool['sources'].get(name, 0.0):.0%} of the pool"
+            )
+    return told

@@ -1,0 +1,184 @@
+"""The method that serves held-out target texts best, by a cheap proxy: what an n-gram model learns from its selection.
+
+Part of the target is set aside. Each method chooses for the rest; a trigram model of its choice, in a mixture with one
+of the whole pool, reads what was set aside. In the study behind this the proxy orders methods as real warm-ups do,
+where the recall of hidden domains does not. All choices are cut to as many tokens as the random draw's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from selection.errors import SelectionError
+from selection.lazy import np
+from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, keyed_uniform, need
+from selection.methods.classifier import Classifier
+from selection.methods.dsir import DSIR
+from selection.methods.gotd import GotD
+from selection.methods.knn import KNN
+from selection.methods.moore_lewis import MooreLewis
+from selection.methods.random import RandomSelector
+from selection.settings import Around, check, made
+
+if TYPE_CHECKING:
+    from selection.features.tokens import TokenRows
+
+_TRIED: dict[str, Any] = {"moore-lewis": MooreLewis, "classifier": Classifier, "dsir": DSIR, "gotd": GotD, "knn": KNN}
+_DRAWS = 3
+"""Random draws that a method is compared with."""
+_SHARE = 0.5
+"""Of the selection's model in its mixture with the pool's."""
+_TRANSPORT = ("gotd", "knn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """Tries several methods on a part of the target and takes the one whose selection predicts the held-out part best,
+    by trigrams of the backbone's tokens; a random draw where none does better than that."""
+
+    kind: Literal["auto"] = "auto"
+    needs: ClassVar[tuple[str, ...]] = ("tokens", "texts", "features")
+    tried: tuple[Literal["moore-lewis", "classifier", "dsir", "gotd", "knn"], ...] = (
+        "moore-lewis",
+        "classifier",
+        "dsir",
+        "gotd",
+        "knn",
+    )
+    """Methods to try, each with its default settings; a random draw is always among them."""
+    holdout: float = 0.25
+    """Share of the target that is set aside to compare them; the winner then sees all of it."""
+    pairs: float = 2e9
+    """Pool rows times target rows up to which gotd and knn are tried."""
+
+    def __post_init__(self) -> None:
+        check(self, "holdout", above=0, most=0.9)
+        check(self, "pairs", least=1)
+        if not self.tried or len(set(self.tried)) < len(self.tried):
+            raise ValueError("tried must name at least one method, each once")
+
+    def build(self, around: Around) -> AutoSelector:
+        alone = replace(around, state=None)
+        return made(AutoSelector, self, around, tried={name: _TRIED[name]().build(alone) for name in self.tried})
+
+
+class AutoSelector(Selector):
+    """Fits the selector of `tried` (name → selector) that does best on held-out target texts, or draws at random.
+
+    budget: rows that will be selected, which the comparison is about. A method wins where held-out texts are likelier
+    after its choice than after each of three random draws, and by more than two standard errors (paired by text) than
+    after the first. `inside_` is the winner, fitted on the whole target; `diagnostics_["table"]` has all figures.
+    """
+
+    def __init__(
+        self,
+        *,
+        tried: Mapping[str, Selector] | None = None,
+        holdout: float = 0.25,
+        pairs: float = 2e9,
+        budget: int | None = None,
+        seed: int = 0,
+    ):
+        self.tried = tried
+        self.holdout = holdout
+        self.pairs = pairs
+        self.budget = budget
+        self.seed = seed
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Needs tokens on both sides, and what each of `tried` needs; one that fails is left out with its reason."""
+        from selection.methods.ngrams import KneserNey
+
+        finite_number(self.holdout, "holdout", above=0.0, most=0.9)
+        if self.budget is None:
+            raise SelectionError("auto compares selections of one size; construct it with budget=")
+        budget = checked_budget(self.budget, len(pool))
+        rows, _ = need(pool, target, "tokens", "auto")
+        tried = dict(self.tried or {"moore-lewis": MooreLewis().build(Around(seed=self.seed))})
+        kept, held = self._parts(target)
+        reference = KneserNey.of(rows)
+        aims = held.tokens
+        draws = [RandomSelector(seed=self.seed + i).fit(pool, kept).select(budget) for i in range(_DRAWS)]
+        most = int(rows.lengths[draws[0]].sum())
+        control = [self._read(rows, draw, most, reference, aims) for draw in draws]
+        base = float(np.average([_mean(losses, aims) for losses in control]))
+        table: list[dict[str, Any]] = [{"method": "random", "nats": base, "difference": 0.0, "error": None}]
+        for name, selector in tried.items():
+            began = time.process_time()
+            line: dict[str, Any] = {"method": name, "nats": None, "difference": None, "error": None}
+            table.append(line)
+            if name in _TRANSPORT and len(pool) * len(target) > self.pairs:
+                line["reason"] = f"{len(pool):,} x {len(target):,} pairs are more than {self.pairs:g}"
+                continue
+            try:
+                order = selector.fit(pool, kept, progress=progress).select(len(pool))
+            except SelectionError as error:
+                line["reason"] = str(error)
+                continue
+            losses = self._read(rows, order, most, reference, aims)
+            gaps = losses - control[0]
+            lengths = aims.lengths
+            line["nats"] = _mean(losses, aims)
+            line["difference"] = line["nats"] - base
+            # Of a ratio of sums over texts, paired: each text's own surplus over the mean gap per token.
+            rest = gaps - gaps.sum() / lengths.sum() * lengths
+            line["error"] = float(np.sqrt((rest**2).sum() * len(rest) / max(len(rest) - 1, 1)) / lengths.sum())
+            line["cpu_s"] = round(time.process_time() - began, 3)
+            line["wins"] = line["nats"] < min(_mean(one, aims) for one in control) and (
+                float(gaps.sum() / lengths.sum()) < -2.0 * line["error"]
+            )
+        winners = [line for line in table if line.get("wins")]
+        best = min(winners, key=lambda line: line["nats"])["method"] if winners else "random"
+        self.inside_ = tried[best] if winners else RandomSelector(seed=self.seed)
+        self.inside_.fit(pool, target, progress=progress)
+        self.scores_ = self.inside_.scores_
+        self.nearest_target_ = self.inside_.nearest_target_
+        self.diagnostics_ = {"chosen": best, "held_out": len(held), "table": table, "inside": self.inside_.diagnostics_}
+        return self
+
+    def _parts(self, target: Target) -> tuple[Target, Target]:
+        """The target without what is held out, and that. Raises SelectionError for one that is too small."""
+        count = round(self.holdout * len(target))
+        if count < 2 or len(target) - count < 2:
+            raise SelectionError(
+                f"auto holds out {self.holdout:g} of the target, and of {len(target)} texts that leaves too few; "
+                "give more target texts, or name a method"
+            )
+        order = np.argsort(keyed_uniform(target, self.seed, "auto held-out target"), kind="stable")
+        kept, held = _taken(target, np.sort(order[count:])), _taken(target, np.sort(order[:count]))
+        if not len(held.tokens.flat):
+            raise SelectionError("the target texts that auto held out hold no token; give more target texts")
+        return kept, held
+
+    def _read(self, rows: TokenRows, order: np.ndarray, most: int, reference: Any, aims: TokenRows) -> np.ndarray:
+        """(M,) nats of each held-out text, once the model has read the first `most` tokens of a selection."""
+        from selection.methods.ngrams import KneserNey, trigrams
+
+        reached = np.cumsum(rows.lengths[order])
+        chosen = order[: int(np.searchsorted(reached, most)) + 1]
+        model = KneserNey.of(rows.take(chosen))
+        flat, lengths = aims.part(0, len(aims))
+        keys = trigrams(flat, lengths, aims.size)
+        p = _SHARE * model.probability(keys) + (1.0 - _SHARE) * reference.probability(keys)
+        return np.bincount(np.repeat(np.arange(len(lengths)), lengths), weights=-np.log(p), minlength=len(lengths))
+
+
+def _mean(losses: np.ndarray, aims: TokenRows) -> float:
+    """Nats per token."""
+    return float(losses.sum() / aims.lengths.sum())
+
+
+def _taken(side: Pool, rows: np.ndarray) -> Pool:
+    """Some rows of a target, with all that it has."""
+    numbers = rows.tolist()
+    return Pool(
+        ids=None if side.ids is None else [side.ids[i] for i in numbers],
+        texts=None if side.texts is None else [side.texts[i] for i in numbers],
+        features=None if side.features is None else np.asarray(side.features)[rows],
+        domains=None if side.domains is None else [side.domains[i] for i in numbers],
+        weights=None if side.weights is None else np.asarray(side.weights)[rows],
+        tokens=None if side.tokens is None else side.tokens.take(numbers),
+    )

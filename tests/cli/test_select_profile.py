@@ -1,0 +1,90 @@
+"""What a selection says of itself: what spoke for the first choices, and warnings of flukes, repeats and sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatshift.cli import run
+
+
+def select(folder: Path, pool: list[dict], target: list[str], *more: str, budget: int = 10) -> dict:
+    for name, rows in (("pool", pool), ("target", [{"text": text} for text in target])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = ["select", "--pool", str(folder / "pool.jsonl"), "--target", str(folder / "target.jsonl")]
+    out = folder / "out"
+    assert run([*words, "--budget", str(budget), "--out", str(out), *more]) == 0
+    return json.loads((out / "manifest.json").read_text())["selection"]["profile"]
+
+
+def sentences(words: list[str], count: int, length: int, seed: int = 0) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(words, length)) for _ in range(count)]
+
+
+CATS, CARS = ["cat", "kitten", "paw", "purring", "whiskers"], ["car", "engine", "wheel", "brake", "diesel"]
+
+
+@pytest.mark.parametrize("method", ["moore-lewis", "classifier", "dsir"])
+def test_words_that_spoke_are_the_targets_words(tmp_path: Path, method: str, capsys) -> None:
+    pool = [{"text": text} for text in sentences(CARS, 40, 12) + sentences(CATS, 20, 12, 1)]
+    found = select(tmp_path, pool, sentences(CATS, 20, 12, 2), "--method", method)
+    assert found["warnings"] == [] and "warning" not in capsys.readouterr().err
+    assert len(found["first"]) == 10
+    told = " ".join(word for one in found["first"] for word in one["words"])
+    assert any(word in told for word in CATS) and not any(word in told for word in CARS)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "spoke for it" in page and "What was chosen" in page
+
+
+def test_flukes_repeats_one_source_and_the_target_itself_are_warned_of(tmp_path: Path, capsys) -> None:
+    target = sentences(CATS, 8, 12, 2)
+    pool = [{"text": text, "domain": "roads"} for text in sentences(CARS, 80, 12)]
+    pool += [{"text": f"cat {i}", "domain": "tags"} for i in range(9)] + [{"text": target[0], "domain": "tags"}]
+    found = select(tmp_path, pool, target, "--method", "dsir", "--select.method.resample", "false")
+    told = capsys.readouterr().err
+    for part in (
+        "the target has 8 texts, which is little to choose by",
+        "the chosen records are short: half have at most 2 words",
+        "repeat another but for numbers and marks",
+        "1 chosen records are texts of the target itself",
+        "of one source, 'tags', ",
+    ):
+        assert part in told or part in str(found), part
+
+
+def test_another_script_than_the_targets_is_warned_of(tmp_path: Path, capsys) -> None:
+    pool = [{"text": text} for text in sentences(CARS, 40, 12)]
+    select(tmp_path, pool, sentences(["кот", "лапа", "усы"], 12, 12), "--method", "random")
+    assert "most target texts are in cyrillic script, and 0% of the chosen records are" in capsys.readouterr().err
+
+
+def test_auto_shows_its_table_and_takes_a_winner(tmp_path: Path, capsys) -> None:
+    pool = [{"text": text} for text in sentences(CARS, 90, 12) + sentences(CATS, 40, 12, 1)]
+    tried = ("--select.method.tried", '["moore-lewis", "gotd"]', "--select.embedder.dim", "4")
+    select(tmp_path, pool, sentences(CATS, 24, 12, 2), "--method", "auto", *tried, budget=20)
+    told = capsys.readouterr().err
+    assert "auto: nats per token of 6 held-out target texts" in told and "moore-lewis  " in told and "gotd  " in told
+    solver = json.loads((tmp_path / "out" / "manifest.json").read_text())["selection"]
+    table = {line["method"]: line for line in solver["table"]}
+    assert solver["chosen"] == min(table, key=lambda name: table[name]["nats"]) in ("moore-lewis", "gotd")
+    assert table["random"]["difference"] == 0.0 and all(table[n]["difference"] < 0 for n in ("moore-lewis", "gotd"))
+    rows = [json.loads(line)["text"] for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
+    assert all(set(text.split()) <= set(CATS) for text in rows)
+
+
+def test_auto_says_when_nothing_beats_a_random_draw(tmp_path: Path, capsys) -> None:
+    pool = [{"text": text} for text in sentences(CARS, 130, 12)]
+    tried = ("--select.method.tried", '["dsir"]', "--select.embedder.dim", "4")
+    select(tmp_path, pool, sentences(CATS, 24, 12, 2), "--method", "auto", *tried, budget=20)
+    assert "no method that was tried beats a random draw on held-out target texts" in capsys.readouterr().err
+
+
+def test_auto_leaves_out_what_cannot_serve(tmp_path: Path, capsys) -> None:
+    pool = [{"text": text} for text in sentences(CARS, 30, 12) + sentences(CATS, 30, 12, 1)]
+    tried = ("--select.method.tried", '["knn", "dsir"]', "--select.method.pairs", "5", "--select.embedder.dim", "4")
+    select(tmp_path, pool, sentences(CATS, 24, 12, 2), "--method", "auto", *tried)
+    assert "knn          60 x 24 pairs are more than 5" in capsys.readouterr().err
