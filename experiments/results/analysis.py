@@ -55,6 +55,15 @@ class Judged:
         return tuple(self.curve.values[i] for i in peak.location) if peak is not None else ()
 
 
+FITS = {"train.error": "training error", "train.unexplained": "unexplained share of the training labels"}
+"""What says how far training rows are fitted: a squared loss fits classes long before it fits its labels."""
+
+
+def fitted_column(table: SweepTable) -> str:
+    """The column that places the interpolation threshold."""
+    return "train.unexplained" if table.has("train.unexplained") else "train.error"
+
+
 def is_judged(axis: str) -> bool:
     """Whether a verdict about an axis means anything: those along which the fit of the training data grows or shrinks.
 
@@ -126,7 +135,8 @@ def _held(
         axis=_SHORT.get(axis, axis.rpartition(".")[2]),
         values=[float(v) for v in values],
         test=found.y[held],
-        train_error=column("train.error"),
+        train_error=column(fitted_column(table)),
+        fit=FITS[fitted_column(table)],
         train_loss=column("train.loss"),
         gradient_norm=column(GRADIENT),
         sharpness=column(SHARPNESS),
@@ -310,7 +320,7 @@ class Direction:
             return judged.verdict.crossing
         if not (is_judged(self.axis) and self.table.numeric(self.axis)):
             return None
-        found = self.table.matrix("train.error", self.axis, where)
+        found = self.table.matrix(fitted_column(self.table), self.axis, where)
         after = [j for j, v in enumerate(found.values) if not (self.axis == STEP and v == 0)]
         try:
             return crossing([found.values[j] for j in after], found.y[:, after], self.data.epsilon)

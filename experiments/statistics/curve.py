@@ -33,6 +33,8 @@ class Curve:
     """[S, J]: what is judged, smaller is better, on rows that are not trained on."""
     train_error: np.ndarray | None = None
     """[S, J]: share of wrong training examples or tokens; places the interpolation threshold."""
+    fit: str = "training error"
+    """Name of what `train_error` holds, for sentences."""
     train_loss: np.ndarray | None = None
     """[S, J]: loss on the training rows; a peak of its own means that training is unstable."""
     gradient_norm: np.ndarray | None = None

@@ -147,10 +147,10 @@ def _cannot_show(curve: Curve, found: Crossing | None) -> str | None:
     cannot = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis}"
     if found.fitted == "all":
         return (
-            f"Every point has a mean training error of at most {curve.epsilon:g}, the smallest value included, "
+            f"Every point has a mean {curve.fit} of at most {curve.epsilon:g}, the smallest value included, "
             f"{cannot} at which training data are not fitted."
         )
-    return f"No point has a mean training error of at most {curve.epsilon:g}, {cannot} at which it is reached."
+    return f"No point has a mean {curve.fit} of at most {curve.epsilon:g}, {cannot} at which it is reached."
 
 
 @dataclass
@@ -267,7 +267,7 @@ class _Judged:
             return False, "Training error was not measured, so the interpolation threshold is unknown."
         if found.value is None:
             return False, _cannot_show(curve, found) or (
-                f"Mean training error is at most {curve.epsilon:g} at some points only, in no order: no one threshold."
+                f"Mean {curve.fit} is at most {curve.epsilon:g} at some points only, in no order: no one threshold."
             )
         points = self.peak.points
         first, last = points.index(self.peak.location[0]), points.index(self.peak.location[-1])
@@ -275,7 +275,7 @@ class _Judged:
         inside = low <= found.value <= high
         span = "" if found.low is None or found.high is None else f" ({found.low:.3g} to {found.high:.3g})"
         return inside, (
-            f"Mean training error crosses {curve.epsilon:g} at {curve.axis} {found.value:.3g}{span}, "
+            f"Mean {curve.fit} crosses {curve.epsilon:g} at {curve.axis} {found.value:.3g}{span}, "
             f"{'inside' if inside else 'outside'} the peak's location with its neighbours ({low:g} to {high:g})."
         )
 
@@ -296,8 +296,9 @@ class _Judged:
         if not (first > top and right > curve.epsilon and rise.low is not None and rise.low > 0):
             return None
         return (
-            f"Training error rises again from {top:.3g} at {curve.at(j)} to {right:.3g} at {curve.at(l)} (by at least "
-            f"{rise.low:.2g}): data are fitted less there, so that fall is no second descent of what interpolates."
+            f"{_capital(curve.fit)} rises again from {top:.3g} at {curve.at(j)} to {right:.3g} at {curve.at(l)} (by "
+            f"at least {rise.low:.2g}): data are fitted less there, so that fall is no second descent of what "
+            "interpolates."
         )
 
     def _train_errors(self, points: Sequence[int]) -> np.ndarray:
@@ -316,7 +317,7 @@ class _Judged:
         if len(errors) < 2 or mean[-1] <= curve.epsilon:
             return None
         last = t_interval(errors[:, -1].tolist(), confidence=1 - 2 * self.level)
-        said = f"Mean training error is above {curve.epsilon:g} again at {curve.at(points[-1])}: {mean[-1]:.3g}"
+        said = f"Mean {curve.fit} is above {curve.epsilon:g} again at {curve.at(points[-1])}: {mean[-1]:.3g}"
         if last.low is not None and last.low > curve.epsilon:
             return f"{said} (at least {last.low:.3g}). The axis does not end with fitted data."
         return f"{said} (not significantly). That the axis ends with fitted data is not shown."

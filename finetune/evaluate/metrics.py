@@ -186,6 +186,9 @@ _ALL = (
         name="exact_error", title="exact-match error", unit="share of examples with anything wrong", lower=True,
         bounds=_SHARE,
     ),
+    Metric(
+        name="unexplained", title="unexplained", unit="share of the labels' variance", lower=True, bounds=_POSITIVE
+    ),
     Metric(name="error_clean", title="error on clean labels", unit="share wrong", lower=True, bounds=_SHARE),
     Metric(name="error_noisy", title="error on noisy labels", unit="share wrong", lower=True, bounds=_SHARE),
     Metric(name="memorised", title="noisy labels memorised", unit="share", lower=True, bounds=_SHARE),

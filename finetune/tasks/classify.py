@@ -167,11 +167,12 @@ class Classify(ByExample):
     def figure_names(self) -> tuple[str, ...]:
         from ..evaluate.metrics import names_of
 
-        return ("loss", *names_of("sets" if self.multi else "classes"))
+        own = ("unexplained",) if self.squares else ()
+        return ("loss", *own, *names_of("sets" if self.multi else "classes"))
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
-        """`loss` (nats per example), `accuracy, f1_macro, matthews, majority_floor`; with `multi` as
-        `finetune.evaluate.multilabel.judge_sets`."""
+        """`loss` (nats per example), `unexplained` (of a squared loss: its share of the labels' variance), `accuracy,
+        f1_macro, matthews, majority_floor`; with `multi` as `finetune.evaluate.multilabel.judge_sets`."""
         import numpy as np
 
         from ..evaluate.classes import judge_classes
@@ -183,4 +184,8 @@ class Classify(ByExample):
             figures = judge_sets(true > 0, logits, figures=judge.figures, **judge.draw)
         else:
             figures = judge_classes(true.tolist(), logits.argmax(-1).tolist(), figures=judge.figures, **judge.draw)
-        return {"loss": judge.mean("loss", nats)} | figures
+        found = {"loss": judge.mean("loss", nats)}
+        if self.squares:
+            variance = 1 - float(np.square(np.bincount(true) / len(true)).sum())  # of the one-hot labels
+            found["unexplained"] = judge.mean("unexplained", nats / variance if variance else nats * np.nan)
+        return found | figures
