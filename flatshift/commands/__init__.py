@@ -12,6 +12,7 @@ SUMMARIES = {
     "select": "choose warm-up data from a pool for a target",
     "train": "fine-tune an adapter by a recipe, or resume a run",
     "sweep": "a resumable grid over recipe keys and seeds",
+    "forecast": "curves along rows, rank, noise and ridge before anything is trained",
     "compare": "training methods against a baseline by one fair protocol",
     "eval": "judge runs and bare backbones, side by side, by groups of rows",
     "generate": "let a finished run write: prompts in, answers out",

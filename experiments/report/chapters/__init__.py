@@ -12,6 +12,7 @@ from experiments.report.chapters import (
     checks,
     comparison,
     evaluation,
+    forecast,
     hygiene,
     run,
     selection,
@@ -24,6 +25,7 @@ from experiments.report.figure import Chart
 from experiments.results.run import Run, read_object
 
 PARTS = (
+    forecast.part,
     comparison.part,
     evaluation.part,
     tokenizer.part,

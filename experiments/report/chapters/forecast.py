@@ -1,0 +1,21 @@
+"""Curves that were predicted before training: the answers first; its curves are drawn as those of a sweep."""
+
+from __future__ import annotations
+
+from experiments.report.blocks import Notes, Part, Section
+from experiments.results.run import Run, read_object
+
+
+def part(run: Run) -> Part | None:
+    """The sentences of forecast.json, where there is one."""
+    from experiments.workflows.forecast import FORECAST, sentences
+
+    found = read_object(run.path / FORECAST)
+    if not found:
+        return None
+    said = sentences(found)
+    note = (
+        "Everything below that looks measured is computed: the model is linearised where it starts and solved in "
+        "closed form, with the draws as seeds. Weight decay is the ridge, in units of the kernel's mean eigenvalue."
+    )
+    return Part(kind="forecast", findings=said, sections=[Section("What this is", [Notes([note])])])

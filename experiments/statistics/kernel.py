@@ -1,0 +1,83 @@
+"""Least squares in closed form on a kernel: predictions, leave-one-out, effective dimension; and curves carried on.
+
+The kernel is that of gradient features (Jacot et al. 2018), K = J Jᵀ. A ridge λ gives α = (K + λ)⁻¹ y, predictions
+K* α, leave-one-out residuals α_i / [(K + λ)⁻¹]_ii and the effective dimension Σ e/(e + λ); λ = 0 the least-norm fit,
+which is what training from zero to the end gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from experiments.statistics.intervals import Interval, t_interval
+
+NOISE = 1e-10
+"""Eigenvalues below this share of the largest count as none: features are computed in float32."""
+
+
+@dataclass(frozen=True)
+class KernelFit:
+    """One fit: [N, C] on the training rows, [M, C] on others, [N, C] each training row by a fit of all others."""
+
+    train: np.ndarray
+    test: np.ndarray
+    left_out: np.ndarray
+    effective: float
+    """Σ e/(e + λ): how many of the rows' labels the fit can choose freely."""
+
+
+def kernel_fits(kernel: np.ndarray, cross: np.ndarray, wanted: np.ndarray, ridges: Sequence[float]) -> list[KernelFit]:
+    """Fit wanted [N, C] by the kernel [N, N] for each λ of `ridges`, by one eigendecomposition; cross [M, N]."""
+    values, vectors = np.linalg.eigh(kernel)
+    kept = values > NOISE * max(values[-1], 0.0)
+    inside, outside = vectors.T @ wanted, cross @ vectors
+    fits = []
+    for ridge in ridges:
+        gains = np.divide(1.0, values + ridge, out=np.zeros_like(values), where=kept)
+        full = np.where(kept, gains, 1.0 / ridge if ridge else np.inf)
+        if np.isfinite(full).all():
+            inverse = np.einsum("ij,j,ij->i", vectors, full, vectors)
+            left_out = wanted - (vectors @ (full[:, None] * inside)) / inverse[:, None]
+        else:  # rows that the features cannot tell apart: the residual's own part of what no feature explains
+            hat = np.einsum("ij,j,ij->i", vectors, values * gains, vectors)
+            fitted = vectors @ ((values * gains)[:, None] * inside)
+            left_out = wanted - (wanted - fitted) / np.maximum(1 - hat, 1e-9)[:, None]
+        shares = values * gains
+        fits.append(
+            KernelFit(
+                vectors @ (shares[:, None] * inside), outside @ (gains[:, None] * inside), left_out, float(shares.sum())
+            )
+        )
+    return fits
+
+
+_POWERS = np.linspace(0.1, 1.5, 29)
+
+
+def carried_on(rows: Sequence[int], errors: np.ndarray, more: int, *, confidence: float = 0.8) -> Interval:
+    """By how much the error changes with `more` rows beyond the last: t-interval over draws.
+
+    rows: ascending. errors: [S, J]. Each draw's curve is continued by a + b·n^−c, the form that learning curves are
+    found to have (Hestness et al. 2017), a ≥ 0 and b ≥ 0, with the c that fits it best among those between half and
+    twice that of the mean curve: what is not known of c is then in the spread of the draws.
+    """
+    n = np.asarray(rows, dtype=np.float64)
+
+    def fit(y: np.ndarray, power: float) -> tuple[float, float, float]:
+        x = n**-power
+        slope = max(0.0, float(np.cov(x, y, bias=True)[0, 1] / x.var()))
+        start = float(y.mean() - slope * x.mean())
+        if start < 0:
+            start, slope = 0.0, float((x * y).sum() / (x * x).sum())
+        return float(np.square(y - start - slope * x).sum()), start, slope
+
+    def change(y: np.ndarray, powers: np.ndarray) -> float:
+        best = min(powers.tolist(), key=lambda power: fit(y, power)[0])
+        return float(fit(y, best)[2] * ((n[-1] + more) ** -best - n[-1] ** -best))
+
+    usual = min(_POWERS.tolist(), key=lambda power: fit(errors.mean(0), power)[0])
+    near = _POWERS[(usual / 2 <= _POWERS) & (2 * usual >= _POWERS)]
+    return t_interval([change(row, near) for row in errors], confidence=confidence)

@@ -1,0 +1,434 @@
+"""Curves before training: the model linearised at its start, solved in closed form along rows, rank, noise and decay.
+
+    flatshift forecast double-descent --out forecasts/first
+
+One forward pass and one backward pass an output over the rows give the gradient of every output with respect to what
+would train; all else is least squares on that kernel. A classification is fitted as least squares on its classes.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.data.splits import Prepared, prepare
+from experiments.recipe import Resolved
+from experiments.recipe.config import Recipe
+from experiments.recipe.precision import settled
+from experiments.recipe.rules import check_recipe
+from experiments.results.cells import CELLS, POINTS
+from experiments.run.console import Console, Draw
+from experiments.statistics.emc import crossing
+from experiments.statistics.kernel import KernelFit, carried_on, kernel_fits
+from experiments.workflows.build import lay_out
+from finetune.atomic import replacing, replacing_directory, write_json, write_text
+from finetune.compute.jacobian import jacobian
+from finetune.data.batches import iterate_eval
+from finetune.errors import UserError
+from finetune.lock import owned
+from finetune.parallel.engine import Engine
+from finetune.run_directory import RECIPE, refuse_nonempty
+from finetune.seeds import derive, numpy_generator
+from finetune.train.optimizer import is_fixed
+
+FORECAST = "forecast.json"
+FEWEST_ROWS = 10
+LARGEST = 4000
+"""Rows × outputs up to which every output has its own kernel; above, all share that of their sum."""
+SKETCH = 4096
+"""Numbers that the gradients of a group of ranks are hashed to where they are more."""
+DECAYS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
+"""Ridges in units of the kernel's mean eigenvalue; 0 is training to the end."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where to look."""
+
+    rows: tuple[int, ...]
+    ranks: tuple[int, ...]
+    noises: tuple[float, ...]
+    draws: int = 5
+    more: int = 500
+    """Further rows that the learning curve is carried on to."""
+
+
+def axes_of(recipe: Recipe, rows: int, *, ranks: Sequence[int], noises: Sequence[float], draws: int, more: int) -> Axes:
+    """Rows in halves down to 10, and of ranks and shares of noise those that were asked for, or the recipe's own."""
+    steps = [rows]
+    while steps[-1] // 2 >= FEWEST_ROWS and len(steps) < 6:
+        steps.append(steps[-1] // 2)
+    found = tuple(sorted(set(ranks) or {recipe.adapter.rank}))
+    if found[0] < 1 or any(not 0 <= noise < 1 for noise in noises) or draws < 2 or more < 1:
+        raise UserError(
+            "forecast: ranks are at least 1, noise from 0 to below 1, --draws at least 2, --more at least 1"
+        )
+    return Axes(tuple(sorted(steps)), found, tuple(sorted(set(noises) or {recipe.data.label_noise})), draws, more)
+
+
+def check(recipe: Recipe) -> None:
+    """Raise UserError for what no linear model stands for."""
+    task, adapter = recipe.task, recipe.adapter
+    wrong = {
+        f"task.kind: {task.called} has no fixed set of outputs; take classify or regress": not task.by_example
+        or task.multi,
+        "adapter.dora is no linear update, even at its start; set adapter.dora: false": adapter.dora,
+        "adapter.soft_tokens are no linear layer; leave them out for LoRA": adapter.soft_tokens is not None,
+        f"adapter.init: {adapter.init} starts away from B = 0; set adapter.init: default": adapter.init != "default",
+        "mesh: a forecast is made in one process; leave every axis at 1": recipe.mesh.size > 1 or recipe.mesh.auto,
+        "warmup: a forecast begins at the backbone; leave the block out": recipe.warmup is not None,
+    }
+    for said, broken in wrong.items():
+        if broken:
+            raise UserError(f"forecast: {said}")
+
+
+# ------------------------------------------------------------------------------------------------------- features
+
+
+@dataclass(frozen=True)
+class Features:
+    """Gradient features of rows: a block that no rank changes, and one for each step from a rank to the next."""
+
+    blocks: list[np.ndarray]
+    """[N·C', k] each; the first is of what is no factor B."""
+    outputs: np.ndarray
+    """[N, C] at the start."""
+
+    def kernel(self, other: Features, upto: int, scale: float) -> np.ndarray:
+        """[N·C', M·C'] with the first `upto` blocks of ranks, whose gradients `scale` is the square of a factor of."""
+        found = self.blocks[0] @ other.blocks[0].T
+        for mine, theirs in zip(self.blocks[1 : upto + 1], other.blocks[1 : upto + 1], strict=True):
+            found += scale * (mine @ theirs.T)
+        return found
+
+
+class _Hashed:
+    """A count sketch [P] → [k] (Charikar et al. 2002): inner products are unbiased."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.place = torch.randint(SKETCH, (width,), generator=generator)
+        self.sign = torch.randint(2, (width,), generator=generator).float().mul_(2).sub_(1)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.new_zeros(len(rows), SKETCH).index_add_(1, self.place, rows * self.sign)
+
+
+def features(
+    engine: Engine, recipe: Recipe, examples: Sequence[Any], ranks: Sequence[int], *, pad_id: int, summed: bool
+) -> Features:
+    """Of `examples` in order, at the largest of `ranks`, which the adapter has; smaller ones are its first columns.
+
+    Raises UserError for what is no linear layer, and for gradients that are no finite numbers.
+    """
+    moving = {
+        name: p
+        for name, p in engine.parameters.items()
+        if not is_fixed(name, recipe.optimizer) and ".lora_A." not in name  # B = 0: A has no gradient
+    }
+    if not moving:
+        raise UserError("forecast: nothing that trains has a gradient at the start; leave optimizer.fixed out")
+    hashes: dict[int, _Hashed] = {}
+    blocks: list[list[torch.Tensor]] = [[] for _ in range(len(ranks) + 1)]
+    order: list[int] = []
+    outputs: list[torch.Tensor] = []
+    engine.model.eval()
+    for micro in iterate_eval(examples, task=recipe.task, batch_size=16, pad_id=pad_id):
+        batch = micro.to(engine.device)
+        found, rows = jacobian(engine.model, moving, batch.inputs, summed=summed)
+        outputs.append(found.cpu())
+        order += [row[0] for row in micro.rows]
+        width = rows.shape[1]
+        parts = torch.split(rows.flatten(0, 1).cpu(), [p.numel() for p in moving.values()], 1)
+        groups: list[list[torch.Tensor]] = [[] for _ in blocks]
+        for (name, p), part in zip(moving.items(), parts, strict=True):
+            if ".lora_B." not in name:
+                groups[0].append(part)
+                continue
+            columns = part.view(len(part), *p.shape)
+            for place, (low, high) in enumerate(zip((0, *ranks), ranks, strict=False), start=1):
+                groups[place].append(columns[:, :, low:high].flatten(1))
+        for place, group in enumerate(groups):
+            made = torch.cat(group, 1) if group else torch.zeros(len(parts[0]), 1)
+            if made.shape[1] > SKETCH:
+                if place not in hashes:
+                    hashes[place] = _Hashed(made.shape[1], derive(recipe.train.seed, "forecast", place))
+                made = hashes[place](made)
+            blocks[place].append(made.view(-1, width, made.shape[1]))
+    back = torch.argsort(torch.tensor(order))
+    whole = [torch.cat(block)[back].flatten(0, 1).double().numpy() for block in blocks]
+    if not all(np.isfinite(block).all() for block in whole):
+        raise UserError("forecast: gradients at the start are NaN or infinite; try train.precision: fp32")
+    return Features(whole, torch.cat(outputs)[back].double().numpy())
+
+
+# ------------------------------------------------------------------------------------------------------- one draw
+
+
+def _targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """([N, C] what is to be fitted, [C] or [N, C] what a prediction is added to)."""
+    if recipe.task.has_targets:
+        return labels[:, None] - start, start
+    classes = start.shape[1]
+    hot = np.eye(classes)[labels.astype(int)]
+    if recipe.task.squares:
+        return hot - start, start
+    return hot - 1 / classes, np.zeros_like(start)
+
+
+def _judge(recipe: Recipe, predicted: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """(error, loss): the share of wrong classes and the squared loss; of a regression the loss twice."""
+    if recipe.task.has_targets:
+        loss = float(np.square(predicted[:, 0] - labels).mean())
+        return loss, loss
+    hot = np.eye(predicted.shape[1])[labels.astype(int)]
+    return float((predicted.argmax(1) != labels).mean()), float(np.square(predicted - hot).sum(1).mean())
+
+
+def _labels(examples: Sequence[Any]) -> np.ndarray:
+    return np.array([example.labels for example in examples], dtype=np.float64)
+
+
+def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, np.ndarray]) -> list[dict[str, Any]]:
+    """A row for every setting under the recipe's seed."""
+    top = max(axes.ranks)
+    recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, rank=top))
+    engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names)
+    held = prepared.test or prepared.dev
+    count = 1 if recipe.task.has_targets else len(prepared.label_names or ())
+    summed = len(prepared.train) * count > LARGEST
+    how = {"pad_id": int(tokenizer.pad_token_id or 0), "summed": summed}
+    train = features(engine, recipe, prepared.train, axes.ranks, **how)
+    test = features(engine, recipe, held, axes.ranks, **how)
+    order = numpy_generator(recipe.train.seed, "forecast", "rows").permutation(len(prepared.train))
+    true, rows = _labels(held), []
+    outputs = 1 if summed else count
+    own = recipe.adapter.numerator_of
+    for place, rank in enumerate(axes.ranks, start=1):
+        power = 0.5 if recipe.adapter.rslora else 1.0
+        ratio = (own(rank) / rank**power) / (own(top) / top**power)
+        kernel, cross = train.kernel(train, place, ratio**2), test.kernel(train, place, ratio**2)
+        for n in axes.rows:
+            some = np.sort(order[:n])
+            flat = (some[:, None] * outputs + np.arange(outputs)).ravel()
+            inner, outer = kernel[np.ix_(flat, flat)], cross[:, flat]
+            unit = float(np.trace(inner)) / len(inner)
+            own_decay = recipe.optimizer.weight_decay if recipe.optimizer.kind == "gauss-newton" else 0.0
+            ridges = [unit * decay for decay in DECAYS] if not own_decay else [own_decay]
+            for noise, labels in noisy.items():
+                wanted, start = _targets(labels[some], train.outputs[some], recipe)
+                columns = wanted if summed else wanted.reshape(-1, 1)
+                base = _targets(true, test.outputs, recipe)[1]
+                for decay, fit in zip(DECAYS, kernel_fits(inner, outer, columns, ridges), strict=False):
+                    rows.append(
+                        {
+                            "adapter.rank": rank,
+                            "data.train.limit": n,
+                            "data.label_noise": noise,
+                            "optimizer.weight_decay": own_decay or decay,
+                            "seed": recipe.train.seed,
+                            **_figures(recipe, fit, labels[some], start, true, base, wanted.shape),
+                        }
+                    )
+    return rows
+
+
+def _figures(
+    recipe: Recipe,
+    fit: KernelFit,
+    labels: np.ndarray,
+    start: np.ndarray,
+    true: np.ndarray,
+    base: np.ndarray,
+    shape: tuple[int, ...],
+) -> dict[str, float]:
+    found = {}
+    for split, part, added, wanted in (
+        ("train", fit.train, start, labels),
+        ("left_out", fit.left_out, start, labels),
+        ("test", fit.test, base, true),
+    ):
+        error, loss = _judge(recipe, part.reshape(-1, shape[1]) + added, wanted)
+        mark = "_" if split == "left_out" else "."  # a name with a dot that is no split's would be an axis
+        found |= {f"{split}{mark}error": error, f"{split}{mark}loss": loss}
+        if split == "train":
+            hot = labels[:, None] if recipe.task.has_targets else np.eye(shape[1])[labels.astype(int)]
+            spread = float(hot.var(0).sum())
+            found["train.unexplained"] = loss / spread if spread else math.nan
+    if recipe.task.has_targets:
+        found = {name: value for name, value in found.items() if not name.endswith("error")}
+    return {**found, "effective": fit.effective}
+
+
+# ------------------------------------------------------------------------------------------------------- the whole
+
+
+def forecast(recipe: Recipe, out: Path, console: Console, **asked: Any) -> dict[str, Any]:
+    """Write cells.parquet (a row a setting and draw), points.csv and forecast.json into `out`; returns the last.
+
+    asked: of `axes_of`. Raises UserError for what is not linear, too few rows, or labels that are all alike.
+    """
+    check(recipe)
+    began = time.process_time()
+    rows: list[dict[str, Any]] = []
+    first: Axes | None = None
+    for number in range(asked["draws"]):
+        drawn = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=recipe.train.seed + number))
+        clean = dataclasses.replace(drawn, data=dataclasses.replace(drawn.data, label_noise=0.0))
+        prepared = prepare(clean)
+        held = prepared.test or prepared.dev
+        if len(prepared.train) < FEWEST_ROWS or not held:
+            raise UserError(
+                f"forecast: {len(prepared.train)} training and {len(held)} held-out rows; it needs {FEWEST_ROWS} to "
+                "fit and some to judge: name data.test.files, or more rows"
+            )
+        if len(np.unique(_labels(prepared.train))) < 2:
+            raise UserError(
+                "forecast: every training row has the same label, which any model fits; name rows that differ"
+            )
+        first = first or axes_of(recipe, len(prepared.train), **asked)
+        noisy = {noise: _noisy(drawn, noise, prepared) for noise in first.noises}
+        rows += _draw(clean, first, prepared, noisy)
+        console.say(f"draw {number + 1} of {first.draws}: {len(rows):,} settings solved")
+    assert first is not None
+    document = summary(recipe, first, rows) | {"cpu_seconds": round(time.process_time() - began, 2)}
+    _write(out, rows, document)
+    return document
+
+
+def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw, **asked: Any) -> dict[str, Any]:
+    """`forecast` of a recipe into the new directory `out`, whole or not at all, with its page; returns forecast.json.
+
+    Raises UserError for an `out` that holds anything, and as `forecast`.
+    """
+    check(resolved.recipe)
+    check_recipe(resolved.recipe)
+    refuse_nonempty(out)
+    console = Console(quiet=quiet)
+    resolved = settled(resolved, say=console.say)
+    with owned(out), replacing_directory(out) as making:
+        found = forecast(resolved.recipe, making, console, **asked)
+        write_text(making / RECIPE, resolved.to_yaml())
+    draw(out)
+    return found
+
+
+def _noisy(recipe: Recipe, noise: float, prepared: Prepared) -> np.ndarray:
+    """The labels with the wrong ones that a run of this seed and share of noise has."""
+    if not noise:
+        return _labels(prepared.train)
+    data = dataclasses.replace(recipe.data, label_noise=noise)
+    return _labels(prepare(dataclasses.replace(recipe, data=data)).train)
+
+
+def _write(out: Path, rows: Sequence[dict[str, Any]], document: Mapping[str, Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = [{"cell": f"forecast-{n}", "status": "done", **row} for n, row in enumerate(rows)]
+    with replacing(out / CELLS) as temporary:
+        pq.write_table(pa.Table.from_pylist(table), temporary)
+    with replacing(out / POINTS) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+    write_json(out / FORECAST, document)
+
+
+def summary(recipe: Recipe, axes: Axes, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The answers: where the recipe's own setting lies, what more rows and rank would do, where the threshold is."""
+    metric = "loss" if recipe.task.has_targets else "error"
+    decays = sorted({row["optimizer.weight_decay"] for row in rows})
+    noise = min(axes.noises, key=lambda value: abs(value - recipe.data.label_noise))
+    rank = min(axes.ranks, key=lambda value: abs(value - recipe.adapter.rank))
+
+    def table(column: str, along: str, **held: Any) -> np.ndarray:
+        """[draws, positions]."""
+        wanted = {"adapter.rank": rank, "data.train.limit": axes.rows[-1], "data.label_noise": noise} | held
+        wanted.pop(along)
+        values = axes.rows if along == "data.train.limit" else axes.ranks
+        found = {
+            (row["seed"], row[along]): row[column] for row in rows if all(row[key] == at for key, at in wanted.items())
+        }
+        seeds = sorted({row["seed"] for row in rows})
+        return np.array([[found[seed, value] for value in values] for seed in seeds])
+
+    def by_decay(decay: float, along: str = "data.train.limit", column: str = f"test.{metric}") -> np.ndarray:
+        return table(column, along, **{"optimizer.weight_decay": decay})
+
+    best = min(decays, key=lambda decay: float(by_decay(decay, column=f"left_out_{metric}")[:, -1].mean()))
+    more = carried_on(axes.rows, by_decay(best), axes.more) if len(axes.rows) > 2 else None
+    fitted = by_decay(decays[0], "adapter.rank", "train.unexplained")
+    crossed = crossing(axes.ranks, fitted, 0.1).value if len(axes.ranks) > 1 else None
+    said = None
+    if crossed is None and len(axes.ranks) > 1:
+        mean = fitted.mean(0)
+        fits = bool((mean <= 0.1).all())
+        side = f"below {axes.ranks[0]}" if fits else f"above {math.ceil(axes.ranks[-1] / max(1 - mean[-1], 0.05))}"
+        said = (
+            f"the ranks {axes.ranks[0]} to {axes.ranks[-1]} never cross the threshold, all of them "
+            f"{'fit' if fits else 'leave'} the labels{'' if fits else ' unfitted'}; ranks {side} would"
+        )
+    return {
+        "metric": metric,
+        "rows": list(axes.rows),
+        "ranks": list(axes.ranks),
+        "noises": list(axes.noises),
+        "decays": decays,
+        "draws": axes.draws,
+        "rank": rank,
+        "noise": noise,
+        "best_decay": best,
+        "end": float(by_decay(decays[0])[:, -1].mean()),
+        "best": float(by_decay(best)[:, -1].mean()),
+        "left_out": float(by_decay(best, column=f"left_out_{metric}")[:, -1].mean()),
+        "effective": float(by_decay(best, column="effective")[:, -1].mean()),
+        "threshold_rank": crossed,
+        "threshold_note": said,
+        "more_rows": axes.more,
+        "more": None if more is None else dataclasses.asdict(more),
+        "best_rank": axes.ranks[int(np.argmin(by_decay(best, "adapter.rank").mean(0)))],
+    }
+
+
+def sentences(found: Mapping[str, Any]) -> list[str]:
+    """What a forecast says, for a person."""
+    metric, n = found["metric"], found["rows"][-1]
+
+    def shown(value: float) -> str:
+        return f"{100 * value:.1f} %" if metric == "error" else f"{value:.3g}"
+
+    said = [
+        f"Predicted, nothing was trained: test {metric} {shown(found['best'])} with {n:,} rows at rank {found['rank']} "
+        f"and the best ridge ({found['best_decay']:g} of the kernel's mean eigenvalue), {shown(found['end'])} trained "
+        f"to the end; leave-one-out on the training rows says {shown(found['left_out'])}."
+    ]
+    more = found["more"]
+    if more is not None and more["low"] is not None:
+        points = 100 if metric == "error" else 1
+        unit = " points" if metric == "error" else ""
+        said.append(
+            f"{found['more_rows']:,} more labels: {points * more['value']:+.2g}{unit} (80 % interval "
+            f"{points * more['low']:+.2g} to {points * more['high']:+.2g}, over {found['draws']} draws)."
+        )
+    said.append(f"The fit uses {found['effective']:.0f} effective parameters at that ridge.")
+    if found["threshold_rank"] is not None:
+        said.append(f"Training labels can just be fitted at rank {found['threshold_rank']:.3g}: expect a peak there.")
+    elif found["threshold_note"]:
+        said.append(f"No peak can show along rank: {found['threshold_note']}.")
+    if len(found["ranks"]) > 1:
+        said.append(f"The lowest predicted {metric} along rank, at the best ridge, is at rank {found['best_rank']}.")
+    said.append(
+        "It holds as far as training stays near its start: compare it with one run of the recipe before relying on it."
+    )
+    return said

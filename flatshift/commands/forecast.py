@@ -1,0 +1,56 @@
+"""The curves of a recipe before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from experiments.recipe import load_recipe
+from finetune.errors import UserError
+from flatshift.api import draw
+from flatshift.command_line import parse, split_overrides
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Predict test error along rows, rank, label noise and ridge from gradients at the start; nothing is trained."""
+
+    recipe: Positional[str]
+    """Recipe file or shipped recipe, for classify or regress."""
+    out: Path | None = None
+    """Directory to make (required): cells.parquet, forecast.json and a page."""
+    ranks: tuple[int, ...] = ()
+    """Ranks to predict; by default the recipe's own."""
+    noise: tuple[float, ...] = ()
+    """Shares of wrong training labels; by default the recipe's own."""
+    draws: int = 5
+    """Seeds from train.seed on: rows, wrong labels and factors A drawn anew."""
+    more: int = 500
+    """Further rows that the learning curve is carried on to."""
+    json: bool = False
+    """Print forecast.json when done."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift forecast`."""
+    rest, overrides = split_overrides(argv, Flags)
+    flags: Flags = parse(Flags, "forecast", rest)
+    if flags.out is None:
+        raise UserError("--out is missing: name the directory to make")
+    from experiments.workflows.forecast import forecast_into, sentences
+
+    found = forecast_into(
+        load_recipe(flags.recipe, overrides),
+        flags.out,
+        ranks=flags.ranks,
+        noises=flags.noise,
+        draws=flags.draws,
+        more=flags.more,
+        quiet=flags.json,
+        draw=draw,
+    )
+    print(json.dumps(found, indent=2) if flags.json else "\n".join([*sentences(found), str(flags.out / "report.html")]))
+    return 0

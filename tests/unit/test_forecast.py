@@ -1,0 +1,98 @@
+"""Forecasts against what they stand for: a naive refit for each row left out, and real training of a linear model."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.recipe import load_recipe
+from experiments.recipe.tree import from_override
+from experiments.statistics.kernel import carried_on, kernel_fits
+from experiments.workflows.forecast import forecast_into
+from experiments.workflows.train import train
+from finetune.errors import UserError
+from flatshift.api import draw
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.4])
+@pytest.mark.parametrize("width", [8, 60])
+def test_leave_one_out_and_predictions_are_those_of_naive_refits(ridge, width):
+    generator = np.random.default_rng(1)
+    x, new = generator.standard_normal((20, width)), generator.standard_normal((7, width))
+    y = generator.standard_normal((20, 2))
+
+    def naive(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.linalg.pinv(a) @ b if not ridge else np.linalg.solve(a.T @ a + ridge * np.eye(width), a.T @ b)
+
+    (fit,) = kernel_fits(x @ x.T, new @ x.T, y, [ridge])
+    np.testing.assert_allclose(fit.train, x @ naive(x, y), atol=1e-8)
+    np.testing.assert_allclose(fit.test, new @ naive(x, y), atol=1e-8)
+    for i in range(20):
+        some = np.arange(20) != i
+        np.testing.assert_allclose(fit.left_out[i], x[i] @ naive(x[some], y[some]), atol=1e-7)
+    s = np.linalg.svd(x, compute_uv=False)
+    assert fit.effective == pytest.approx((s**2 / (s**2 + ridge)).sum())
+
+
+def test_a_learning_curve_is_carried_on_by_its_power_law():
+    rows = [25, 50, 100, 200, 400]
+    generator = np.random.default_rng(2)
+    curve = 0.2 + 2.0 * np.array(rows) ** -0.5
+    wanted = 2.0 * (900**-0.5 - 400**-0.5)
+    inside = 0
+    for _ in range(200):
+        found = carried_on(rows, curve + 0.004 * generator.standard_normal((5, 5)), 500)
+        inside += found.low <= wanted <= found.high
+    assert carried_on(rows, curve + np.zeros((5, 1)), 500).value == pytest.approx(wanted, rel=0.02)
+    assert 0.65 < inside / 200 < 0.95
+
+
+def predict(resolved, out):
+    return forecast_into(resolved, out, draw=draw, ranks=(), noises=(), draws=2, more=50, quiet=True)
+
+
+SMALL = {"data.train.limit": 24, "train.batch_size": 24, "data.test.limit": 60, "train.max_length": 24}
+
+
+def overrides(**more):
+    return [from_override(key.replace("__", "."), str(value)) for key, value in {**SMALL, **more}.items()]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_a_forecast_of_a_linear_model_is_what_training_it_comes_to(tmp_path: Path, decay):
+    """The closed form of the kernel and the trainer's own update are two ways to the same weights."""
+    settings = overrides(adapter__rank=24, optimizer__weight_decay=decay)
+    resolved = load_recipe("positive-control", settings)
+    predict(resolved, tmp_path / "forecast")
+    trained = train(resolved, tmp_path / "run", quiet=True)
+    with (tmp_path / "forecast" / "points.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["seed"] == "0" and row["data.train.limit"] == "24"]
+    (row,) = [row for row in rows if float(row["optimizer.weight_decay"]) == decay]
+    assert float(row["test.error"]) == pytest.approx(1 - trained["test"]["accuracy"]["value"], abs=0.02)
+    assert float(row["train.unexplained"]) == pytest.approx(trained["train"]["unexplained"]["value"], abs=1e-3)
+    assert float(row["test.loss"]) == pytest.approx(trained["test"]["loss"]["value"], rel=0.02)
+    assert "Predicted, nothing was trained" in (tmp_path / "forecast" / "report.html").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "forecast" / "forecast.json").read_text())["draws"] == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "sentence"),
+    [
+        ("language-model", {}, "has no fixed set of outputs; take classify or regress"),
+        ("classify", {"adapter__dora": "true"}, "is no linear update"),
+        ("positive-control", {"data__train__limit": 6}, "6 training and 60 held-out rows; it needs 10"),
+    ],
+)
+def test_what_is_not_linear_is_refused(tmp_path: Path, recipe, change, sentence):
+    settings = (
+        overrides(**change)
+        if recipe == "positive-control"
+        else [from_override(key.replace("__", "."), value) for key, value in change.items()]
+    )
+    with pytest.raises(UserError, match=sentence):
+        predict(load_recipe(recipe, settings), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
