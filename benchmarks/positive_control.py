@@ -20,9 +20,9 @@ from benchmarks._kept import write_between
 from experiments.recipe.tree import from_override
 from experiments.results.analysis import Analysis, Judged
 from experiments.results.sweep import read_sweep
+from experiments.studies.sweep import sweep
 from finetune.atomic import write_json
 from finetune.errors import UserError
-from flatshift.api import sweep
 
 RECIPE, ROWS, SEEDS = "positive-control", 96, 8
 DECAYS = (0.03, 0.1, 0.3, 1.0)
