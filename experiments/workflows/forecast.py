@@ -26,6 +26,7 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.precision import settled
 from experiments.recipe.rules import check_recipe
 from experiments.results.cells import CELLS, POINTS
+from experiments.results.forecast import FORECAST
 from experiments.run.console import Console, Draw
 from experiments.statistics.emc import crossing
 from experiments.statistics.kernel import KernelFit, carried_on, kernel_fits
@@ -40,7 +41,6 @@ from finetune.run_directory import RECIPE, refuse_nonempty
 from finetune.seeds import derive, numpy_generator
 from finetune.train.optimizer import is_fixed
 
-FORECAST = "forecast.json"
 FEWEST_ROWS = 10
 LARGEST = 4000
 """Rows × outputs up to which every output has its own kernel; above, all share that of their sum."""
@@ -399,36 +399,3 @@ def summary(recipe: Recipe, axes: Axes, rows: Sequence[dict[str, Any]]) -> dict[
         "more": None if more is None else dataclasses.asdict(more),
         "best_rank": axes.ranks[int(np.argmin(by_decay(best, "adapter.rank").mean(0)))],
     }
-
-
-def sentences(found: Mapping[str, Any]) -> list[str]:
-    """What a forecast says, for a person."""
-    metric, n = found["metric"], found["rows"][-1]
-
-    def shown(value: float) -> str:
-        return f"{100 * value:.1f} %" if metric == "error" else f"{value:.3g}"
-
-    said = [
-        f"Predicted, nothing was trained: test {metric} {shown(found['best'])} with {n:,} rows at rank {found['rank']} "
-        f"and the best ridge ({found['best_decay']:g} of the kernel's mean eigenvalue), {shown(found['end'])} trained "
-        f"to the end; leave-one-out on the training rows says {shown(found['left_out'])}."
-    ]
-    more = found["more"]
-    if more is not None and more["low"] is not None:
-        points = 100 if metric == "error" else 1
-        unit = " points" if metric == "error" else ""
-        said.append(
-            f"{found['more_rows']:,} more labels: {points * more['value']:+.2g}{unit} (80 % interval "
-            f"{points * more['low']:+.2g} to {points * more['high']:+.2g}, over {found['draws']} draws)."
-        )
-    said.append(f"The fit uses {found['effective']:.0f} effective parameters at that ridge.")
-    if found["threshold_rank"] is not None:
-        said.append(f"Training labels can just be fitted at rank {found['threshold_rank']:.3g}: expect a peak there.")
-    elif found["threshold_note"]:
-        said.append(f"No peak can show along rank: {found['threshold_note']}.")
-    if len(found["ranks"]) > 1:
-        said.append(f"The lowest predicted {metric} along rank, at the best ridge, is at rank {found['best_rank']}.")
-    said.append(
-        "It holds as far as training stays near its start: compare it with one run of the recipe before relying on it."
-    )
-    return said

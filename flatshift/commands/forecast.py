@@ -40,7 +40,8 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "forecast", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
-    from experiments.workflows.forecast import forecast_into, sentences
+    from experiments.results.forecast import sentences
+    from experiments.workflows.forecast import forecast_into
 
     found = forecast_into(
         load_recipe(flags.recipe, overrides),

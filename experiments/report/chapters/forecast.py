@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from experiments.report.blocks import Notes, Part, Section
+from experiments.results.forecast import FORECAST, sentences
 from experiments.results.run import Run, read_object
 
 
 def part(run: Run) -> Part | None:
     """The sentences of forecast.json, where there is one."""
-    from experiments.workflows.forecast import FORECAST, sentences
-
     found = read_object(run.path / FORECAST)
     if not found:
         return None
