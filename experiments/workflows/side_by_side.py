@@ -32,6 +32,7 @@ from experiments.workflows.build import shown
 from experiments.workflows.few_shot import FewShot, Ranked, mcnemar, rank_rows, read_shots
 from experiments.workflows.generate import adapted_recipe, alone
 from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.samples import Kept, Sampling, figures_of, records, write_samples
 from finetune.atomic import replacing_directory, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
 from finetune.data.rows import Row, expand, read_rows
@@ -73,6 +74,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     ranked: dict[tuple[str, str], Ranked] = field(default_factory=dict)
     """How a subject answered a split, where it was asked by a prompt."""
+    written: list[Mapping[str, Any]] = field(default_factory=list)
+    """Lines of generations.jsonl."""
 
 
 def judge_side_by_side(
@@ -84,6 +87,7 @@ def judge_side_by_side(
     window: int | None = None,
     overlap: int | None = None,
     few_shot: FewShot | None = None,
+    sampling: Sampling | None = None,
     overrides: Sequence[Branch] = (),
     out: Path | None = None,
     command: str = "",
@@ -98,6 +102,7 @@ def judge_side_by_side(
     trained: values of that column that the adapters were trained on; the others are where they may have forgotten.
     window, overlap: tokens read at once, and how many of them are context; of tasks over whole documents.
     few_shot: put the rows by a prompt, and rank its candidates, instead of what the subjects' tasks do.
+    sampling: write several texts after each row as a prompt, and ask those.
     overrides: as a recipe's, for bare backbones that no run is beside; of runs only `train.device`.
     out: a new directory for evaluation.json, eval.json and, by `page`, report.html; whole or not at all.
     Returns what evaluation.json holds.
@@ -111,7 +116,10 @@ def judge_side_by_side(
         subjects = _subjects(names, overrides, bool(data), console)
         first = subjects[0].recipe
         with cpu_threads(first.train.threads):
-            how = _How(group_by, window, overlap, few_shot)
+            if few_shot is not None and sampling is not None:
+                raise UserError("--prompt ranks what is there and --samples writes anew; leave one of them out")
+            kept = None if out is None else out.with_name(f".{out.name}.written.jsonl")
+            how = _How(group_by, window, overlap, few_shot, sampling, Kept(kept))
             found = _judged(subjects, data, how, console)
             document = _document(subjects, found, data, how, trained)
         document["command"] = command
@@ -119,8 +127,13 @@ def judge_side_by_side(
             with replacing_directory(out) as temporary:
                 write_json(temporary / DOCUMENT, document)
                 write_json(temporary / "eval.json", _flat(document))
+                if found[0].written:
+                    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in found[0].written]
+                    (temporary / "generations.jsonl").write_text("".join(lines), encoding="utf-8")
                 if page is not None:
                     (temporary / "report.html").write_text(page(document), encoding="utf-8")
+            if how.kept.path is not None:
+                how.kept.path.unlink(missing_ok=True)
             console.say(f"written: {out}")
     return document
 
@@ -133,6 +146,8 @@ class _How:
     window: int | None
     overlap: int | None
     few_shot: FewShot | None
+    sampling: Sampling | None
+    kept: Kept
 
 
 # ---------------------------------------------------------------------------------------------------- what is judged
@@ -290,7 +305,7 @@ def _judged(
             )
         splits = splits or rows
         console.say(f"judging {subject.name}")
-        _judge_one(subject, rows, adapted, found, how)
+        _judge_one(subject, rows, adapted, found, how, console)
     console.say(f"{len(subjects)} judged over {adapted.loads} load{'s' if adapted.loads > 1 else ''} of a backbone")
     return found, splits
 
@@ -331,6 +346,7 @@ def _judge_one(
     adapted: Adapted,
     found: Findings,
     asked: _How,
+    console: Console,
 ) -> None:
     from finetune.compute.precision import autocast_dtype
     from finetune.compute.presence import resolve_device
@@ -358,6 +374,19 @@ def _judge_one(
             }
             found.ranked[subject.name, split] = ranked
             found.notes += [note for note in ranked.notes if note not in found.notes]
+            places = [row.where for row in rows]
+        elif asked.sampling is not None:
+            with console.task("writing", len(rows) * asked.sampling.samples, "texts") as bar:
+                texts = write_samples(
+                    f"{subject.name} {split}", model, tokenizer, rows, task, asked.sampling, asked.kept,
+                    batch_size=recipe.eval.batch_size, bar=bar, **how,
+                )  # fmt: skip
+            into |= figures_of(rows, texts, asked.sampling)
+            every = np.arange(len(rows))
+            found.intervals.setdefault(subject.name, {})[split] = {
+                name: group_interval(figure, [every], **draw) for name, figure in into.items()
+            }
+            found.written += records(subject.name, rows, texts)
             places = [row.where for row in rows]
         elif task.documents and recipe.adapter.projector is None:
             found.intervals.setdefault(subject.name, {})[split] = _documents(

@@ -71,7 +71,7 @@ def judge_tokenizers(
 
 def open_tokenizer(name: str) -> Any:
     """The tokenizer of a backbone, a directory or a `tokenizer.json`. Raises UserError."""
-    from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
     from finetune.models.backbone import open_backbone, quiet_transformers
 
@@ -83,7 +83,7 @@ def open_tokenizer(name: str) -> Any:
             elif path.is_dir() and not (path / "config.json").is_file():
                 bare = (path / "vocab.json").is_file() and not (path / "tokenizer.json").is_file()
                 if bare:
-                    found = GPT2TokenizerFast(vocab=str(path / "vocab.json"), merges=str(path / "merges.txt"))
+                    found = GPT2Tokenizer(vocab=str(path / "vocab.json"), merges=str(path / "merges.txt"))
                 else:
                     found = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             else:
@@ -109,7 +109,7 @@ def _document(
         raise UserError(f"--reference: no row has {group_by} {reference!r}; there are {', '.join(groups)}")
     notes = [note for note in [dictionary_missing(texts)] if note]
     pairs = _pairs(rows, groups, reference, parallel, notes)
-    found = {}
+    found: dict[str, Any] = {}
     console = Console(quiet=quiet)
     for name in names:
         console.say(f"cutting by {name}")
@@ -119,10 +119,10 @@ def _document(
             "vocabulary": len(vocabulary.tokenizer),
             "used": len(cut.used),
             "scripts": dict(vocabulary.scripts.most_common()),
-            "all": cut.of(slice(None)) | {"interval": _interval(cut, np.arange(len(texts)))},
+            "all": {**cut.of(slice(None)), "interval": _interval(cut, np.arange(len(texts)))},
             "groups": {
-                group: cut.of(places)
-                | {
+                group: {
+                    **cut.of(places),
                     "interval": _interval(cut, places),
                     "parity": _parity(cut, *pairs[group]) if group in pairs else None,
                 }

@@ -207,7 +207,7 @@ def _can_share(model: Any, items: Sequence[Sequence[Candidate]], how: How) -> bo
     """Whether both ways agree on the shortest and the longest item of a group together, so that padding is in play."""
     if getattr(model, "soft_tokens", 0):
         return False
-    group = sorted(max(_groups(items), key=lambda one: len(one)), key=lambda i: len(items[i][0].ids))
+    group = sorted(max(_groups(items), key=lambda one: len(list(one))), key=lambda i: len(items[i][0].ids))
     if any(_own(items[i]) < 1 for i in range(len(items))):
         return False
     probe = [items[i] for i in dict.fromkeys((group[0], group[len(group) // 2], group[-1]))]

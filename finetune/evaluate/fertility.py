@@ -118,7 +118,8 @@ def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> Cut:
                 )
             )  # fmt: skip
     columns = np.array(rows, dtype=np.int64).T.reshape(8, -1)
-    return Cut(*columns, used=used)
+    each = list(columns)
+    return Cut(*each[:8], used)
 
 
 def _continued(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:

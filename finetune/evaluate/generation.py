@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +67,7 @@ def continue_prompts(
     end: int | Sequence[int] | None,
     pad_id: int,
     decoder_start: int | None = None,
+    numbers: Sequence[int] | None = None,
     batch_size: int = 16,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
@@ -78,6 +78,7 @@ def continue_prompts(
 
     Args:
         end: the token, or tokens, that close an answer; None: only `max_new_tokens` does.
+        numbers: which of the seed's draws each prompt has; None: those of its place.
         decoder_start: for encoder-decoders, the token that the decoder begins with.
 
     Raises:
@@ -98,7 +99,9 @@ def continue_prompts(
     )
     how: dict[str, Any] = {"batch_size": batch_size, "device": device, "autocast_dtype": autocast_dtype}
     with evaluating(model), _without_own_settings(model):
-        for places, said in written(model, prompts, config, processors=partial(_drawing, decoding), **how):
+        own = list(range(len(prompts)) if numbers is None else numbers)
+        drawing = lambda places: _drawing(decoding, [own[place] for place in places])  # noqa: E731
+        for places, said in written(model, prompts, config, processors=drawing, **how):
             for place, tokens in zip(places, said.tolist(), strict=True):
                 stop = next((k for k, token in enumerate(tokens) if token in ends), None)
                 yield place, Answer(tokens[:stop], stop is not None)

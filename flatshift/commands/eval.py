@@ -55,6 +55,24 @@ class Flags:
     score: Literal["sum", "label", "mean", "byte", "pmi", "calibrated"] = "sum"
     """Log-likelihood that ranks: of all after the context, of the label alone, a token, a byte, less that without the
     row's words, or less that of rows that say nothing."""
+    samples: int = 0
+    """Write so many texts after each row's prompt, and judge those: distinct n-grams, programs, toxicity."""
+    temperature: float = 1.0
+    """Of the draws."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability."""
+    max_new_tokens: int = 20
+    """Longest text, tokens."""
+    sample_seed: int = 0
+    """Seed of the draws."""
+    programs: bool = False
+    """Run what was written as programs, with the row's `test`, in a sandbox without network: pass@k. Linux only."""
+    pass_at: tuple[int, ...] = (1,)
+    """k of pass@k."""
+    toxicity: str | None = None
+    """Run directory of a classifier that scores what was written: expected maximum toxicity, toxicity probability."""
+    toxic_label: str = "toxic"
+    """Its class for toxic texts."""
     out: Path | None = None
     """New directory for evaluation.json, eval.json and a page."""
     json: bool = False
@@ -91,7 +109,7 @@ class Flags:
     @property
     def asks_for_several(self) -> bool:
         """Whether figures are wanted that one run alone does not give."""
-        given = self.group_by, self.trained, self.window, self.overlap, self.out, self.prompt, self.shots
+        given = self.group_by, self.trained, self.window, self.overlap, self.out, self.prompt, self.shots, self.samples
         only = self.subjects[0] if len(self.subjects) == 1 else ""
         return len(self.subjects) > 1 or any(given) or not _looks_like_run(only)
 
@@ -160,6 +178,23 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
         )
     elif flags.shots or flags.shots_from or flags.prompt_language:
         raise UserError("--shots, --shots-from and --prompt-language need --prompt NAME; `nli`, or a file of yours")
+    sampling = None
+    if flags.samples:
+        from experiments.workflows.samples import Sampling
+
+        sampling = Sampling(
+            samples=flags.samples,
+            temperature=flags.temperature,
+            top_p=flags.top_p,
+            max_new_tokens=flags.max_new_tokens,
+            seed=flags.sample_seed,
+            programs=flags.programs,
+            pass_at=flags.pass_at,
+            toxicity=flags.toxicity,
+            toxic=flags.toxic_label,
+        )
+    elif flags.programs or flags.toxicity:
+        raise UserError("--programs and --toxicity judge what is written; add --samples N")
     document = judge_side_by_side(
         flags.subjects,
         data=flags.data,
@@ -168,6 +203,7 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
         window=flags.window,
         overlap=flags.overlap,
         few_shot=few_shot,
+        sampling=sampling,
         overrides=overrides,
         out=flags.out,
         command=shlex.join(["flatshift", "eval", *argv]),

@@ -1,0 +1,231 @@
+"""Several texts after each prompt, in figures: how much they differ, whether programs pass, how toxic the worst is.
+
+    flatshift eval runs/first flatshift-5m --data prompts.jsonl --samples 25 --top-p 0.9 --out written
+
+What is written lies in `.NAME.written.jsonl` beside the new directory while it is under way, and is not written again
+by the same command; in the end it is generations.jsonl there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.data.splits import learnt
+from experiments.recipe.key import short_hash
+from experiments.workflows.generate import adapted_recipe, alone
+from experiments.workflows.initial_adapter import check_run
+from finetune.compute.numerics import evaluating
+from finetune.data.encoding import encode, end_token
+from finetune.data.rows import Row
+from finetune.errors import UserError
+from finetune.evaluate.bootstrap import Figure, ratio_statistic
+from finetune.evaluate.generation import Decoding, continue_prompts
+from finetune.evaluate.judge import head_scores
+from finetune.evaluate.metrics import functions
+from finetune.evaluate.samples import pass_at_k
+from finetune.evaluate.sandbox import refuse_unless_contained, run_programs
+from finetune.tasks import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What is written after each prompt, and what is asked of it."""
+
+    samples: int
+    """Texts a prompt."""
+    temperature: float = 1.0
+    """Divides the logits before a draw."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability."""
+    max_new_tokens: int = 20
+    """Longest text, tokens."""
+    seed: int = 0
+    """Of the draws, which the batch size does not change."""
+    programs: bool = False
+    """Run each text, behind its prompt and before the row's `test`, as a program in a sandbox."""
+    pass_at: tuple[int, ...] = (1,)
+    """k of pass@k."""
+    toxicity: str | None = None
+    """Run directory of a classifier whose class `toxic` scores the texts."""
+    toxic: str = "toxic"
+    """That class."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UserError(f"--samples: {self.samples} is too small; give at least 1")
+        if self.programs and max(self.pass_at, default=0) > self.samples:
+            raise UserError(f"--pass-at {max(self.pass_at)} takes as many --samples at least; there are {self.samples}")
+        self.decoding()
+
+    def decoding(self) -> Decoding:
+        """How tokens are chosen. Raises UserError for settings that do not go together."""
+        try:
+            return Decoding(
+                max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
+            )
+        except ValueError as error:
+            raise UserError(f"--samples: {error}") from None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a command that was cut off had written; `path` None: nothing is kept."""
+
+    path: Path | None
+
+    def read(self, key: str) -> dict[int, str]:
+        """Texts by place, of this key; a torn last line is left out."""
+        found: dict[int, str] = {}
+        if self.path is not None and self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue
+                if record["key"] == key:
+                    found[record["place"]] = record["text"]
+        return found
+
+    def add(self, key: str, place: int, text: str) -> None:
+        """Keep one more."""
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"key": key, "place": place, "text": text}, ensure_ascii=False) + "\n")
+
+
+def write_samples(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    task: Task,
+    asked: Sampling,
+    kept: Kept,
+    *,
+    batch_size: int,
+    bar: Callable[[int], None] = lambda done: None,
+    **how: Any,
+) -> list[list[str]]:
+    """`asked.samples` texts after each row's prompt; what `kept` has is not written again.
+
+    name: of the model, for what is kept. how: `device, autocast_dtype`.
+    """
+    task.check_writes()
+    if task.encoder_decoder:
+        raise UserError(f"{name}: --samples continues prompts, and task.kind: {task.kind} has an encoder; use generate")
+    questions, _ = task.ask(rows, tokenizer)
+    if len(questions) != len(rows):
+        raise UserError(f"{name}: {len(rows) - len(questions)} rows have no prompt by its template; leave them out")
+    settings = {k: v for k, v in asdict(asked).items() if k not in ("programs", "pass_at", "toxicity", "toxic")}
+    key = short_hash({"of": name, "settings": settings, "prompts": [one.ids for one in questions]})
+    texts = kept.read(key)
+    places = [place for place in range(len(rows) * asked.samples) if place not in texts]
+    ends = {one.stop for one in questions} | {end_token(tokenizer)}
+    if places:
+        answers = continue_prompts(
+            model,
+            [questions[place // asked.samples].ids for place in places],
+            asked.decoding(),
+            numbers=places,
+            end=[token for token in ends if token is not None],
+            pad_id=tokenizer.pad_token_id,
+            batch_size=batch_size,
+            **how,
+        )
+        for at, answer in answers:
+            text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
+            texts[places[at]] = text
+            kept.add(key, places[at], text)
+            bar(len(texts))
+    return [[texts[i * asked.samples + s] for s in range(asked.samples)] for i in range(len(rows))]
+
+
+def figures_of(rows: Sequence[Row], texts: Sequence[Sequence[str]], asked: Sampling) -> dict[str, Figure]:
+    """What was asked of the texts, a figure each: means over the prompts that have one."""
+    values: dict[str, list[float | None]] = {
+        name: [function(one) for one in texts] for name, function in functions("samples").items()
+    }
+    if asked.programs:
+        refuse_unless_contained()
+        passed = _passed(rows, texts)
+        for k in asked.pass_at:
+            values[f"pass_at_{k}"] = [pass_at_k(asked.samples, count, k) for count in passed]
+    if asked.toxicity is not None:
+        scores = _toxic_scores(asked, texts)
+        for name, function in functions("toxicity").items():
+            values[name] = [function(one) for one in scores]
+    found = {}
+    for name, each in values.items():
+        there = [i for i, value in enumerate(each) if value is not None]
+        kept = [value for value in each if value is not None]
+        if there:
+            found[name] = Figure.over([kept, np.ones(len(kept))], ratio_statistic(), there)
+    return found
+
+
+def _passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
+    """How many texts of each row pass its test."""
+    programs = []
+    for row, written in zip(rows, texts, strict=True):
+        test = row.record.get("test")
+        if not isinstance(test, str):
+            raise UserError(f"{row.where}: no column 'test' to run behind a program; leave --programs out, or add it")
+        entry = row.record.get("entry_point")
+        call = f"\ncheck({entry})\n" if isinstance(entry, str) and entry.isidentifier() else "\n"
+        programs += [f"{row.values['text']}{text}\n{test}{call}" for text in written]
+    outcomes = iter(run_programs(programs, workers=2))
+    return [sum(next(outcomes) == "passed" for _ in written) for written in texts]
+
+
+def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
+    """The classifier's probability of its toxic class for every text; 0 for an empty one."""
+    from experiments.workflows.build import lay_out
+    from finetune.compute.precision import autocast_dtype
+    from finetune.models.backbone import open_backbone
+
+    path = Path(str(asked.toxicity))
+    recipe = alone(adapted_recipe(path))
+    check_run(path, recipe)
+    names, _ = learnt(recipe, path)
+    if not recipe.task.one_class or names is None or asked.toxic not in names:
+        known = "no classes" if names is None else f"the classes {', '.join(names)}"
+        raise UserError(f"--toxicity: {path} has {known}, none of them {asked.toxic!r}; name it with --toxic-label")
+    flat = [text for written in texts for text in written]
+    there = [i for i, text in enumerate(flat) if text.strip()]
+    scores = np.zeros(len(flat))
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+    rows = [Row({"text": flat[i], "label": names[0]}, str(i), f"text {i}") for i in there]
+    if rows:
+        coded = encode(
+            rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=names
+        )
+        engine, _ = lay_out(recipe, recipe.task, names, adapter=path / "adapter")
+        with evaluating(engine.judged):
+            _, logits = head_scores(
+                engine.judged,
+                coded.examples,
+                task=recipe.task,
+                batch_size=recipe.eval.batch_size,
+                pad_id=tokenizer.pad_token_id,
+                device=engine.device,
+                autocast_dtype=autocast_dtype(recipe.train),
+            )
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        scores[[int(example.id) for example in coded.examples]] = shares[:, names.index(asked.toxic)]
+    parts = iter(scores.tolist())
+    return [[next(parts) for _ in written] for written in texts]
+
+
+def records(name: str, rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
+    """Lines of generations.jsonl."""
+    return [
+        {"by": name, "where": row.where, "prompt": row.values["text"], "texts": list(written)}
+        for row, written in zip(rows, texts, strict=True)
+    ]
