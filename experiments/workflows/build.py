@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from experiments.data.sources import judged_train
 from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
 from finetune.adapters.initial_values import Calibration
+from finetune.atomic import replacing
 from finetune.compute.presence import resolve_device
-from finetune.data.example import Example
+from finetune.data.example import IGNORE, Example
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.metrics import metric_of
 from finetune.models.backbone import open_backbone
@@ -83,6 +84,7 @@ def judge(
     task: Task,
     split: str,
     label_names: tuple[str, ...] | None = None,
+    said: dict[str, Sequence[Any]] | None = None,
 ) -> dict[str, Any]:
     """`finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
     from finetune.compute.precision import autocast_dtype
@@ -98,22 +100,74 @@ def judge(
         device=engine.device,
         autocast_dtype=autocast_dtype(recipe.train),
         share=engine.evaluation,
+        said=said,
     )
 
 
 def judge_splits(
-    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, say: Callable[[str], None]
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: Any,
+    prepared: Prepared,
+    say: Callable[[str], None],
+    keep: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Every split of a run that has examples, `{split: {metric: {value, low, high, n}}}`: what eval.json holds."""
+    """Every split of a run that has examples, `{split: {metric: {value, low, high, n}}}`: what eval.json holds.
+
+    keep: predictions.parquet to write, of dev and test.
+    """
     splits = {"train": judged_train(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
-    result = {}
+    result, kept = {}, {}
     for split, examples in splits.items():
         if examples:
+            said: dict[str, Sequence[Any]] = {}
             result[split] = judge(
-                recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names
-            )
+                recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
+                said=said,
+            )  # fmt: skip
             say(f"{split}: {', '.join(shown(result[split]))}")
+            if keep is not None and split != "train":
+                kept[split] = {"row": _places(examples), "text": _texts(examples, tokenizer), **said}
+    if keep is not None and engine.is_main and kept:
+        write_predictions(keep, kept)
     return result
+
+
+_SHOWN, _LONGEST = 2000, 600
+"""Rows of a split whose text is kept beside what was said of them, and characters of each."""
+
+
+def _places(examples: Sequence[Example]) -> list[str]:
+    """File and line, the file by its name: the same rows elsewhere are the same."""
+    return [example.where.rpartition("/")[2] for example in examples]
+
+
+def _texts(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
+    """What the model read of each of the first examples, up to its answer where there is one."""
+    found: list[str | None] = [None] * len(examples)
+    for place, example in enumerate(examples[:_SHOWN]):
+        ids, labels = example.input_ids, example.labels
+        if example.prompt is not None:
+            ids = example.prompt
+        elif isinstance(labels, list) and example.decoder_ids is None and IGNORE in labels and example.words is None:
+            answer = next((i for i, label in enumerate(labels) if label != IGNORE), len(ids))
+            ids = ids[:answer] if answer > 1 else ids  # one token before it: the beginning of a text
+        text = " ".join(str(tokenizer.decode(ids[:_LONGEST], skip_special_tokens=True)).split())
+        found[place] = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return found
+
+
+def write_predictions(path: Path, splits: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
+    """What was said of each row: `split, row, text`, and the columns of `finetune.evaluate.judge.Judge.said`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = [
+        pa.table({"split": [split] * len(columns["row"]), **{k: pa.array(v) for k, v in columns.items()}})
+        for split, columns in splits.items()
+    ]
+    with replacing(path) as temporary:
+        pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary)
 
 
 def shown(metrics: dict[str, Any]) -> list[str]:

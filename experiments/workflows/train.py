@@ -80,7 +80,7 @@ from finetune.tasks import Task
 from finetune.train.loop import TrainingStage, train_stage
 from regularizers import build as build_regularizer
 
-LABEL_NOISE = "label_noise.json"
+LABEL_NOISE, PREDICTIONS = "label_noise.json", "predictions.parquet"
 
 
 def train(
@@ -410,7 +410,8 @@ def _evaluate(context: RunContext, prepared: Prepared, adapter: Path) -> dict[st
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(context.run.path / "adapter")
     with watchdog.unhurried("evaluating"):
-        result = judge_splits(recipe, engine, tokenizer, prepared, context.console.say)
+        keep = None if context.cell else context.run.path / PREDICTIONS
+        result = judge_splits(recipe, engine, tokenizer, prepared, context.console.say, keep)
         if context.probe is not None:
             context.probe.judged(recipe, engine, tokenizer, prepared)
     if world.is_main:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,12 +39,14 @@ def evaluate(
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
     figures: dict[str, Figure] | None = None,
+    said: dict[str, Sequence[Any]] | None = None,
 ) -> dict[str, Interval]:
     """Figures of `model` on `examples`, in evaluation mode, without gradients and without a random draw of its own.
 
     Returns what the task's `judge` names, each as `{value, low, high, n}` with n the number of examples. A figure that
     is not finite is null. On a mesh every rank calls this and gets the same figures; `share` says which rows are its
-    own. `figures` receives each as what can be asked of groups of the examples and beside another model's.
+    own. `figures` receives each as what can be asked of groups of the examples and beside another model's; `said` what
+    the model says of each example (`Judge.said`).
 
     Raises:
         UserError: no examples, or answers that do not fit the backbone.
@@ -61,6 +63,7 @@ def evaluate(
     }
     with evaluating(model):
         judge = Judge(model, tokenizer, task, pad_id, how, draw, label_names, {} if figures is None else figures)
+        judge = replace(judge, said={} if said is None else said)
         return task.judge(judge, examples)
 
 
@@ -79,6 +82,10 @@ class Judge:
     label_names: Sequence[str] | None = None
     figures: dict[str, Figure] = field(default_factory=dict)
     """Receives every figure by name."""
+    said: dict[str, Sequence[Any]] = field(default_factory=dict)
+    """Receives columns with an entry for each example: `label, predicted, probability` of a class or number,
+    `reference, answer`, and of every figure that is Σ values / Σ counts its `NAME` and `NAME.count` (all one: left
+    out). None where an example has no such entry."""
 
     # ------------------------------------------------------------------------------------------------- what it says
 
@@ -97,11 +104,28 @@ class Judge:
     ) -> Interval:
         """The figure `name`: Σ values / Σ counts, then `transform`; of the examples at `rows`, by default all."""
         self.figures[name] = Figure.over([values, counts], ratio_statistic(transform), rows)
+        if transform is None and rows is None:
+            self.said[name] = np.asarray(values, dtype=np.float64)
+            if not np.all(np.asarray(counts) == 1):
+                self.said[f"{name}.count"] = np.asarray(counts, dtype=np.float64)
         return ratio_interval(values, counts, transform=transform, **self.draw)
 
     def mean(self, name: str, values: Any, *, rows: Sequence[int] | None = None) -> Interval:
         """The figure `name`: the mean of one value an example."""
         return self.ratio(name, values, np.ones(len(values)), rows=rows)
+
+    def classes(self, true: Sequence[int], scores: np.ndarray, *, odds: bool = True) -> dict[str, Interval]:
+        """`accuracy, f1_macro, matthews, majority_floor` of the class with the highest of the scores (N, K).
+
+        odds: scores are log-likelihoods up to a constant of each example, so that probabilities can be told.
+        """
+        predicted = scores.argmax(-1).tolist()
+        named = self.label_names or [str(place) for place in range(scores.shape[1])]
+        self.said["label"] = [named[place] for place in true]
+        self.said["predicted"] = [named[place] for place in predicted]
+        if odds:
+            self.said["probability"] = 1.0 / np.exp(scores - scores.max(-1, keepdims=True)).sum(-1)
+        return judge_classes(true, predicted, figures=self.figures, **self.draw)
 
     def surprise(
         self, examples: Sequence[Example], nats: np.ndarray, tokens: np.ndarray, *, of: str = "text"
@@ -121,7 +145,7 @@ class Judge:
         # The row's own completion is one of the choices: its surprise is known.
         nats = -scores[np.arange(len(gold)), gold]
         figures = self.surprise(examples, nats, np.array([_supervised(example) for example in examples]))
-        return figures | judge_classes(gold, scores.argmax(-1).tolist(), figures=self.figures, **self.draw)
+        return figures | self.classes(gold, scores)
 
     def answers(self, examples: Sequence[Example], *, num_beams: int = 1, of: str = "answers") -> dict[str, Interval]:
         """The metrics that are judged by "answers" (or "seq2seq") of what the model writes, over the examples that have
@@ -142,13 +166,16 @@ class Judge:
             **self.how,
         )
         pairs = [(said, example.answer or "") for said, example in zip(answers, asked, strict=True)]
+        for column, texts in (("reference", [ref for _, ref in pairs]), ("answer", [said for said, _ in pairs])):
+            of_row = dict(zip(rows, texts, strict=True))
+            self.said[column] = [of_row.get(row) for row in range(len(examples))]
         extra = functions("agreement")
         wanted = functions(of) | {name: extra[name] for name in self.task.metrics}
         figures = {}
         for name, function in wanted.items():
             found = np.array([function(*pair) for pair in pairs], dtype=np.float64)
             part, whole = found.T if found.ndim == 2 else (found, np.ones(len(found)))
-            figures[name] = self.ratio(name, part, whole, rows=rows)
+            figures[name] = self.ratio(name, part, whole, rows=None if len(rows) == len(examples) else rows)
         return figures
 
 

@@ -175,7 +175,6 @@ class Classify(ByExample):
         f1_macro, matthews, majority_floor`; with `multi` as `finetune.evaluate.multilabel.judge_sets`."""
         import numpy as np
 
-        from ..evaluate.classes import judge_classes
         from ..evaluate.multilabel import judge_sets
 
         nats, logits = judge.head(examples)
@@ -183,7 +182,7 @@ class Classify(ByExample):
         if self.multi:
             figures = judge_sets(true > 0, logits, figures=judge.figures, **judge.draw)
         else:
-            figures = judge_classes(true.tolist(), logits.argmax(-1).tolist(), figures=judge.figures, **judge.draw)
+            figures = judge.classes(true.tolist(), logits, odds=not self.squares)
         found = {"loss": judge.mean("loss", nats)}
         if self.squares:
             variance = 1 - float(np.square(np.bincount(true) / len(true)).sum())  # of the one-hot labels

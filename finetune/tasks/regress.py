@@ -140,6 +140,7 @@ class Regress(ByExample):
         units = examples[0].units
         assert units is not None
         true = np.array([example.labels for example in examples], dtype=np.float64)
+        judge.said["label"], judge.said["predicted"] = true, predicted
         loss = judge.mean("loss", ((predicted - true) / units.scale) ** 2)
         numbers = judge_numbers(true, predicted, mean=units.mean, figures=judge.figures, **judge.draw)
         return {"loss": loss} | numbers
