@@ -8,6 +8,9 @@ from typing import ClassVar
 
 from experiments.report.figure import Chart
 
+SIDE_BY_SIDE = "Side by side"
+"""The chapter that is of several runs and of none."""
+
 
 @dataclass(frozen=True)
 class Tile:

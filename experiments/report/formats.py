@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -181,3 +181,14 @@ def axis_value(value: Any) -> str:
 def setting(where: Mapping[str, Any]) -> str:
     """`{"adapter.rank": 4, "optimizer.lr": 0.001}` → `rank = 4, lr = 0.001`."""
     return ", ".join(f"{axis.rpartition('.')[2]} = {axis_value(value)}" for axis, value in where.items())
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """A table as lines of a terminal, columns two blanks apart; those numbered in `right` are set flush right."""
+    lines = [columns, *rows]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+
+    def cell(text: str, place: int) -> str:
+        return text.rjust(widths[place]) if place in right else text.ljust(widths[place])
+
+    return "\n".join("  ".join(cell(text, place) for place, text in enumerate(line)).rstrip() for line in lines)

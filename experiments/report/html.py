@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.report.blocks import Chapter
+from experiments.report.blocks import SIDE_BY_SIDE, Chapter
 from experiments.report.figure import FONT, PALETTE, Chart
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ def render(chapters: Sequence[Chapter]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     first = max(chapters, key=lambda c: c.weight)
     one = len(chapters) == 1
-    title = first.name if one else ", ".join(c.name for c in chapters[:4]) + (", …" if len(chapters) > 4 else "")
-    page = _Page(title, first.finding or first.name, _kicker(first) if one else f"{len(chapters)} runs")
+    named = [c.name for c in chapters if c.name != SIDE_BY_SIDE]
+    title = ", ".join(named[:4]) + (", …" if len(named) > 4 else "")
+    page = _Page(title, first.finding or first.name, _kicker(first) if one else f"{_runs(chapters)} runs")
 
     numbers = count(1)
 
@@ -60,6 +61,10 @@ def render(chapters: Sequence[Chapter]) -> str:
             script=Markup(script),
         )
     )
+
+
+def _runs(chapters: Sequence[Chapter]) -> int:
+    return sum(made.name != SIDE_BY_SIDE for made in chapters)
 
 
 def _kicker(made: Chapter) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.report.blocks import Chapter
 from experiments.report.chapters import chapter, charts_of
+from experiments.report.chapters.side_by_side import side_by_side
 from experiments.report.figure import drawing
 from experiments.report.html import render
 from experiments.results.run import discover
@@ -21,15 +22,16 @@ def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
     """Write one offline page about the runs in `paths` to `out` (whole or not at all) and return `out`.
 
     paths: run directories of `train`, `select` or `sweep`, studies, or folders that hold several of these. Only files
-    of the run directory contract (design §4) are read; what is missing is left out of the page. The same files give
-    the same bytes.
+    of the run directory contract are read; what is missing is left out of the page. Several training runs are put
+    side by side first. The same files give the same bytes.
     Raises UserError for a path that is no run directory, a file in it that cannot be read or is not what the run saved,
     and an `out` that is there and no page of ours.
     """
     refuse_foreign(Path(out))
     runs = discover([Path(p) for p in paths])
     with drawing():
-        chapters = _with_slugs([chapter(run) for run in runs])
+        beside = side_by_side(runs)
+        chapters = _with_slugs([*([beside] if beside is not None else []), *(chapter(run) for run in runs)])
     write_text(out, render(chapters))
     return Path(out)
 

@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from experiments.results.predictions import Judged, Predictions, read_predictions
 from experiments.results.sweep import SweepData, read_sweep
 from finetune import atomic
 from finetune.digests import check_files
 from finetune.errors import UserError
+from finetune.evaluate.metrics import in_headline_order, metric_of
 from finetune.run_directory import forget_undone, parse_line
 from finetune.tasks import KINDS, Objective
 
@@ -168,6 +170,20 @@ class Run:
         return _check_eval(self.path / "eval.json", read_object(self.path / "eval.json"))
 
     @cached_property
+    def predictions(self) -> dict[str, Predictions]:
+        """What it said of each row, by split; empty where that was not kept."""
+        return read_predictions(self.path)
+
+    def judged(self, split: str) -> Judged:
+        """What of a split is compared with another run's; its files are named by their digests."""
+        block = self.recipe.get("data")
+        of_split = block.get(split) if isinstance(block, dict) else None
+        files = set(of_split.get("files") or ()) if isinstance(of_split, dict) else set()
+        inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict) and i.get("path") in files]
+        digest = ",".join(str(i.get("sha256")) for i in inputs)
+        return Judged(self.eval.get(split, {}), self.predictions.get(split), digest)
+
+    @cached_property
     def sharpness(self) -> dict[str, Any]:
         """What `flatshift eval --sharpness` wrote; empty if it was not asked."""
         file = self.path / "sharpness.json"
@@ -244,6 +260,17 @@ class Run:
         if _finite(total):
             return max(float(total), sum(self.stage_seconds.values()))
         return sum(self.stage_seconds.values()) or None
+
+
+def best_split(tree: dict[str, Any]) -> str | None:
+    """test where it was judged, else dev, else whatever there is."""
+    return next((s for s in ("test", "dev", *tree) if s in tree), None)
+
+
+def headline(metrics: dict[str, Any]) -> str | None:
+    """The metric of a split that counts first; None without any."""
+    kept = {name: cell for name, cell in metrics.items() if not metric_of(name).is_floor}
+    return next((name for name in ("accuracy", "exact_match", *in_headline_order(kept)) if name in kept), None)
 
 
 def _finite(value: Any) -> TypeGuard[float]:

@@ -1,7 +1,8 @@
-"""One page from directories."""
+"""One page from directories; training runs side by side."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from flatshift.command_line import parse
 
 @dataclass(frozen=True)
 class Flags:
-    """Make one offline HTML page from run, selection, sweep or study directories."""
+    """Make one offline HTML page from run, selection, sweep or study directories. Several training runs are compared:
+    settings that differ, figures with paired intervals, curves over one another."""
 
     runs: Positional[tuple[Path, ...]]
     """Directories."""
@@ -29,9 +31,17 @@ def run(argv: list[str]) -> int:
     if flags.out is not None and flags.out.is_dir():
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
     from experiments.report import build_report
+    from experiments.report.chapters.side_by_side import metric_rows
+    from experiments.report.formats import aligned
+    from experiments.results.run import discover
     from finetune.lock import owned
 
     out = flags.out or flags.runs[0] / "report.html"
     with owned(out):
-        print(build_report(flags.runs, out=out))
+        page = build_report(flags.runs, out=out)
+    trained = [run for run in discover(flags.runs) if run.eval]
+    columns, rows = metric_rows(trained) if len(trained) > 1 else ([], [])
+    if rows:
+        print(aligned(columns, rows, right=range(1, len(columns))), file=sys.stderr)
+    print(page)
     return 0

@@ -7,8 +7,8 @@ from typing import Any
 from experiments.report import formats
 from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
 from experiments.report.charts.training import evaluation, small_multiples, training
-from experiments.results.run import Run
-from finetune.evaluate.metrics import in_headline_order, metric_of, on_tiles
+from experiments.results.run import Run, best_split, headline
+from finetune.evaluate.metrics import metric_of, on_tiles
 from finetune.figures import rate_text
 from finetune.run_directory import SPIKE
 
@@ -27,12 +27,10 @@ def train_finding(run: Run) -> str:
     if split is None:
         steps = max((ln["step"] for ln in run.metrics.lines), default=0)
         return f"Not evaluated yet; {steps:,} updates logged." if steps else ""
-    metrics = {m: c for m, c in run.eval[split].items() if not metric_of(m).is_floor}
-    order = ["accuracy", "exact_match", *in_headline_order(metrics)]
-    metric = next((m for m in order if m in metrics), None)
+    metric = headline(run.eval[split])
     if metric is None:
         return ""
-    cell = metrics[metric]
+    cell = run.eval[split][metric]
     value = formats.with_interval(cell)
     sentence = f"{split.capitalize()} {metric_of(metric).title} is {value}"
     floor = run.eval[split].get("majority_floor", {}).get("value")
@@ -45,11 +43,6 @@ def train_finding(run: Run) -> str:
         else:
             sentence += f", which is not clearly different from the majority floor of {formats.number(floor)}"
     return sentence + "."
-
-
-def best_split(tree: dict[str, Any]) -> str | None:
-    """test where it was judged, else dev, else whatever there is."""
-    return next((s for s in ("test", "dev", *tree) if s in tree), None)
 
 
 def training_tiles(run: Run) -> list[Tile]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -78,6 +78,43 @@ def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart
             title = f"Loss during {stage}"
             charts.append(canvas.chart(f"loss-{slug(stage)}", title=title, caption=" ".join(said)))
     return charts
+
+
+_TOKENS = ("blue", "orange", "green", "purple", "amber", "ink")
+"""Colours of overlaid runs, in turn; from the seventh on lines are dashed."""
+
+
+def overlaid(curves: Mapping[str, Sequence[tuple[int, float]]], *, stage: str, split: str, unit: str) -> Chart | None:
+    """The losses of several runs over the updates of a stage, a line each; None where fewer than two have any."""
+    shown = {name: [(t, v) for t, v in curve if math.isfinite(v)] for name, curve in curves.items()}
+    shown = {name: curve for name, curve in shown.items() if curve}
+    if len(shown) < 2:
+        return None
+    span = 1
+    with Canvas(540, 300) as canvas:
+        longest = max(map(len, shown))
+        ax = canvas.axes(
+            y=f"{split} loss ({unit})", x="optimizer updates of the stage", right=min(60 + 7 * longest, 190)
+        )
+        ends: list[tuple[float, float, str, str]] = []
+        for place, (name, curve) in enumerate(shown.items()):
+            steps, values = [t for t, _ in curve], [v for _, v in curve]
+            if split == "train" and len(values) >= 30:
+                span = max(span, 2 * (len(values) // 40) + 5)
+                values = _running_mean(values, 2 * (len(values) // 40) + 5)
+            token = _TOKENS[place % len(_TOKENS)]
+            dots = {"marker": "o", "markersize": 4.5} if split != "train" else {}
+            ax.plot(steps, values, color=colour(token), linewidth=2,
+                    linestyle="-" if place < len(_TOKENS) else "--", clip_on=False, **dots)  # fmt: skip
+            ends.append((max(t for c in shown.values() for t, _ in c), values[-1], name, token))
+        ax.margins(x=0.01, y=0.08)
+        label_ends(ax, ends, height=226)
+        smooth = f" Centred means over up to {span} updates." if span > 1 else ""
+        return canvas.chart(
+            f"beside-{slug(stage)}-{split}",
+            title=f"{split.capitalize()} loss during {stage}",
+            caption=f"One line a run.{smooth}",
+        )
 
 
 def small_multiples(metrics: Metrics) -> list[Chart]:

@@ -1,0 +1,175 @@
+"""Training runs beside each other: settings that differ, figures with their differences, overlaid curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.report import formats
+from experiments.report.blocks import SIDE_BY_SIDE, Block, Chapter, Figures, Notes, Section, Table
+from experiments.report.charts.training import overlaid
+from experiments.results.predictions import Difference, differences
+from experiments.results.run import Run, best_split, headline
+from finetune.evaluate.metrics import metric_of
+
+_NOT_SETTINGS = ("extends", "sweep", "comparison", "tracker")
+_LONGEST = 60
+
+
+def side_by_side(runs: Sequence[Run]) -> Chapter | None:
+    """The chapter of all training runs among `runs`; None for fewer than two. The first is what others are held to."""
+    trained = [run for run in runs if (run.eval or run.metrics.lines) and run.recipe]
+    if len(trained) < 2:
+        return None
+    names = _names(trained)
+    sections = [_settings(trained, names), *_metrics(trained, names), *_curves(trained, names)]
+    return Chapter(
+        name=SIDE_BY_SIDE,
+        kind=f"{len(trained)} runs",
+        finding=_finding(trained, names),
+        facts=[],
+        tiles=[],
+        sections=[section for section in sections if section is not None],
+        weight=1000,
+    )
+
+
+def metric_rows(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the figures of the split that counts, for a terminal."""
+    names = _names(runs)
+    split = _split(runs)
+    table = None if split is None else _table(runs, names, split)
+    return (list(table.columns), [list(row) for row in table.rows]) if table is not None else ([], [])
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Folder names, with what is above where two agree."""
+    short = [run.name for run in runs]
+    return [
+        name if short.count(name) == 1 else f"{run.path.resolve().parent.name}/{name}"
+        for name, run in zip(short, runs, strict=True)
+    ]
+
+
+def _split(runs: Sequence[Run]) -> str | None:
+    """test where all have it, else dev, else what they share."""
+    shared = [split for split in runs[0].eval if all(split in run.eval for run in runs)]
+    return best_split({split: {} for split in shared})
+
+
+def _settings(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    flat = [_flat(run.recipe) for run in runs]
+    keys = [key for key in dict.fromkeys(k for tree in flat for k in tree) if not key.startswith(_NOT_SETTINGS)]
+    differ = [key for key in keys if len({_shown(tree.get(key)) for tree in flat}) > 1]
+    backbones = [run.manifest.get("backbone", {}).get("fingerprint", "") for run in runs]
+    rows = [{"key": key, **{n: _shown(t.get(key)) for n, t in zip(names, flat, strict=True)}} for key in differ]
+    if len(set(backbones)) > 1 and "backbone" not in differ:
+        rows.append({"key": "backbone's weights", **{n: str(b)[:12] for n, b in zip(names, backbones, strict=True)}})
+    if not rows:
+        return Section("Settings that differ", [Notes(["None: the runs have the same recipe."])])
+    same = len(keys) - len(differ)
+    return Section("Settings that differ", [Table.of(rows, f"{same} more settings agree.", words=("key", *names))])
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {k: v for key, child in value.items() for k, v in _flat(child, f"{path}.{key}".lstrip(".")).items()}
+    return {path: value}
+
+
+def _shown(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else formats.axis_value(value)
+    return text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}"
+
+
+def _metrics(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
+    found = []
+    for split in (s for s in ("test", "dev") if sum(s in run.eval for run in runs) > 1):
+        having = [(run, name) for run, name in zip(runs, names, strict=True) if split in run.eval]
+        table = _table([run for run, _ in having], [name for _, name in having], split)
+        if table is not None:
+            found.append(Section(f"Figures of {split}", [table]))
+    return found
+
+
+def _table(runs: Sequence[Run], names: Sequence[str], split: str) -> Table | None:
+    """A row for each metric and run, each run after the first with what it is more than the first."""
+    judged = [run.judged(split) for run in runs]
+    more = [{}, *(differences(one, judged[0]) for one in judged[1:])]
+    metrics = [m for m in judged[0].metrics if any(m in found for found in more)]
+    if not metrics:
+        return None
+    rows = [
+        [
+            metric_of(metric).title if not place else "",
+            name,
+            formats.with_interval(one.metrics.get(metric)),
+            _difference(found.get(metric)) if place else "",
+        ]
+        for metric in metrics
+        for place, (name, one, found) in enumerate(zip(names, judged, more, strict=True))
+    ]
+    every = [one for found in more for one in found.values()]
+    return Table(["metric", "run", "value", f"minus {names[0]}"], rows, _caption(every), frozenset({2, 3}))
+
+
+def _difference(found: Difference | None) -> str:
+    if found is None:
+        return "–"
+    shown, interval = formats.estimate(found.value, found.low, found.high, plus=True)
+    mark = "" if found.paired or not interval else " †"
+    return f"{shown} ({interval}){mark}" if interval else shown
+
+
+def _caption(found: Sequence[Difference]) -> str:
+    paired = {one.n for one in found if one.paired}
+    said = "95 % bootstrap intervals over rows; they say nothing about other seeds."
+    if paired:
+        rows = " or ".join(f"{n:,}" for n in sorted(paired))
+        said += f" A difference is that of the same {rows} rows, drawn together."
+    if any(not one.paired for one in found):
+        said += (
+            " † Not paired: the rows differ, or what was said of each row was not kept; the interval takes both runs "
+            "as judged on different rows, which is too wide where they are the same."
+        )
+    return said
+
+
+def _finding(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """The run that is best by the metric that counts, beside the first, or beside the best other one if it is that."""
+    split = _split(runs)
+    metric = headline(runs[0].eval[split]) if split is not None else None
+    if split is None or metric is None or not all(metric in run.eval[split] for run in runs):
+        return f"{len(runs)} runs side by side."
+    lower = metric_of(metric).lower
+    order = sorted(range(len(runs)), key=lambda i: runs[i].eval[split][metric]["value"] * (1 if lower else -1))
+    best, other = order[0], 0 if order[0] else order[1]
+    found = differences(runs[best].judged(split), runs[other].judged(split))[metric]
+    shown, interval = formats.estimate(abs(found.value), *_ends(found))
+    what = f"{split} {metric_of(metric).title}"
+    if not found.clear:
+        return (
+            f"{names[best]} has the best {what}, "
+            f"{formats.with_interval(runs[best].eval[split][metric])}, not clearly apart from {names[other]}."
+        )
+    how = f", paired on {found.n:,} rows" if found.paired else ", not paired"
+    return f"{names[best]} beats {names[other]} in {what} by {shown} ({interval}{how})."
+
+
+def _ends(found: Difference) -> tuple[float | None, float | None]:
+    if found.low is None or found.high is None:
+        return None, None
+    return (found.low, found.high) if found.value >= 0 else (-found.high, -found.low)
+
+
+def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
+    stages = dict.fromkeys(stage for run in runs for stage in run.metrics.stages)
+    charts = []
+    for stage in stages:
+        for split in ("train", "dev"):
+            units = {run.loss_unit(stage) for run in runs}
+            curves = {n: run.metrics.series(stage, split, "loss") for n, run in zip(names, runs, strict=True)}
+            chart = overlaid(curves, stage=stage, split=split, unit=" or ".join(sorted(units)))
+            charts += [chart] if chart is not None else []
+    blocks: list[Block] = [Figures(charts)]
+    return [Section("Curves", blocks)] if charts else []

@@ -1,0 +1,131 @@
+"""What lies in a folder, one entry a directory: its kind, how far it is, its main figure, when it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from experiments.results.cells import MARKER
+from experiments.results.run import Run, best_split, headline, is_run, read_object, read_run
+from finetune.digests import DONE
+from finetune.errors import UserError
+from finetune.run_directory import RECIPE
+
+_PARTS = {"cells", "runs", "stages", "selection", "adapter", "state", "plots", "initial"}
+"""Folders that belong to the directory above them."""
+_DEEPEST = 6
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory of a command. steps: updates that were made, or cells; of: how many were asked for."""
+
+    path: str
+    kind: str
+    status: str
+    steps: int | None = None
+    of: int | None = None
+    metric: str | None = None
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    date: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def listing(folder: Path) -> list[Entry]:
+    """Every directory of a command in `folder`, itself included, oldest first.
+
+    Raises UserError if `folder` is no directory. A directory with a broken file is an entry with the status `broken`.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no directory; name the folder that your runs lie in, for example `runs`")
+    found = [entry(path, folder) for path in _inside(folder, _DEEPEST)]
+    return sorted(found, key=lambda one: (one.date, one.path))
+
+
+def _inside(folder: Path, depth: int) -> Iterator[Path]:
+    own = is_run(folder)
+    if own:
+        yield folder
+    if depth and (not own or (folder / "study.json").is_file()):
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink() and path.name[0] != "." and path.name not in _PARTS:
+                yield from _inside(path, depth - 1)
+
+
+def entry(path: Path, folder: Path) -> Entry:
+    """What there is to say of one directory, named from `folder`."""
+    name = path.relative_to(folder).as_posix() if path != folder else path.name or str(path)
+    try:
+        return _entry(read_run(path), name)
+    except UserError as error:
+        return Entry(name, "?", f"broken: {error}"[:160], date=_changed(path))
+
+
+def _entry(run: Run, name: str) -> Entry:
+    made = str(run.environment.get("created") or run.manifest.get("created") or "") or _changed(run.path)
+    date = made.replace("+00:00", "Z")
+    if run.comparison:
+        return Entry(name, "comparison", "finished", date=date)
+    if (run.path / "study.json").is_file():
+        return Entry(name, "study", "finished", date=date)
+    if run.evaluation:
+        return Entry(name, "evaluation", "finished", date=date)
+    if (run.path / MARKER).is_file() or (run.path / "cells").is_dir():
+        return _sweep(run, name, date)
+    if (run.path / RECIPE).is_file() and not _only_selected(run):
+        return _training(run, name, date)
+    chosen = run.manifest.get("selection")
+    count = chosen.get("budget") if isinstance(chosen, dict) else None
+    return Entry(name, "selection", "finished", steps=count, of=_pool(chosen), date=date)
+
+
+def _only_selected(run: Run) -> bool:
+    return (run.path / "scores.parquet").is_file() and not (run.path / "stages").is_dir()
+
+
+def _pool(chosen: Any) -> int | None:
+    count = chosen.get("pool") if isinstance(chosen, dict) else None
+    return count if isinstance(count, int) else None
+
+
+def _training(run: Run, name: str, date: str) -> Entry:
+    train = run.recipe.get("train")
+    asked = train.get("steps") if isinstance(train, dict) else None
+    steps = max((line["step"] for line in run.metrics.lines if line["stage"] == "fine-tune"), default=0)
+    done = run.stages.get("fine-tune", {})
+    finished = (run.path / DONE).is_file() and done.get("target_steps") == asked
+    status = ("stopped early" if done.get("stopped_early") else "finished") if finished else "unfinished"
+    split = best_split(run.eval)
+    metric = headline(run.eval[split]) if split else None
+    cell = run.eval[split][metric] if split and metric else {}
+    figure = f"{split} {metric}" if metric else None
+    ends = {key: cell.get(key) for key in ("value", "low", "high")}
+    return Entry(name, "training", status, int(done.get("steps", steps)), asked, figure, date=date, **ends)
+
+
+def _sweep(run: Run, name: str, date: str) -> Entry:
+    plan = read_object(run.path / MARKER)
+    asked = plan.get("cells") if isinstance(plan.get("cells"), int) else None
+    data = run.sweep
+    if data is None:
+        return Entry(name, "sweep", "unfinished", 0, asked, date=date)
+    column = data.error_columns()[0]
+    lowest = data.best(column)
+    ends: dict[str, Any] = {}
+    if lowest is not None:
+        best = lowest[1]
+        ends = {"metric": f"lowest {column.replace('.', ' ')}", "value": best.value, "low": best.low, "high": best.high}
+    status = "unfinished" if data.unfinished else f"finished, {len(data.failed)} failed" if data.failed else "finished"
+    return Entry(name, "sweep", status, data.done, asked or len(data), date=date, **ends)
+
+
+def _changed(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,43 @@
+"""What lies in a folder of runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from flatshift.command_line import parse
+
+
+@dataclass(frozen=True)
+class Flags:
+    """List runs, selections, sweeps and studies in a folder, one a line, oldest first."""
+
+    folder: Positional[Path] = Path("runs")
+    """Where to look, with all folders in it."""
+    json: bool = False
+    """Print the list as JSON."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift runs`."""
+    flags: Flags = parse(Flags, "runs", argv)
+    from experiments.report.formats import aligned, with_interval
+    from experiments.results.listing import listing
+
+    found = listing(flags.folder)
+    if flags.json:
+        print(json.dumps([one.record() for one in found], indent=2, ensure_ascii=False))
+        return 0
+    if not found:
+        print(f"no run, selection, sweep or study lies in {flags.folder}")
+        return 0
+    rows = []
+    for one in found:
+        steps = "" if one.steps is None else f"{one.steps:,}" + (f" / {one.of:,}" if one.of is not None else "")
+        figure = f"{one.metric} {with_interval(one.record())}" if one.metric else ""
+        rows.append([one.path, one.kind, one.status, steps, figure, one.date.replace("T", " ").removesuffix("Z")[:16]])
+    print(aligned(["directory", "kind", "status", "done", "figure", "made (UTC)"], rows, right={3}))
+    return 0
