@@ -8,9 +8,9 @@ from pathlib import Path
 
 from experiments.report.blocks import Chapter
 from experiments.report.chapters import chapter, charts_of
-from experiments.report.chapters.side_by_side import side_by_side
 from experiments.report.figure import drawing
 from experiments.report.html import render
+from experiments.report.side_by_side import side_by_side
 from experiments.results.run import discover
 from finetune.atomic import sweep_leftovers, write_text
 from finetune.errors import UserError

@@ -31,8 +31,8 @@ def run(argv: list[str]) -> int:
     if flags.out is not None and flags.out.is_dir():
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
     from experiments.report import build_report
-    from experiments.report.chapters.side_by_side import metric_rows
     from experiments.report.formats import aligned
+    from experiments.report.side_by_side import metric_rows
     from experiments.results.run import discover
     from finetune.lock import owned
 

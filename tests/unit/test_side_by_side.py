@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.report import build_report
-from experiments.report.chapters.side_by_side import side_by_side
+from experiments.report.side_by_side import side_by_side
 from experiments.results.listing import listing
 from experiments.results.predictions import Judged, Predictions, differences
 from experiments.results.run import discover
@@ -40,7 +40,12 @@ def make_run(path: Path, predicted: list[str], *, rank: int, keep: bool = True, 
     lines = [{"stage": "fine-tune", "step": s, "split": "train", "loss": 2.0 / s / rank} for s in (1, 2, 3, 4)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if keep:
-        rows = {"split": ["test"] * 6, "row": [f"{data}:{i}" for i in range(6)], "label": labels}
+        rows = {
+            "split": ["test"] * 6,
+            "row": [f"{data}:{i}" for i in range(6)],
+            "label": labels,
+            "text": [f"text {i}" for i in "abcdef"],
+        }
         pq.write_table(
             pa.table({**rows, "predicted": predicted, "probability": [0.9] * 6}), path / "predictions.parquet"
         )
