@@ -11,6 +11,7 @@ from selection.features.matrix import Features
 from selection.features.pooling import Backbone, Encoder
 from selection.features.static import Static
 from selection.features.tfidf import TfIdf
+from selection.features.token_space import TokenNgrams
 from selection.methods.auto import Auto
 from selection.methods.classifier import Classifier
 from selection.methods.contrast import GotDContrast
@@ -59,7 +60,7 @@ class Domains:
 
 
 Method = Inner | Domains | Auto
-Embedder = TfIdf | Backbone | Encoder | Static | Features
+Embedder = TfIdf | TokenNgrams | Backbone | Encoder | Static | Features
 
 
 def build_selector(

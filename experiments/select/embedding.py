@@ -20,7 +20,7 @@ from experiments.select.pool import PoolRecords, Records
 from finetune.data.view import RowView
 from finetune.errors import UserError, user_path
 from finetune.seeds import derive
-from selection.config import Backbone, Encoder, Features, Static, TfIdf, needs
+from selection.config import Backbone, Encoder, Features, Static, TfIdf, TokenNgrams, needs
 from selection.errors import BadRow
 from selection.features import FeatureCache, TakenRows, in_shards, load_features
 from selection.features.cache import SHARD_ROWS
@@ -57,6 +57,19 @@ def check_unread(spec: Select, x: Any, y: Any) -> None:
             finite_rows(np.asarray(matrix[low : low + _SCANNED]), side, low)
 
 
+def tokenizer_of(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]], int]:
+    """texts → token numbers of the recipe's backbone, without special tokens, and the size of its vocabulary."""
+    from finetune.models.backbone import open_backbone
+
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+
+    def tokenize(texts: list[str]) -> list[list[int]]:
+        found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    return tokenize, len(tokenizer)
+
+
 class Vectors:
     """Vectors of pool, target and negative examples of one recipe.
 
@@ -87,6 +100,8 @@ class Vectors:
         self._state = state
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._embed: Callable[[list[str]], np.ndarray] | None = None
+        self._embed_target: Callable[[list[str]], np.ndarray] | None = None
+        """Where the target's texts are placed otherwise than the pool's."""
         self._key = ""
         self.about: dict[str, Any] = {}
 
@@ -117,17 +132,19 @@ class Vectors:
         if isinstance(embedder, Features):
             index = np.array([row.index for row in records.rows], dtype=np.int64)
             return np.asarray(_own(getattr(embedder, name), records, index, name))
-        return np.asarray(self._made(_texts(records), f"embed {name}"))
+        return np.asarray(self._made(_texts(records), f"embed {name}", of_target=True))
 
-    def _made(self, texts: Sequence[str], label: str) -> Any:
+    def _made(self, texts: Sequence[str], label: str, *, of_target: bool = False) -> Any:
         if self._embed is None:
             self._embed, self._key = self._embedder()
-        embed, dtype = self._embed, self.spec.feature_type
+        embed, dtype, key = self._embed, self.spec.feature_type, self._key
+        if of_target and self._embed_target is not None:
+            embed, key = self._embed_target, f"{key} of the target"
         with self._console.task(label, len(texts), "texts") as task:
             cache = self._cache(len(texts))
             if cache is None:
                 return in_shards(texts, embed, dtype=dtype, progress=task)
-            rows = cache.features(texts, embed, key=self._key, dtype=dtype, progress=task)
+            rows = cache.features(texts, embed, key=key, dtype=dtype, progress=task)
         if self.spec.cache:
             for name in ("computed", "reused", "broken"):
                 self.about[f"shards_{name}"] = self.about.get(f"shards_{name}", 0) + getattr(cache, name)
@@ -137,9 +154,9 @@ class Vectors:
         if self.spec.cache:
             return FeatureCache(user_path(self.spec.cache))
         embedder = self.spec.embedder
-        if self._state is not None and not isinstance(embedder, TfIdf) and count > SHARD_ROWS:
+        if self._state is not None and not isinstance(embedder, TfIdf | TokenNgrams) and count > SHARD_ROWS:
             return FeatureCache(self._state / "vectors")
-        width = embedder.dim if isinstance(embedder, TfIdf) else 1024
+        width = embedder.dim if isinstance(embedder, TfIdf | TokenNgrams) else 1024
         if count * width * np.dtype(self.spec.feature_type).itemsize <= HELD_BYTES:
             return None
         if self._scratch is None:
@@ -151,6 +168,8 @@ class Vectors:
         embedder = self.spec.embedder
         if isinstance(embedder, TfIdf):
             return self._tfidf(embedder)
+        if isinstance(embedder, TokenNgrams):
+            return self._token_ngrams(embedder)
         if isinstance(embedder, Static):
             from selection.features import StaticEmbedder
 
@@ -165,6 +184,18 @@ class Vectors:
             device=self.recipe.train.device,
             keyed=bool(self.spec.cache or self._state),
         )
+
+    def _token_ngrams(self, embedder: TokenNgrams) -> tuple[Callable[[list[str]], np.ndarray], str]:
+        from selection.features.token_space import TokenNgramEmbedder
+
+        tokenize, size = tokenizer_of(self.recipe)
+        seed = derive(self.recipe.train.seed, "token n-grams")
+        made = TokenNgramEmbedder(tokenize, size, dim=embedder.dim, fit_rows=embedder.fit_rows, seed=seed)
+        # Distances to the negatives must be exact, too.
+        near = _texts(self._target) + (_texts(self._negative) if self._negative is not None else [])
+        made.fit(self._pool.rows.texts, near)
+        self._embed_target = made.transform_target
+        return made.transform, f"tokens {made.fingerprint}"
 
     def _tfidf(self, embedder: TfIdf) -> tuple[Callable[[list[str]], np.ndarray], str]:
         from selection import TfIdfEmbedder

@@ -71,19 +71,6 @@ def idle_setting(spec: Select) -> str | None:
     return next((name for name in settings if getattr(spec, name) != getattr(default, name)), None)
 
 
-def tokenizer_of(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]], int]:
-    """texts → token numbers of the recipe's backbone, without special tokens, and the size of its vocabulary."""
-    from finetune.models.backbone import open_backbone
-
-    tokenizer = open_backbone(recipe.backbone).tokenizer
-
-    def tokenize(texts: list[str]) -> list[list[int]]:
-        found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
-
-    return tokenize, len(tokenizer)
-
-
 def solver_device(recipe: Recipe) -> str:
     """Where the transport solver computes: `train.device`, or the CPU for methods without a solver."""
     if recipe.select is None or "features" not in needs(recipe.select.method):

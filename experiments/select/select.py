@@ -23,7 +23,7 @@ from experiments.run.console import Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
 from experiments.select.checks import can_check, check_choice, standing
-from experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows
+from experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
 from experiments.select.hygiene import clean_rows
 from experiments.select.kept import KeptScores
 from experiments.select.methods import (
@@ -33,7 +33,6 @@ from experiments.select.methods import (
     makes_vectors,
     naming_memory,
     solver_device,
-    tokenizer_of,
     vectors_needed,
     watched,
 )

@@ -88,3 +88,12 @@ def test_auto_leaves_out_what_cannot_serve(tmp_path: Path, capsys) -> None:
     tried = ("--select.method.tried", '["knn", "dsir"]', "--select.method.pairs", "5", "--select.embedder.dim", "4")
     select(tmp_path, pool, sentences(CATS, 24, 12, 2), "--method", "auto", *tried)
     assert "knn          60 x 24 pairs are more than 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["gotd", "knn"])
+def test_the_embedder_of_tokens_serves_methods_that_work_on_features(tmp_path: Path, method: str) -> None:
+    pool = [{"text": text} for text in sentences(CARS, 60, 12) + sentences(CATS, 30, 12, 1)]
+    select(tmp_path, pool, sentences(CATS, 20, 12, 2), "--method", method, "--embedder", "tokens")
+    rows = [json.loads(line)["text"] for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
+    assert all(set(text.split()) <= set(CATS) for text in rows)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["selection"]["embedder"] == "tokens"

@@ -22,7 +22,7 @@ from benchmarks.studies.selection_quality.cells import SelectionCell, TargetRows
 from benchmarks.studies.selection_quality.features import pool_vectors, vectors
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
 from experiments.recipe.config import Recipe
-from experiments.select.methods import tokenizer_of
+from experiments.select.embedding import tokenizer_of
 from finetune.atomic import replacing
 from finetune.data.rows import Row, limit_rows
 from finetune.errors import UserError

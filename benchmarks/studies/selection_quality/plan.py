@@ -20,7 +20,7 @@ from experiments.studies.cell import file_digest as digest
 from experiments.studies.study import chosen, locate, study_recipe
 from finetune.digests import digest as file_digest
 from finetune.errors import UserError
-from selection.config import Features, needs, one_size
+from selection.config import Features, TokenNgrams, needs, one_size
 
 RECIPE = Path(__file__).resolve().parent / "selection-quality.yaml"
 """The study that is published."""
@@ -238,6 +238,8 @@ class Plan:
         recipe = resolve_tree(self._tree, laid, name=self.resolved.name).recipe
         assert recipe.select is not None
         embedder = recipe.select.embedder
+        if isinstance(embedder, TokenNgrams):
+            raise UserError(f"quality: the embedder tokens is made for one target, not for many ({name or 'select'})")
         if isinstance(embedder, Features):
             raise UserError(f"quality: features of your own cannot be taken for many targets ({name or 'select'})")
         if distil and embedder.kind != "static":

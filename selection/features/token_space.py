@@ -1,0 +1,127 @@
+"""Uni- and bigrams of the backbone's tokens as features: sparse TF-IDF, turned into the target's own span without loss.
+
+Transport sees distances to M target texts alone. A text's part inside the span of the target's vectors and the length
+of what is left over give all of them exactly, so a sparse row of a hundred thousand columns becomes M + 2 numbers by
+one sparse × dense product. Where the target has more texts than `dim`, the span is cut to its strongest directions, and
+what is left over of both sides counts as orthogonal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from selection.errors import SelectionError
+from selection.features.tokens import CHUNK, Tokenize, TokenRows, grams
+from selection.lazy import np
+from selection.settings import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenNgrams:
+    """Uni- and bigrams of the backbone's tokens, TF-IDF of length 1, in the span of the target's texts. Sees case,
+    spacing and punctuation as the backbone does. Offline, no model."""
+
+    kind: Literal["tokens"] = "tokens"
+    dim: int = 512
+    """Directions kept of the target's span: up to so many target texts, distances to them are exact."""
+    fit_rows: int = 20_000
+    """Pool texts, drawn by seed, whose document frequencies count."""
+
+    def __post_init__(self) -> None:
+        check(self, "dim", "fit_rows", least=1)
+
+
+class TokenNgramEmbedder:
+    """Texts → (n, rank + 2) float32, rank ≤ dim: coordinates in the span of the target's TF-IDF vectors, and what is
+    left over of a text of the pool, and of the target.
+
+    tokenize, size: the backbone's tokenizer and its vocabulary. Weights: (1 + log count) · (log((1 + n)/(1 + df)) + 1)
+    of each uni- and bigram, scaled to length 1, df over `fit_rows` pool texts drawn by seed and the target's. A text
+    without a token is the zero vector. `transform` is for the pool, `transform_target` for the target.
+    """
+
+    def __init__(self, tokenize: Tokenize, size: int, *, dim: int = 512, fit_rows: int = 20_000, seed: int = 0):
+        self.tokenize, self.size = tokenize, size
+        self.dim, self.fit_rows, self.seed = dim, fit_rows, seed
+
+    def fit(self, pool_texts: Sequence[str], target_texts: Sequence[str]) -> Self:
+        """Document frequencies and the target's span. Raises SelectionError for a target without a token."""
+        draw = np.random.Generator(np.random.PCG64([self.seed, 0x70CE5]))
+        some = np.arange(len(pool_texts))
+        if len(some) > self.fit_rows:
+            some = np.sort(draw.choice(some, self.fit_rows, replace=False))
+        seen = [np.empty(0, np.uint64)]
+        for low in range(0, len(some), CHUNK):
+            seen.append(self._counted([pool_texts[i] for i in some[low : low + CHUNK].tolist()])[1])
+        text_of, keys, counts = self._counted(list(target_texts))
+        self._known, frequency = np.unique(np.concatenate([*seen, keys]), return_counts=True)
+        texts = len(some) + len(target_texts)
+        self._idf = np.log((1.0 + texts) / (1.0 + frequency)) + 1.0
+        self._unknown = float(np.log(1.0 + texts) + 1.0)
+        if not len(keys):
+            raise SelectionError("no target text holds a single token; there is nothing to embed")
+        self._columns = np.unique(keys)
+        rows = self._weighted(text_of, keys, counts, len(target_texts))
+        # Directions by the Gram matrix of the target's rows: M × M, whatever the number of columns.
+        values, vectors = np.linalg.eigh((rows @ rows.T).toarray())
+        kept = np.argsort(-values)[: self.dim]
+        kept = kept[values[kept] > 1e-10 * values.max()]
+        self._basis = np.ascontiguousarray(rows.T @ (vectors[:, kept] / np.sqrt(values[kept])))
+        return self
+
+    def transform(self, texts: Sequence[str]) -> np.ndarray:
+        """(n, rank + 2) of texts of the pool."""
+        return self._placed(texts, -2)
+
+    def transform_target(self, texts: Sequence[str]) -> np.ndarray:
+        """(m, rank + 2) of texts of the target."""
+        return self._placed(texts, -1)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of what was fitted."""
+        digest = hashlib.sha256(str(self.size).encode())
+        for array in (self._known, self._idf, self._columns, self._basis):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def sparse(self, texts: Sequence[str]) -> Any:
+        """CSR (n, columns) float64: the weights of the target's n-grams, of rows whose whole length is 1."""
+        return self._weighted(*self._counted(list(texts)), len(texts))
+
+    def _placed(self, texts: Sequence[str], rest: int) -> np.ndarray:
+        out = np.zeros((len(texts), self._basis.shape[1] + 2), dtype=np.float32)
+        for low in range(0, len(texts), CHUNK):
+            text_of, keys, counts = self._counted(list(texts[low : low + CHUNK]))
+            high = min(low + CHUNK, len(texts))
+            inside = self._weighted(text_of, keys, counts, high - low) @ self._basis
+            whole = np.bincount(text_of, minlength=high - low) > 0
+            out[low:high, :-2] = inside
+            out[low:high, rest] = np.sqrt(np.maximum(whole - (inside * inside).sum(1), 0.0))
+        return out
+
+    def _counted(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Text, key and count of each distinct uni- and bigram of each text, text by text."""
+        rows = TokenRows.of(self.tokenize(texts), self.size)
+        keys, text_of = grams(*rows.part(0, len(rows)), self.size)
+        order = np.lexsort((keys, text_of))
+        keys, text_of = keys[order], text_of[order]
+        first = np.ones(len(keys), dtype=bool)
+        first[1:] = (keys[1:] != keys[:-1]) | (text_of[1:] != text_of[:-1])
+        starts = np.flatnonzero(first)
+        return text_of[starts], keys[starts], np.diff(starts, append=len(keys))
+
+    def _weighted(self, text_of: np.ndarray, keys: np.ndarray, counts: np.ndarray, texts: int) -> Any:
+        from scipy.sparse import csr_matrix
+
+        place = np.minimum(np.searchsorted(self._known, keys), len(self._known) - 1)
+        idf = np.where(self._known[place] == keys, self._idf[place], self._unknown)
+        weights = (1.0 + np.log(counts)) * idf
+        norms = np.sqrt(np.bincount(text_of, weights=weights * weights, minlength=texts))
+        column = np.minimum(np.searchsorted(self._columns, keys), len(self._columns) - 1)
+        inside = self._columns[column] == keys
+        values = weights[inside] / norms[text_of[inside]]
+        return csr_matrix((values, (text_of[inside], column[inside])), shape=(texts, len(self._columns)))
