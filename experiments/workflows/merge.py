@@ -20,10 +20,11 @@ from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.workflows.build import lay_out
 from experiments.workflows.export import known_labels, require_finished
+from experiments.workflows.model_card import card
 from experiments.workflows.saved_tokenizer import run_rows, save_tokenizer
 from finetune.adapters.adapter import WEIGHTS
 from finetune.adapters.saved import SavedAdapter
-from finetune.atomic import write_json
+from finetune.atomic import write_json, write_text
 from finetune.config import Mesh
 from finetune.data.batches import iterate_eval
 from finetune.errors import UserError
@@ -106,7 +107,7 @@ def _merge(path: Path, out: Path, check: Check, wanted: Dtype) -> dict[str, Any]
         except NotByFiles as reason:
             _require_memory(recipe, str(reason))
             rounding, worst = _merge_in_memory(recipe, labels, adapter, temporary, dtype), None
-        _, tokenized = save_tokenizer(recipe, temporary, rows=rows)
+        tokenizer, tokenized = save_tokenizer(recipe, temporary, rows=rows)
         compared = _compare_logits(recipe, labels, adapter, temporary, dtype, check, drawn=rows is None)
         result = {
             "dtype": str(dtype).removeprefix("torch."),
@@ -118,6 +119,7 @@ def _merge(path: Path, out: Path, check: Check, wanted: Dtype) -> dict[str, Any]
             "adapter_sha256": hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest(),
         }
         write_json(temporary / RECORD, result)
+        write_text(temporary / "README.md", card(path, recipe, tokenizer=tokenizer, labels=labels, form="merged"))
     return result
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from experiments.recipe.config import Recipe
 from experiments.workflows.run_parts import FINE_TUNE, WARM_UP
@@ -22,6 +23,7 @@ from finetune.digests import DONE
 from finetune.evaluate.metrics import METRICS, metric_of
 from finetune.models.backbone import PACKAGE
 
+Form = Literal["adapter", "merged", "gguf", "ollama", "vllm"]
 _LOCAL_PATH = re.compile(r"(?<![\w.~:/-])(?:~|\.\.?)?/[^\s,'\"\]}]*")
 
 
@@ -35,26 +37,28 @@ def card(
     license: str | None = None,
     added: Sequence[tuple[str, float]] = (),
     rank: int | None = None,
+    form: Form = "adapter",
 ) -> str:
-    """README.md for the exported adapter of the run directory `path`; arguments as `export`.
+    """README.md for what is handed on of the run directory `path`; arguments as `export`.
 
-    added: names and weights of the adapters that were added to the run's. rank: of the written adapter.
+    added: names and weights of the adapters that were added to the run's. rank: of the written adapter. form: what the
+    folder holds: the adapter, the merged model, or what llama.cpp, Ollama or vLLM reads.
     """
     base = base_model or published_name(recipe.backbone)
     parts = [
-        _metadata(path, recipe, base, license, judged=not added),
-        f"# {recipe.task.kind} adapter on {code(base)}\n",
+        _metadata(path, recipe, base, license, judged=not added, form=form),
+        f"# {recipe.task.kind} {'adapter on' if form == 'adapter' else 'model from'} {code(base)}\n",
         *([_sum(added, rank)] if added else []),
         _summary(path, recipe),
     ]
-    if base_model is None and _is_local(recipe.backbone):
+    if form == "adapter" and base_model is None and _is_local(recipe.backbone):
         parts.append(
             f"**To fill in:** the backbone was a local directory; put its hub name in place of {code(base)}, here and "
             "in adapter_config.json (`flatshift export --base-model ORGANISATION/NAME` does both).\n"
         )
     parts += [
         "## Use\n",
-        fenced(_use(recipe, tokenizer, labels, base), "python"),
+        *_use(recipe, tokenizer, labels, base, form),
         "## How it was judged\n",
         _figures(read_object(path / "eval.json")),
         "## How it was trained\n",
@@ -116,17 +120,17 @@ def _number(value: float | None) -> str:
 # --------------------------------------------------------------------------------------------- parts
 
 
-def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, judged: bool) -> str:
+def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, judged: bool, form: Form) -> str:
     from huggingface_hub import ModelCardData
 
     evaluation = read_object(path / "eval.json")
     found = {name for metrics in evaluation.values() for name in metrics}
     data = ModelCardData(
         base_model=None if base.startswith(PACKAGE) else base,
-        library_name="peft",
+        library_name={"adapter": "peft", "gguf": "gguf", "ollama": "gguf"}.get(form, "transformers"),
         license=license,
         pipeline_tag=recipe.task.pipeline_tag,
-        tags=["lora", "flatshift", recipe.regularizer.kind],
+        tags=[*(["lora"] if form == "adapter" else []), "flatshift", recipe.regularizer.kind],
         datasets=_hub_sources(recipe) or None,
         metrics=list(dict.fromkeys(m.hub for m in METRICS.values() if judged and m.hub and m.name in found)) or None,
     )
@@ -290,8 +294,20 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
     return ["", f"BACKBONE = {base!r}  # hub name or directory"]
 
 
-def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str) -> str:
-    """Python that loads the adapter and asks it once, as its task does."""
+def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, form: Form) -> list[str]:
+    """How the folder is used, in code blocks that run in it as they stand."""
+    if form == "gguf":
+        prompt = recipe.task.sample_prompt()
+        return [fenced(f"llama-cli -m model.gguf --temp 0 -no-cnv -p {shlex.quote(prompt)}", "bash")]
+    if form == "ollama":
+        return [fenced("ollama create mine -f Modelfile\nollama run mine 'some text'", "bash")]
+    if form == "vllm":
+        return [fenced("python check_vllm.py    # compares vLLM with the run\nvllm serve .", "bash")]
+    return [fenced(_python(recipe, tokenizer, labels, base, merged=form == "merged"), "python")]
+
+
+def _python(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
+    """Python that loads the adapter, or the merged model, and asks it once, as its task does."""
     task = recipe.task
     use = task.usage(tokenizer, labels)
     apart = ", add_special_tokens=False" if use.whole else ""
@@ -301,9 +317,7 @@ def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str
         f"max_new_tokens={task.max_new_tokens}, do_sample=False, use_cache=True, eos_token_id={use.ends}, "
         f"pad_token_id={tokenizer.pad_token_id})"
     )
-    lines = [
-        *use.before,
-        "import torch",
+    loads = [
         "from peft import PeftModel",
         f"from transformers import {task.auto_class}, AutoTokenizer",
         *_backbone_lines(recipe.backbone, base),
@@ -312,6 +326,20 @@ def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str
         "tokenizer = AutoTokenizer.from_pretrained(ADAPTER)",
         f"backbone = {task.auto_class}.from_pretrained(BACKBONE, dtype=torch.float32{use.options})",
         "model = PeftModel.from_pretrained(backbone, ADAPTER).eval()",
+    ]
+    if merged:
+        loads = [
+            f"from transformers import {task.auto_class}, AutoTokenizer",
+            "",
+            "MODEL = '.'  # hub name or directory of this model",
+            "",
+            "tokenizer = AutoTokenizer.from_pretrained(MODEL)",
+            f"model = {task.auto_class}.from_pretrained(MODEL).eval()",
+        ]
+    lines = [
+        *use.before,
+        "import torch",
+        *loads,
         "",
         *use.ask,
         f"ids = tokenizer({use.text}, return_tensors='pt'{apart})['input_ids']  # as in training",

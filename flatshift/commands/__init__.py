@@ -20,7 +20,8 @@ SUMMARIES = {
     "report": "one offline HTML page from run directories; several runs side by side",
     "runs": "list what lies in a folder, one line a run",
     "merge": "fold a run's adapter into its backbone",
-    "export": "a run's adapter as a hub-ready folder with a card",
+    "export": "a run for other programs: hub, llama.cpp, Ollama, vLLM",
+    "push": "upload a folder of export or merge to a model hub",
     "recipes": "list, show or copy the shipped recipes",
     "doctor": "environment, versions, devices, shadowed names",
 }

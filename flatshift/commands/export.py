@@ -4,24 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tyro.conf import Positional
 
+from finetune.errors import UserError
 from flatshift.command_line import parse
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Write a run's adapter as a hub-ready folder: PEFT files, tokenizer, and a model card made from the run."""
+    """Write what other programs read of a run: by default a hub-ready folder of its adapter's PEFT files, the
+    tokenizer, and a model card made from the run."""
 
     run: Positional[Path]
     """Run directory."""
     out: Path | None = None
-    """Folder to make; by default RUN_DIR/export."""
+    """Folder to make; by default RUN_DIR/export, or RUN_DIR and what --to says."""
     add: tuple[str, ...] = ()
     """Other adapters of the same backbone to add: run or PEFT directories, as DIR or DIR=WEIGHT."""
     base_model: str | None = None
     """Hub name of the backbone, where the run had it as a local directory."""
+    to: Literal["hub", "gguf", "ollama", "vllm"] = "hub"
+    """What is to read it. hub: the adapter's PEFT files. gguf: the merged model for llama.cpp (extra gguf, or
+    --llama-cpp). ollama: that, and a Modelfile. vllm: the merged model and a script that compares vLLM with the run."""
+    outtype: Literal["auto", "f32", "f16", "bf16", "q8_0"] = "auto"
+    """Of the weights in a GGUF file; auto: 16 bits."""
+    llama_cpp: Path | None = None
+    """A checkout of llama.cpp, whose converters are taken; they convert a plain LoRA adapter too."""
     license: str | None = None
     """Licence of the adapter by its name on the hub (apache-2.0, …); without it the card asks for one."""
 
@@ -29,8 +39,31 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift export`."""
     flags: Flags = parse(Flags, "export", argv)
+    out = flags.out or flags.run / ("export" if flags.to == "hub" else flags.to)
+    if flags.to != "hub":
+        return _deploy(flags, out)
     from experiments.workflows.export import export as export_run
 
-    out = flags.out or flags.run / "export"
     print(export_run(flags.run, out, base_model=flags.base_model, license=flags.license, add=flags.add))
+    return 0
+
+
+def _deploy(flags: Flags, out: Path) -> int:
+    if flags.add or flags.base_model or flags.license:
+        raise UserError("--add, --base-model and --license are of --to hub; leave them out")
+    from experiments.workflows.deployment import deploy
+
+    assert flags.to != "hub"
+    told = deploy(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
+    print(out)
+    if flags.to == "vllm":
+        print(f"in that folder `python check_vllm.py` compares vLLM with the run, and `vllm serve {out}` serves it")
+        return 0
+    if told["tokens"]:
+        print(
+            f"llama.cpp reads {told['tokens']} prompts of the run as training did; log probabilities of the likeliest "
+            f"next tokens differ by at most {told['max_logit_difference']:.2g}"
+        )
+    else:
+        print("vocabulary and special tokens are compared; `pip install llama-cpp-python` for the answers too")
     return 0

@@ -350,6 +350,14 @@ def test_the_cards_own_snippet_loads_the_adapter_in_plain_peft(
     with torch.no_grad():
         ours = engine.model.eval()(input_ids=scope["ids"]).logits
     assert torch.equal(ours, scope["logits"])
+    assert run(["merge", str(source), "--out", str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    card = (tmp_path / "merged" / "README.md").read_text(encoding="utf-8")
+    assert "library_name: transformers" in card and str(tmp_path) not in card
+    monkeypatch.chdir(tmp_path / "merged")
+    merged: dict[str, Any] = {}
+    exec(snippet_of(card), merged)
+    assert torch.equal(merged["ids"], scope["ids"])
+    torch.testing.assert_close(merged["logits"], ours, rtol=0, atol=1e-4)
     said = capsys.readouterr().out.strip().splitlines()[-1] if kind == "classes" else None
     assert said is None or said in labels
 

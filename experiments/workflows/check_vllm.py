@@ -1,0 +1,39 @@
+"""Compare a merged model in vLLM with the run that it is of: `python check_vllm.py [FOLDER]`, by default in `.`.
+
+Asks `reference.json`: prompts of the run, the tokens that training made of them, and the likeliest next tokens with
+their log probabilities in float32. Exit code 1 where vLLM reads or answers otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FAR = 0.5
+"""Nats by which a log probability may differ: what 16 bits and other kernels explain."""
+
+
+def main(folder: str = ".") -> int:
+    """Print the largest difference; 0 if it is small."""
+    vllm: Any = __import__("vllm")
+    reference = json.loads((Path(folder) / "reference.json").read_text(encoding="utf-8"))
+    model = vllm.LLM(model=folder, max_logprobs=50, enforce_eager=True)
+    tokenizer = model.get_tokenizer()
+    how = vllm.SamplingParams(max_tokens=1, temperature=0.0, logprobs=50)
+    answers = model.generate([{"prompt_token_ids": one["ids"]} for one in reference], how)
+    worst, wrong = 0.0, []
+    for one, answer in zip(reference, answers, strict=True):
+        if one["whole"] and list(tokenizer(one["text"])["input_ids"]) != one["ids"]:
+            wrong.append(f"vLLM's tokenizer reads {one['text'][:60]!r} otherwise than training did")
+        said = {int(token): found.logprob for token, found in answer.outputs[0].logprobs[0].items()}
+        for token, value in one["next"].items():
+            worst = max(worst, abs(said.get(int(token), -1e9) - value))
+    print(f"{len(reference)} prompts: log probabilities of the likeliest next tokens differ by at most {worst:.3g}")
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    return int(bool(wrong) or worst > FAR)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

@@ -1,0 +1,262 @@
+"""A run's model for other programs: GGUF for llama.cpp, a Modelfile for Ollama, a folder with its own check for vLLM.
+
+Each is made of the merged model, and each is compared with the run: `reference.json` holds what training's own tokens
+of some prompts of the run make the model say next, in float32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.recipe import resume_recipe
+from experiments.recipe.config import Recipe
+from experiments.workflows.build import lay_out
+from experiments.workflows.export import require_finished
+from experiments.workflows.merge import alone_in_float32, merge
+from experiments.workflows.model_card import card
+from experiments.workflows.saved_tokenizer import run_rows
+from finetune.atomic import write_json, write_text
+from finetune.data.encoding import end_token, plain_ids
+from finetune.errors import UserError, shortened
+from finetune.lock import owned
+from finetune.models.backbone import open_backbone
+from finetune.run_directory import new_output, refuse_old
+
+Program = Literal["gguf", "ollama", "vllm"]
+Outtype = Literal["auto", "f32", "f16", "bf16", "q8_0"]
+GGUF, ADAPTER_GGUF, REFERENCE = "model.gguf", "adapter.gguf", "reference.json"
+_PROMPTS, _TOKENS, _LIKELIEST = 4, 256, 5
+_PACKAGE = "convert_hf_to_gguf"
+_HERE = Path(__file__).resolve().parent
+
+
+def deploy(
+    path: Path, out: Path, *, to: Program, outtype: Outtype = "auto", llama_cpp: Path | None = None
+) -> dict[str, Any]:
+    """Write what the program `to` reads to the new directory `out`.
+
+    gguf: `model.gguf`, and with `llama_cpp` also `adapter.gguf` where the adapter is plain LoRA. ollama: the same with
+    a Modelfile. vllm: the merged folder with `check_vllm.py`. outtype: of GGUF's weights; auto: 16 bits.
+    llama_cpp: a checkout of llama.cpp, whose converters are taken; None: the package of the extra `gguf`.
+    Returns `adapter` (whether one was written), and what was compared: `tokens` (prompts whose tokens llama.cpp makes
+    as training did) and `max_logit_difference` (None without llama-cpp-python).
+    Raises UserError as `merge`; for a task that writes no text; without a converter, or where it fails; and for a file
+    that reads or answers otherwise than the run.
+    """
+    recipe = resume_recipe(path).recipe
+    recipe.task.check_writes()
+    if recipe.task.encoder_decoder and to != "gguf":
+        raise UserError(f"--to {to}: it serves no encoder-decoder; take `flatshift merge` and plain transformers")
+    if to != "vllm":
+        _require_converter(llama_cpp)
+    with owned(out):
+        refuse_old(out)
+        require_finished(path, recipe)
+        with new_output(out) as temporary:
+            reference = _reference(path, recipe)
+            if to == "vllm":
+                told = _for_vllm(path, temporary, reference)
+            else:
+                told = _for_llama_cpp(path, recipe, temporary, reference, outtype, llama_cpp)
+                if to == "ollama":
+                    write_text(temporary / "Modelfile", modelfile(recipe))
+            text = card(path, recipe, tokenizer=open_backbone(recipe.backbone).tokenizer, labels=None, form=to)
+            write_text(temporary / "README.md", text)
+    return told
+
+
+# --------------------------------------------------------------------------------------------- what the run itself says
+
+
+def _reference(path: Path, recipe: Recipe) -> list[dict[str, Any]]:
+    """For some prompts of the run: their text, training's tokens of it, and the likeliest next tokens with their log
+    probabilities, in float32."""
+    import torch
+
+    exact = alone_in_float32(recipe)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+    try:
+        rows = [row for row, _ in run_rows(recipe, None, most=_PROMPTS)]
+        asked = recipe.task.ask(rows, tokenizer, bad_rows="skip")[0]
+    except (UserError, OSError):  # a run that was copied elsewhere has its backbone, and maybe not its data
+        asked = recipe.task.ask_texts(["some text", "A second, longer one: 1 + 1 ="], tokenizer, raw=True)
+    asked = [one for one in asked if len(one.ids) <= _TOKENS] or asked[:1]
+    engine, _ = lay_out(exact, exact.task, None, adapter=path / "adapter")
+    found = []
+    with torch.no_grad():
+        for one in asked:
+            more = {}
+            if recipe.task.encoder_decoder:
+                more["decoder_input_ids"] = torch.tensor([[open_backbone(recipe.backbone).decoder_start]])
+            logits = engine.model.eval()(input_ids=torch.tensor([one.ids]).to(engine.device), **more).logits[0, -1]
+            likeliest = torch.log_softmax(logits.float(), -1).topk(_LIKELIEST)
+            pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+            whole = not _writes_its_own(recipe)  # whether the tokenizer called with the text makes these tokens
+            found.append({"text": one.text, "whole": whole, "ids": list(one.ids), "next": dict(pairs)})
+    return found
+
+
+# --------------------------------------------------------------------------------------------- llama.cpp and Ollama
+
+
+def _for_llama_cpp(
+    path: Path, recipe: Recipe, out: Path, reference: list[dict[str, Any]], outtype: Outtype, checkout: Path | None
+) -> dict[str, Any]:
+    merged = out / "merged"
+    merge(path, merged, dtype="float32" if outtype in ("f32", "q8_0") else "auto")
+    backbone = open_backbone(recipe.backbone)
+    told = _convert("model", merged, out / GGUF, backbone.directory, outtype, checkout)
+    _require_same_vocabulary(told, recipe)
+    adapter = checkout is not None and _plain_lora(path / "adapter")
+    if adapter:
+        _convert("adapter", path / "adapter", out / ADAPTER_GGUF, merged, outtype, checkout)
+    shutil.rmtree(merged)
+    compared = _ask_llama_cpp(out / GGUF, reference, exact=outtype == "f32")
+    return {"adapter": adapter, **compared}
+
+
+def _require_converter(checkout: Path | None) -> None:
+    if checkout is None and importlib.util.find_spec(_PACKAGE) is None:
+        raise UserError(
+            "llama.cpp's converter is not installed: pip install 'flatshift[gguf]', or name a checkout of llama.cpp by "
+            "--llama-cpp DIR"
+        )
+    if checkout is not None and not (checkout / f"{_PACKAGE}.py").is_file():
+        raise UserError(f"--llama-cpp: {checkout} has no {_PACKAGE}.py, so it is no checkout of llama.cpp")
+
+
+def _convert(
+    what: Literal["model", "adapter"], source: Path, file: Path, base: Path, outtype: str, checkout: Path | None
+) -> dict[str, Any]:
+    """Run llama.cpp's converter in a process of its own; returns what the file says of its vocabulary."""
+    about = file.with_suffix(".json")
+    words = [what, source, file, base, outtype, _pre_tokenizer(base) or "", about]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    places = [] if checkout is None else [str(checkout), str(checkout / "gguf-py")]
+    environment["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(_HERE / "gguf_conversion.py"), *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if done.returncode or not about.is_file():
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = shortened(said[-1] if said else f"exit code {done.returncode}", 160)
+        raise UserError(f"llama.cpp's converter does not take this {what}: {reason}")
+    told: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
+    about.unlink()
+    return told
+
+
+def _pre_tokenizer(directory: Path) -> str | None:
+    """llama.cpp's name of how this tokenizer divides texts, where its own table of known vocabularies has not got it:
+    GPT-2's own division is the only one that its file names by itself."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    division = json.loads(file.read_text(encoding="utf-8")).get("pre_tokenizer") or {}
+    own = division.get("type") == "ByteLevel" and division.get("use_regex", True)
+    return "gpt-2" if own and not division.get("add_prefix_space") else None
+
+
+def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe) -> None:
+    """Raise UserError unless the file has the tokenizer's tokens in their places and begins and ends as in training."""
+    tokenizer = open_backbone(recipe.backbone).own_tokenizer()
+    recipe.task.prepare_tokenizer(tokenizer)
+    begins = recipe.task.prompt_ids(tokenizer, "a")[: -len(plain_ids(tokenizer, "a"))]
+    wanted = {index: token for token, index in tokenizer.get_vocab().items()}
+    other = [index for index, token in wanted.items() if index >= len(told["tokens"]) or told["tokens"][index] != token]
+    if other:
+        raise UserError(f"the GGUF file has {len(other):,} other tokens than the tokenizer, the first at {min(other)}")
+    begin = [told["bos"]] if told["add_bos"] else []
+    if not recipe.task.encoder_decoder and not _writes_its_own(recipe) and begins != begin:
+        raise UserError(f"the GGUF file begins a text with the tokens {begin}, where training began it with {begins}")
+    if told["eos"] != end_token(tokenizer):
+        raise UserError(f"the GGUF file ends a text with token {told['eos']}, training with {end_token(tokenizer)}")
+
+
+def _writes_its_own(recipe: Recipe) -> bool:
+    """Whether a template writes the special tokens of a prompt."""
+    return "messages" in recipe.task.columns()
+
+
+def _plain_lora(adapter: Path) -> bool:
+    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    odd = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern")
+    return settings.get("peft_type") == "LORA" and not any(settings.get(name) for name in odd)
+
+
+def _ask_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:
+    """Compare tokens and next-token log probabilities with the run's, where llama-cpp-python is installed."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        return {"tokens": 0, "max_logit_difference": None}
+    import llama_cpp
+    import numpy as np
+
+    longest = max(len(one["ids"]) for one in reference)
+    model = llama_cpp.Llama(
+        str(file), n_ctx=longest + 8, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0
+    )
+    worst = 0.0
+    for one in reference:
+        read = model.tokenize(one["text"].encode(), add_bos=one["whole"], special=True)
+        if read != one["ids"]:
+            raise UserError(f"llama.cpp reads the prompt {shortened(one['text'], 60)!r} otherwise than training did")
+        model.reset()
+        model.eval(one["ids"])
+        logits = np.asarray(model.scores[len(one["ids"]) - 1], dtype=np.float64)
+        said = logits - np.logaddexp.reduce(logits)
+        worst = max(worst, *(abs(float(said[int(token)]) - value) for token, value in one["next"].items()))
+    if worst > (_FAR_EXACT if exact else _FAR):
+        raise UserError(
+            f"llama.cpp's log probabilities differ from the run's by {worst:.3g}, more than rounding explains"
+        )
+    return {"tokens": len(reference), "max_logit_difference": worst}
+
+
+_FAR, _FAR_EXACT = 0.5, 0.05
+"""Largest difference of a likely token's log probability, nats, by rounding to 16 or 8 bits, and to 32."""
+
+
+def modelfile(recipe: Recipe) -> str:
+    """Ollama's Modelfile: the run's own prompt, its end, and greedy answers as `flatshift generate` gives them."""
+    task, tokenizer = recipe.task, open_backbone(recipe.backbone).tokenizer
+    mark = "{{ .Prompt }}"
+    (asked,) = task.ask_texts([mark], tokenizer, raw=len(task.prompt_columns()) != 1 and not _writes_its_own(recipe))
+    template = asked.text
+    for token in filter(None, [tokenizer.bos_token]):  # which the file has llama.cpp put there
+        template = template.removeprefix(token)
+    if mark not in template or '"""' in template:
+        raise UserError(f"--to ollama: the run's prompt cannot be written as a template of Ollama ({template!r})")
+    stops = {tokenizer.decode([end]) for end in (end_token(tokenizer), asked.stop) if end is not None}
+    return "\n".join(
+        [
+            f"FROM ./{GGUF}",
+            f'TEMPLATE """{template}"""',
+            *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in sorted(stops)),
+            "PARAMETER temperature 0",
+            f"PARAMETER num_predict {task.max_new_tokens}",
+            "",
+        ]
+    )
+
+
+# --------------------------------------------------------------------------------------------- vLLM
+
+
+def _for_vllm(path: Path, out: Path, reference: list[dict[str, Any]]) -> dict[str, Any]:
+    told = merge(path, out / "merged")
+    for file in (out / "merged").iterdir():
+        file.rename(out / file.name)
+    (out / "merged").rmdir()
+    write_json(out / REFERENCE, reference)
+    shutil.copyfile(_HERE / "check_vllm.py", out / "check_vllm.py")
+    return {
+        "adapter": False,
+        "tokens": 0,
+        "max_logit_difference": told["max_logit_difference"],
+    }

