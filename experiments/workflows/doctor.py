@@ -26,6 +26,7 @@ EXTRAS = {
     "zstd": "read .zst input",
     "hf": "read hub data sets and `datasets` directories",
     "harness": "run lm-eval tasks on a run directory (eval --harness)",
+    "gguf": "write GGUF files for llama.cpp and Ollama (export --to gguf)",
     "quant": "keep backbones in 4 or 8 bits (train.quantization)",
     "cuda": "another kernel for the loss on CUDA, taken where it is faster",
 }
