@@ -25,7 +25,7 @@ from finetune.atomic import write_json
 from finetune.errors import UserError
 
 RECIPE, ROWS, SEEDS = "positive-control", 96, 8
-DECAYS = (0.03, 0.1, 0.3, 1.0)
+DECAYS = (0.003, 0.01, 0.03, 0.1, 0.3)
 TUNING_SEED = 9000
 KEPT, WORK = RESULTS / "positive_control", ROOT / ".bench" / "positive_control"
 NEAR = math.log(1.2)

@@ -28,12 +28,17 @@ def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
     and an `out` that is there and no page of ours.
     """
     refuse_foreign(Path(out))
+    write_text(out, report_html(paths))
+    return Path(out)
+
+
+def report_html(paths: Sequence[str | Path]) -> str:
+    """The page of `build_report` as a text. Raises UserError as it does."""
     runs = discover([Path(p) for p in paths])
     with drawing():
         beside = side_by_side(runs)
         chapters = _with_slugs([*([beside] if beside is not None else []), *(chapter(run) for run in runs)])
-    write_text(out, render(chapters))
-    return Path(out)
+    return render(chapters)
 
 
 def refuse_foreign(out: Path) -> None:

@@ -23,7 +23,6 @@ import torch
 from experiments.data.splits import Prepared, prepare
 from experiments.recipe import Resolved
 from experiments.recipe.config import Recipe
-from experiments.recipe.precision import settled
 from experiments.recipe.rules import check_recipe
 from experiments.results.cells import CELLS, POINTS
 from experiments.results.forecast import FORECAST
@@ -183,7 +182,7 @@ def _targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.
     hot = np.eye(classes)[labels.astype(int)]
     if recipe.task.squares:
         return hot - start, start
-    return hot - 1 / classes, np.zeros_like(start)
+    return hot - 1 / classes, np.full_like(start, 1 / classes)
 
 
 def _judge(recipe: Recipe, predicted: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
@@ -315,7 +314,8 @@ def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: D
     check_recipe(resolved.recipe)
     refuse_nonempty(out)
     console = Console(quiet=quiet)
-    resolved = settled(resolved, say=console.say)
+    train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all the digits
+    resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
     with owned(out), replacing_directory(out) as making:
         found = forecast(resolved.recipe, making, console, **asked)
         write_text(making / RECIPE, resolved.to_yaml())

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from experiments.report import formats
 from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
 from experiments.report.chapters.sweep_verdicts import (
@@ -27,6 +29,7 @@ from experiments.results.analysis import PANELS, Analysis, Direction, chosen, is
 from experiments.results.run import Run
 from experiments.results.sweep import Failure, SweepData, Together
 from experiments.results.traces import STEP
+from experiments.statistics.intervals import t_interval
 from finetune.evaluate.metrics import metric_of
 
 _TOGETHER = 12
@@ -47,7 +50,7 @@ def part(run: Run) -> Part | None:
     if run.sweep is None:
         return None
     analysis = Analysis(run.sweep)
-    findings = [sweep_finding(run.sweep, analysis), sweep_details(analysis)]
+    findings = [sweep_finding(run.sweep, analysis), one_more(run.sweep, analysis), sweep_details(analysis)]
     return Part("sweep", findings, sweep_tiles(run.sweep, analysis), sweep_sections(run.sweep, analysis))
 
 
@@ -66,6 +69,37 @@ def sweep_finding(data: SweepData, analysis: Analysis) -> str:
         return f"{sentence}; along {formats.axis_name(judged[0].axis)}: {_kinds(judged[0])}."
     refused = any(d.refused for d in analysis.directions)
     return sentence + ("; too few seeds or values for a verdict." if refused else ".")
+
+
+def one_more(data: SweepData, analysis: Analysis) -> str:
+    """What the next value of each axis does to the lowest point, seed by seed, and on which side of the threshold it
+    lies."""
+    test, _ = data.error_columns()
+    lowest = data.best(test)
+    if lowest is None or data.design == "random":
+        return ""
+    where, said = lowest[0], []
+    for axis in (axis for axis in data.axes if data.numeric(axis) and axis in where):
+        found = data.matrix(test, axis, {key: value for key, value in where.items() if key != axis})
+        here = found.values.index(where[axis])
+        if here + 1 == len(found.values):
+            said.append(f"{formats.axis_name(axis)} ends at {formats.axis_value(where[axis])}, more was not tried")
+            continue
+        change = found.y[:, here + 1] - found.y[:, here]
+        change = change[np.isfinite(change)]
+        if len(change):
+            shown = formats.with_interval(t_interval(change.tolist()))
+            said.append(
+                f"{formats.axis_name(axis)} {formats.axis_value(where[axis])} → "
+                f"{formats.axis_value(found.values[here + 1])} changes it by {shown}"
+            )
+    axis = main_axis(data)
+    crossing = analysis.crossing(axis, {k: v for k, v in where.items() if k != axis}) if axis is not None else None
+    if said and crossing is not None and axis is not None and crossing.value is not None:
+        side = "before" if (where[axis] < crossing.value) != crossing.rising else "past"
+        words = f"{formats.axis_name(axis)} {crossing_words(crossing)}"
+        said.append(f"that is {side} the point where training rows become fitted ({words})")
+    return f"One more from there: {'; '.join(said)}." if said else ""
 
 
 def sweep_details(analysis: Analysis) -> str:
