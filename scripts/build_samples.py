@@ -104,6 +104,10 @@ CHAT_ROWS = {"train": 600, "dev": 80, "test": 120}
 CHAT_SECOND_QUESTION = "Just the number, please."
 
 
+SENTENCES = 12
+"""Of each language, in `languages`."""
+
+
 def normal(text: str) -> str:
     """Casefolded words joined by one space: two texts that differ in nothing else count as the same."""
     return " ".join(re.findall(r"\w+", text.casefold()))
@@ -246,9 +250,18 @@ def build_chat(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
     return splits
 
 
+def build_languages(data: Path) -> list[dict[str, Any]]:
+    """The first sentences of NTREX-128 in 35 languages: the same ones in each."""
+    rows = read_jsonl(data / "multilingual" / "ntrex128_35lang.jsonl.xz")
+    kept = [row for row in rows if row["id"] < SENTENCES]
+    return [{"lang": row["lang"], "sentence": row["id"], "text": row["text"]} for row in kept]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds pool/, tasks/, instruct/")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder that holds pool/, tasks/, instruct/, multilingual/"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="where to write (default: the package's own folder)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -270,6 +283,10 @@ def main() -> None:
         size = write_rows(options.out / "gsm8k" / f"{split}.jsonl.xz", rows)
         total += size
         print(f"gsm8k/{split}: {len(rows)} conversations, {size:,} bytes")
+
+    size = write_rows(options.out / "languages.jsonl.xz", languages := build_languages(options.data))
+    total += size
+    print(f"languages: {len(languages)} sentences, {size:,} bytes")
 
     pool, tags = build_pool(options.data, held_out, held_out_runs, options.seed)
     size_pool = write_rows(options.out / "pool.jsonl.xz", pool)

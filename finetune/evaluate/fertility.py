@@ -118,8 +118,8 @@ def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> Cut:
                 )
             )  # fmt: skip
     columns = np.array(rows, dtype=np.int64).T.reshape(8, -1)
-    each = list(columns)
-    return Cut(*each[:8], used)
+    tokens, words_, continued, characters, size, parts, unknown_, single = list(columns)
+    return Cut(tokens, words_, continued, characters, size, parts, unknown_, single, used)
 
 
 def _continued(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:

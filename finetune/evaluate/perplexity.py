@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,12 +63,16 @@ def document_nats(
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
+    masked: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Summed −log p of the supervised tokens of each example, and their number.
 
     The model is called as it stands: put it into evaluation mode before (`evaluating`). `task` says how the examples
     were encoded; all causal tasks are alike here. In one process, where the head is a plain one
     (`finetune.compute.loss.find_head`), logits are made of some supervised tokens at a time.
+
+    masked: hand the model a mask of the padding. A causal model needs none for figures of tokens before it, and
+        attends faster without.
 
     Returns:
         nats (N,) float64 and tokens (N,) int64, in the order of `examples`.
@@ -87,6 +92,8 @@ def document_nats(
     )
     for micro in batches:
         batch = micro.to(device)
+        if not masked:
+            batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
         with forward_precision(device, autocast_dtype):
             if first:
                 head, first = find_head(model, batch.inputs, task=task), False

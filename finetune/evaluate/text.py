@@ -167,7 +167,15 @@ def score_texts(
             for piece, labels in windows([*begin, *ids], window, overlap):
                 pieces.append(Example(piece, labels, str(place), ""))
                 of.append(place)
-    nats, tokens = document_nats(model, pieces, task=task, batch_size=batch_size, pad_id=pad_id, **how)
+    nats, tokens = document_nats(
+        model,
+        pieces,
+        task=task,
+        batch_size=batch_size,
+        pad_id=pad_id,
+        masked=bool(getattr(model, "soft_tokens", 0)),
+        **how,
+    )
     n = len(texts)
     return Counts(
         nats=np.bincount(of, weights=nats, minlength=n).astype(np.float64),

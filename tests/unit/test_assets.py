@@ -56,7 +56,7 @@ def test_names_are_listed_and_found(backbone: Path) -> None:
     assert assets.backbone("gpt2") is None
     assert assets.backbone("../backbones/flatshift-5m") is None
     assert assets.samples() == sorted(
-        ["pool", *(f"{target}/{split}" for target in TARGETS + CHATS for split in SPLITS)]
+        ["pool", "languages", *(f"{target}/{split}" for target in TARGETS + CHATS for split in SPLITS)]
     )
     assert all(assets.sample(name).is_file() for name in assets.samples())
 
