@@ -41,7 +41,7 @@ from finetune.seeds import derive, numpy_generator
 from finetune.train.optimizer import is_fixed
 
 FEWEST_ROWS = 10
-LARGEST = 4000
+LARGEST = 2000
 """Rows × outputs up to which every output has its own kernel; above, all share that of their sum."""
 SKETCH = 4096
 """Numbers that the gradients of a group of ranks are hashed to where they are more."""
@@ -277,32 +277,40 @@ def forecast(recipe: Recipe, out: Path, console: Console, **asked: Any) -> dict[
 
     asked: of `axes_of`. Raises UserError for what is not linear, too few rows, or labels that are all alike.
     """
-    check(recipe)
     began = time.process_time()
+    check(recipe)
+    axes = axes_of(recipe, _largest(recipe), **asked)
+    rows = forecast_rows(recipe, axes, console)
+    document = summary(recipe, axes, rows) | {"cpu_seconds": round(time.process_time() - began, 2)}
+    _write(out, rows, document)
+    return document
+
+
+def _largest(recipe: Recipe) -> int:
+    """Training rows that there are, where they are enough and differ. Raises UserError otherwise."""
+    clean = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, label_noise=0.0))
+    prepared = prepare(clean)
+    held = prepared.test or prepared.dev
+    if len(prepared.train) < FEWEST_ROWS or not held:
+        raise UserError(
+            f"forecast: {len(prepared.train)} training and {len(held)} held-out rows; it needs {FEWEST_ROWS} to fit and "
+            "some to judge: name data.test.files, or more rows"
+        )
+    if len(np.unique(_labels(prepared.train))) < 2:
+        raise UserError("forecast: every training row has the same label, which any model fits; name rows that differ")
+    return len(prepared.train)
+
+
+def forecast_rows(recipe: Recipe, axes: Axes, console: Console) -> list[dict[str, Any]]:
+    """A row for every setting and draw: its axes, `seed`, figures of train, test and left-out rows, `effective`."""
     rows: list[dict[str, Any]] = []
-    first: Axes | None = None
-    for number in range(asked["draws"]):
+    for number in range(axes.draws):
         drawn = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=recipe.train.seed + number))
         clean = dataclasses.replace(drawn, data=dataclasses.replace(drawn.data, label_noise=0.0))
         prepared = prepare(clean)
-        held = prepared.test or prepared.dev
-        if len(prepared.train) < FEWEST_ROWS or not held:
-            raise UserError(
-                f"forecast: {len(prepared.train)} training and {len(held)} held-out rows; it needs {FEWEST_ROWS} to "
-                "fit and some to judge: name data.test.files, or more rows"
-            )
-        if len(np.unique(_labels(prepared.train))) < 2:
-            raise UserError(
-                "forecast: every training row has the same label, which any model fits; name rows that differ"
-            )
-        first = first or axes_of(recipe, len(prepared.train), **asked)
-        noisy = {noise: _noisy(drawn, noise, prepared) for noise in first.noises}
-        rows += _draw(clean, first, prepared, noisy)
-        console.say(f"draw {number + 1} of {first.draws}: {len(rows):,} settings solved")
-    assert first is not None
-    document = summary(recipe, first, rows) | {"cpu_seconds": round(time.process_time() - began, 2)}
-    _write(out, rows, document)
-    return document
+        rows += _draw(clean, axes, prepared, {noise: _noisy(drawn, noise, prepared) for noise in axes.noises})
+        console.say(f"draw {number + 1} of {axes.draws}: {len(rows):,} settings solved")
+    return rows
 
 
 def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw, **asked: Any) -> dict[str, Any]:
