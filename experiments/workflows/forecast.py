@@ -293,8 +293,8 @@ def _largest(recipe: Recipe) -> int:
     held = prepared.test or prepared.dev
     if len(prepared.train) < FEWEST_ROWS or not held:
         raise UserError(
-            f"forecast: {len(prepared.train)} training and {len(held)} held-out rows; it needs {FEWEST_ROWS} to fit and "
-            "some to judge: name data.test.files, or more rows"
+            f"forecast: {len(prepared.train)} training and {len(held)} held-out rows; it needs {FEWEST_ROWS} to fit "
+            "and some to judge: name data.test.files, or more rows"
         )
     if len(np.unique(_labels(prepared.train))) < 2:
         raise UserError("forecast: every training row has the same label, which any model fits; name rows that differ")
