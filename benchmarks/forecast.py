@@ -35,6 +35,7 @@ SETTINGS = {
     "train.steps": "80",
     "train.batch_size": "16",
     "train.max_length": "48",
+    "train.max_cut": "1",
     "train.precision": "fp32",
     "train.eval_every": "0",
     "train.patience": "null",
