@@ -41,12 +41,46 @@ class Table:
     caption: str = ""
     numeric: frozenset[int] = frozenset()
 
+    def shown(self) -> Table:
+        """Without columns that hold nothing in any row; the first stays."""
+        full = [
+            place
+            for place in range(len(self.columns))
+            if not place or not self.rows or any(row[place] not in ("", "–") for row in self.rows)
+        ]
+        numeric = frozenset(new for new, old in enumerate(full) if old in self.numeric)
+        cut = [[row[place] for place in full] for row in self.rows]
+        return Table([self.columns[place] for place in full], cut, self.caption, numeric)
+
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, str]], caption: str = "", *, words: Sequence[str]) -> Table:
         """Rows as column → text, each with the same columns; all are figures but those named in `words`."""
         columns = list(rows[0]) if rows else []
         numeric = frozenset(place for place, name in enumerate(columns) if name not in words)
         return cls(columns, [[row[name] for name in columns] for row in rows], caption, numeric)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Counts of classes (rows) by what was said (columns)."""
+
+    kind: ClassVar[str] = "matrix"
+    names: Sequence[str]
+    counts: Sequence[Sequence[int]]
+
+    def share(self, row: int, column: int) -> float:
+        """The count as a share of its row."""
+        return self.counts[row][column] / max(sum(self.counts[row]), 1)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Many records with a field to search them: (columns, rows of texts); `told` rows of how many."""
+
+    kind: ClassVar[str] = "lookup"
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -98,7 +132,7 @@ class Pre:
     text: str
 
 
-Block = Figures | Table | Pairs | Cards | Bars | Notes | Pre
+Block = Figures | Table | Matrix | Lookup | Pairs | Cards | Bars | Notes | Pre
 
 
 @dataclass(frozen=True)

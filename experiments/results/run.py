@@ -65,6 +65,7 @@ class Selection:
     top: list[dict[str, Any]]  # first records of selected.jsonl
     judged: dict[str, str]  # id → domain that the selector never saw
     points: dict[str, Any] | None  # map.parquet: x, y, kind, and the explained shares
+    targets: dict[str, str] = field(default_factory=dict)  # id → text of targets that are nearest to chosen records
 
     @cached_property
     def scores(self) -> tuple[Any, Any]:
@@ -323,7 +324,7 @@ def _read_selection(folder: Path) -> Selection:
     if (folder / "scores.parquet").is_file():
         table = _parquet(folder / "scores.parquet", ("id", "score", "rank", "selected"))
     if (folder / "selected.jsonl").is_file():
-        top = _first_records(folder / "selected.jsonl", 12)
+        top = _first_records(folder / "selected.jsonl", _SHOWN)
     judged = {}
     tags = folder / "judged_domains.tsv"
     if tags.is_file():
@@ -336,7 +337,15 @@ def _read_selection(folder: Path) -> Selection:
         points = {name: shown.column(name).to_pylist() for name in ("x", "y", "kind")}
         points["explained"] = json.loads((shown.schema.metadata or {}).get(b"flatshift.explained", b"null"))
     about = read_object(folder / "manifest.json").get("selection")
-    return Selection(folder, about if isinstance(about, dict) else {}, table, top, judged, points)
+    targets = {}
+    if (folder / "targets.jsonl").is_file():
+        lines = _first_records(folder / "targets.jsonl", 1 << 30)
+        targets = {str(line.get("id")): str(line.get("text")) for line in lines}
+    return Selection(folder, about if isinstance(about, dict) else {}, table, top, judged, points, targets)
+
+
+_SHOWN = 1000
+"""Chosen records that a page lists."""
 
 
 def _parquet(path: Path, columns: tuple[str, ...]) -> Any:

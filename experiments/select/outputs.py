@@ -16,6 +16,8 @@ from finetune.seeds import derive
 from selection.methods.base import Selector
 
 _SHIPPED_POOL = "sample:pool"
+_LONGEST = 600
+"""Characters of a target that are kept."""
 _GROUP = 1 << 16
 """Rows of scores.parquet written at a time."""
 
@@ -39,6 +41,8 @@ def write_choice(recipe: Recipe, directory: Path, sides: Sides, selector: Select
     }
     _write_scores(directory, table)
     _write_selected(directory, rows.take(chosen), scores[chosen])
+    if nearest is not None:
+        _write_targets(directory, [sides.target.rows[place] for place in dict.fromkeys(nearest[chosen].tolist())])
     if sides.x is not None and sides.y is not None:
         _write_map(directory, sides.x, sides.y, rank <= spec.budget, recipe.train.seed)
     if spec.pool.files == (_SHIPPED_POOL,):
@@ -89,6 +93,14 @@ def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray) ->
             if moved:
                 record["source"] = moved
             handle.write(json_text(plain({**record, **added}), default=str) + "\n")
+
+
+def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
+    """targets.jsonl: id and text of the targets that are nearest to chosen records, for the page."""
+    with (directory / "targets.jsonl").open("w", encoding="utf-8") as handle:
+        for row in rows:
+            text = " ".join(str(row.values.get("text", "")).split())
+            handle.write(json_text({"id": row.id, "text": text[:_LONGEST]}) + "\n")
 
 
 def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:

@@ -124,7 +124,10 @@ def test_too_few_seeds_are_said(tmp_path):
     analysis = Analysis(data)
     (judged,) = analysis.judged
     assert judged.verdict.kind == "undecided" and data.trace is None
-    assert "undecided" in sweep_finding(data, analysis)
+    said = sweep_finding(data, analysis)
+    assert (
+        "needs 5 seeds, but rank = " in said and "is lower than rank = " in said and "seed" in said.rpartition(",")[2]
+    )
     said = words(sweep_sections(data, analysis))
     assert "sweep with --seeds 6" in said and "seeds failed at" in said and "Training dynamics" not in said
     chart = next(c for s in sweep_sections(data, analysis) for b in s.blocks if b.kind == "figures" for c in b.charts)

@@ -12,6 +12,9 @@ from finetune.evaluate.metrics import metric_of, on_tiles
 from finetune.figures import rate_text
 from finetune.run_directory import SPIKE
 
+_FIRST = ("lr-", "grad-norm-")
+"""Charts of what was logged with every update that are shown at once; the others open on demand."""
+
 
 def part(run: Run) -> Part | None:
     """A directory of `flatshift train`."""
@@ -156,11 +159,15 @@ def training_sections(run: Run) -> list[Section]:
             f"The run was resumed or went back: {len(attempts)} attempts; where steps overlap, the last one is shown."
         )
     blocks: list[Block] = [Figures(curves)]
-    if small:
-        blocks.append(Figures(small, small=True))
+    first = [chart for chart in small if chart.name.startswith(_FIRST)]
+    if first:
+        blocks.append(Figures(first, small=True))
     if notes:
         blocks.append(Notes(notes))
-    return [Section("Training", blocks)]
+    found = [Section("Training", blocks)]
+    if rest := [chart for chart in small if chart not in first]:
+        found.append(Section("Counters of the regularizer and the machine", [Figures(rest, small=True)], folded=True))
+    return found
 
 
 def _mishaps(run: Run) -> list[str]:

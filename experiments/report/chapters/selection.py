@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.report import formats
-from experiments.report.blocks import Block, Card, Cards, Figures, Notes, Pairs, Part, Section, Table, Tile
+from experiments.report.blocks import Block, Card, Cards, Figures, Lookup, Notes, Pairs, Part, Section, Table, Tile
 from experiments.report.charts.selection import domain_mix, histogram, projection_map
 from experiments.results.run import Run, Selection
 
@@ -110,15 +110,20 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     if isinstance(peaks, dict):
         told = ", ".join(f"{formats.size(value)} after {stage}" for stage, value in peaks.items())
         facts.append(("peak memory, mapped files included", told))
-    if facts:
-        blocks.append(Pairs(facts))
     sections = [Section("Selection", blocks)] if blocks else []
     if isinstance(profile := selection.about.get("profile"), dict):
         sections.append(_profile_section(profile))
     cards = _cards(run, selection)
     if cards:
-        lead = f"The {len(cards)} records with the smallest scores, as the selector saw them."
+        lead = (
+            f"The {len(cards)} records with the smallest scores, as the selector saw them, with their nearest targets."
+        )
         sections.append(Section("First choices", [Cards(cards)], lead))
+    if len(selection.top) > len(cards):
+        lead = f"The first {len(selection.top):,} in rank order, to be searched; selected.jsonl has all, whole."
+        sections.append(Section("All choices", [_lookup(run, selection)], lead, folded=True))
+    if facts:
+        sections.append(Section("Solver and features", [Pairs(facts)], folded=True))
     return sections
 
 
@@ -164,7 +169,8 @@ def _selection_notes(selection: Selection) -> list[str]:
     return notes
 
 
-def _cards(run: Run, selection: Selection) -> list[Card]:
+def _records(run: Run, selection: Selection) -> list[tuple[dict[str, Any], str, str, str, str]]:
+    """(record, text, domain, id and text of the nearest target) of the chosen records that are read, in rank order."""
     column = "text"
     select = run.recipe.get("select")
     if isinstance(select, dict) and isinstance(select.get("columns"), dict):
@@ -173,28 +179,44 @@ def _cards(run: Run, selection: Selection) -> list[Card]:
     if selection.table is not None and "nearest_target" in selection.table.column_names:
         import pyarrow.compute as pc
 
-        top = selection.table.filter(pc.less_equal(selection.table.column("rank"), 12))
+        top = selection.table.filter(pc.less_equal(selection.table.column("rank"), len(selection.top)))
         nearest = dict(zip(top.column("rank").to_pylist(), top.column("nearest_target").to_pylist(), strict=True))
-    profile = selection.about.get("profile")
-    first = profile.get("first", []) if isinstance(profile, dict) else []
-    spoke = {str(one.get("id")): ", ".join(map(str, one.get("words", ()))) for one in first if isinstance(one, dict)}
-    cards = []
-    for position, record in enumerate(selection.top[:9], 1):
+    found = []
+    for position, record in enumerate(selection.top, 1):
         source = record.get("source")
         text = record.get(column) or (source.get(column) if isinstance(source, dict) else None)
         if not isinstance(text, str):
             text = next((v for k, v in record.items() if isinstance(v, str) and k != "id"), "")
-        text = " ".join(text.split())
-        id_ = str(record.get("id", ""))
-        rank = record.get("rank", position)
-        score = record.get("score")
-        facts = [
-            ("score", formats.number(float(score)) if isinstance(score, int | float) else ""),
-            ("domain", str(record.get("domain") or selection.judged.get(id_, ""))),
-            ("id", id_),
-            ("nearest target", str(nearest.get(rank) or "")),
-            ("spoke for it", spoke.get(id_, "")),
-        ]
-        clipped = text if len(text) <= 360 else text[:360].rsplit(" ", 1)[0] + " …"
-        cards.append(Card(str(rank), clipped, [(k, v) for k, v in facts if v]))
+        domain = str(record.get("domain") or selection.judged.get(str(record.get("id", "")), ""))
+        near = str(nearest.get(record.get("rank", position)) or "")
+        found.append((record, " ".join(text.split()), domain, near, selection.targets.get(near, "")))
+    return found
+
+
+def _score(record: dict[str, Any]) -> str:
+    score = record.get("score")
+    return formats.number(float(score)) if isinstance(score, int | float) else ""
+
+
+def _clip(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " …"
+
+
+def _cards(run: Run, selection: Selection) -> list[Card]:
+    cards = []
+    for position, (record, text, domain, near, told) in enumerate(_records(run, selection)[:9], 1):
+        facts = [("score", _score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
+        facts.append(("nearest target", f"{near}: {_clip(told, 160)}" if told else near))
+        cards.append(Card(str(record.get("rank", position)), _clip(text, 360), [(k, v) for k, v in facts if v]))
     return cards
+
+
+def _lookup(run: Run, selection: Selection) -> Lookup:
+    rows = [
+        [str(record.get("rank", "")), _score(record), domain, _clip(text, 240), _clip(told, 240) or near]
+        for record, text, domain, near, told in _records(run, selection)
+    ]
+    kept = [place for place in range(5) if any(row[place] for row in rows)]
+    columns = ["rank", "score", "domain", "text", "nearest target"]
+    numeric = frozenset(new for new, old in enumerate(kept) if old < 2)
+    return Lookup([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], numeric)

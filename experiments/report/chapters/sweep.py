@@ -16,6 +16,7 @@ from experiments.report.chapters.sweep_verdicts import (
     crossing_words,
     emc_table,
     searched_table,
+    short_of,
     verdict_notes,
     verdict_table,
 )
@@ -64,6 +65,9 @@ def sweep_finding(data: SweepData, analysis: Analysis) -> str:
     where, best = lowest
     mean = formats.with_interval(best)
     sentence = f"Mean {formats.figure_name(test)} is lowest at {formats.setting(data.whole(where))}: {mean}"
+    lacking = [said for direction in analysis.directions if (said := short_of(direction))]
+    if lacking and not any(j.verdict.peak is not None for j in analysis.judged):
+        return f"{sentence}; {lacking[0]}."
     judged = [d for d in analysis.directions if d.judged]
     if judged:
         return f"{sentence}; along {formats.axis_name(judged[0].axis)}: {_kinds(judged[0])}."

@@ -14,7 +14,7 @@ from experiments.results.sweep import SweepData
 from experiments.statistics.beside import Beside
 from experiments.statistics.curve import Curve
 from experiments.statistics.emc import Crossing, emc_from_curve
-from experiments.statistics.peak import PeakTest
+from experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, PeakTest
 from finetune.errors import UserError
 
 
@@ -118,6 +118,41 @@ def _beside(curve: Curve, found: Beside) -> list[str]:
     p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (found.p, found.peak_p))
     mean, peak = (formats.with_interval(interval, plus=True) for interval in (found.mean, found.peak))
     return [mean, p, at, peak, peak_p, formats.with_interval(found.threshold)]
+
+
+def short_of(direction: Direction) -> str:
+    """What a verdict along the axis lacks, and what the runs show all the same; empty where nothing is lacking.
+
+    `a verdict along rank r needs 5 seeds, but rank = 16 is lower than rank = 1 by 0.26, in each of 2 seeds`: the
+    setting with the lowest mean beside the first value of the axis, or beside the last where that is the lowest.
+    """
+    tests = [judged.verdict.peak for judged in direction.judged]
+    if any(test is not None for test in tests) or not (tests or direction.refused):
+        return ""
+    found = [direction.table.matrix(direction.test, direction.axis, where) for where in direction.settings]
+    found = [one for one in found if len(one.values) > 1 and np.isfinite(one.y).any(axis=0).all()]
+    if not found:
+        return ""
+    most = max(int(np.isfinite(one.y).all(axis=1).sum()) for one in found)
+    lacks = [f"{FEWEST_SEEDS} seeds"] if most < FEWEST_SEEDS else []
+    lacks += [f"{FEWEST_POINTS} values"] if max(len(one.values) for one in found) < FEWEST_POINTS else []
+    if not lacks:
+        return ""
+    shown = min(found, key=lambda one: float(np.nanmean(one.y, axis=0).min()))
+    values, best = shown.values, int(np.nanmean(shown.y, axis=0).argmin())
+    other = 0 if best else len(values) - 1
+    apart, name = shown.y[:, other] - shown.y[:, best], direction.axis.rpartition(".")[2]
+    apart = apart[np.isfinite(apart)]
+    if not len(apart) or apart.mean() <= 0:
+        return f"a verdict along {formats.axis_name(direction.axis)} needs {' and '.join(lacks)}"
+    low, high = (f"{name} = {formats.axis_value(values[place])}" for place in (best, other))
+    unit = " nats" if direction.test.endswith("loss") else ""
+    each = "in each of" if (apart > 0).all() else "in the mean of"
+    how = f"{each} {len(apart)} seeds" if len(apart) > 1 else "in one seed"
+    return (
+        f"a verdict along {formats.axis_name(direction.axis)} needs {' and '.join(lacks)}, but {low} is lower than "
+        f"{high} by {formats.number(float(apart.mean()), 2)}{unit}, {how}"
+    )
 
 
 def verdict_notes(analysis: Analysis) -> list[str]:

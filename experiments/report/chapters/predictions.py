@@ -1,0 +1,134 @@
+"""What a run said of each row: the confusion matrix, a table by class, rows right and wrong, answers beside theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.report import formats
+from experiments.report.blocks import Block, Card, Cards, Matrix, Part, Section, Table
+from experiments.results.predictions import Predictions
+from experiments.results.run import Run, best_split
+
+_WRONG, _RIGHT, _SAMPLES, _HARD = 6, 3, 9, 6
+_CLASSES = 24
+"""A matrix of more classes has those that most rows are of."""
+_OPEN = 12
+"""A table of more classes is folded."""
+
+
+def part(run: Run) -> Part | None:
+    """A run directory with predictions.parquet."""
+    split = best_split({name: {} for name in run.predictions})
+    if split is None:
+        return None
+    rows = run.predictions[split]
+    sections = []
+    if rows.of_classes:
+        sections = [*_classes(rows, split), _examples(rows, split)]
+    elif "answer" in rows.columns:
+        sections = [_samples(rows, split)]
+    elif "loss.count" in rows.columns:
+        sections = [_hardest(rows, split)]
+    return Part(sections=[section for section in sections if section is not None])
+
+
+def _classes(rows: Predictions, split: str) -> list[Section]:
+    names, found = rows.classes, rows.confusion
+    shown = names[:_CLASSES]
+    lead = f"Rows of {split} by their class, and what was said of them."
+    if len(names) > len(shown):
+        lead += f" The {len(shown)} commonest of {len(names)} classes; other answers are left out."
+    matrix = Matrix(shown, [[int(found[i, j]) for j in range(len(shown))] for i in range(len(shown))])
+    blocks: list[Block] = [matrix]
+    pairs = [(int(found[i, j]), names[i], names[j]) for i, j in zip(*np.nonzero(found), strict=True) if i != j]
+    pairs.sort(key=lambda pair: (-pair[0], pair[1], pair[2]))
+    if pairs:
+        most = "; ".join(f"{said} for {true} ({n:,})" for n, true, said in pairs[:5])
+        lead += f" Most often confused: {most}."
+    total, said, hits = found.sum(1), found.sum(0), np.diag(found)
+    table = [
+        {
+            "class": name,
+            "rows": formats.number(int(total[i])),
+            "said": formats.number(int(said[i])),
+            "right": formats.number(int(hits[i])),
+            "precision": formats.number(float(hits[i] / said[i])) if said[i] else "–",
+            "recall": formats.number(float(hits[i] / total[i])) if total[i] else "–",
+            "F1": formats.number(float(2 * hits[i] / (total[i] + said[i]))),
+        }
+        for i, name in enumerate(names)
+    ]
+    by_class = Section(f"By class, {split}", [Table.of(table, words=("class",))], folded=len(names) > _OPEN)
+    return [Section("Confusion matrix", blocks, lead), by_class]
+
+
+def _examples(rows: Predictions, split: str) -> Section | None:
+    columns = rows.columns
+    texts = columns.get("text", [None] * len(rows))
+    sure = columns.get("probability", [0.0] * len(rows))
+    order = sorted((i for i in range(len(rows)) if texts[i]), key=lambda i: (-sure[i], i))
+    wrong = [i for i in order if columns["label"][i] != columns["predicted"][i]]
+    right = [i for i in order if columns["label"][i] == columns["predicted"][i]]
+    chosen = [*((i, "✗") for i in wrong[:_WRONG]), *((i, "✓") for i in right[:_RIGHT])]
+    if not chosen:
+        return None
+    cards = []
+    for i, mark in chosen:
+        facts = [("class", str(columns["label"][i])), ("said", str(columns["predicted"][i]) if mark == "✗" else "")]
+        facts += [("probability", formats.percent(sure[i]) if "probability" in columns else ""), _row(rows, i)]
+        cards.append(Card(mark, str(texts[i]), [(k, v) for k, v in facts if v]))
+    misses = sum(a != b for a, b in zip(columns["label"], columns["predicted"], strict=True))
+    lead = (
+        f"{misses:,} of {len(rows):,} rows of {split} are wrong; first those that the model was surest of, then right "
+        "ones. predictions.parquet has every row."
+    )
+    return Section("Rows, wrong and right", [Cards(cards)], lead)
+
+
+def _row(rows: Predictions, place: int) -> tuple[str, str]:
+    return "row", str(rows.columns["row"][place])
+
+
+def _samples(rows: Predictions, split: str) -> Section | None:
+    """What was written beside what is right, wrong answers first."""
+    columns = rows.columns
+    having = [i for i in range(len(rows)) if columns["answer"][i] is not None]
+    match = columns.get("exact_match", [None] * len(rows))
+    order = sorted(having, key=lambda i: (bool(match[i]), i))
+    wrong = [i for i in order if not match[i]][: _SAMPLES - _RIGHT]
+    chosen = [*wrong, *[i for i in order if match[i]][: _SAMPLES - len(wrong)]]
+    cards = [
+        Card(
+            "✓" if match[i] else "✗",
+            str(columns["text"][i] or ""),
+            [("written", _clip(columns["answer"][i])), ("right", _clip(columns["reference"][i])), _row(rows, i)],
+        )
+        for i in chosen
+    ]
+    if not cards:
+        return None
+    lead = f"What the model wrote for rows of {split}, greedily, beside the row's own answer."
+    return Section("Answers beside references", [Cards(cards)], lead)
+
+
+def _clip(text: object, most: int = 300) -> str:
+    flat = " ".join(str(text).split()) or "(nothing)"
+    return flat if len(flat) <= most else flat[: most - 1] + "…"
+
+
+def _hardest(rows: Predictions, split: str) -> Section | None:
+    columns = rows.columns
+    texts = columns.get("text", [None] * len(rows))
+    each = [a / b if b else 0.0 for a, b in zip(columns["loss"], columns["loss.count"], strict=True)]
+    order = sorted((i for i in range(len(rows)) if texts[i]), key=lambda i: (-each[i], i))
+    if len(order) < 2:
+        return None
+    ends: Sequence[int] = [*order[: _HARD // 2], *order[-(_HARD // 2) :]] if len(order) >= _HARD else order
+    cards = [
+        Card(mark, str(texts[i]), [("nats per token", formats.number(each[i])), _row(rows, i)])
+        for place, i in enumerate(ends)
+        if (mark := "↑" if place < len(ends) / 2 else "↓")
+    ]
+    return Section("Hardest and easiest rows", [Cards(cards)], f"By loss per supervised token, of {split}.")

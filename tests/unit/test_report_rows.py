@@ -1,0 +1,92 @@
+"""What a page shows of single rows: confusions, classes, examples, answers, choices with their targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+from experiments.report import build_report
+from experiments.report.blocks import Table
+from experiments.report.chapters import predictions, selection
+from experiments.results.predictions import Predictions
+from experiments.results.run import read_run
+
+
+def page_of(folder: Path, columns: dict[str, list]) -> dict[str, object]:
+    """Section titles with their first block, of a run that said this of its rows."""
+    folder.mkdir()
+    (folder / "eval.json").write_text('{"test": {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6, "n": 4}}}')
+    count = len(next(iter(columns.values())))
+    rows = {"split": ["test"] * count, "row": [f"t.jsonl:{i}" for i in range(count)], **columns}
+    pq.write_table(pa.table(rows), folder / "predictions.parquet")
+    part = predictions.part(read_run(folder))
+    assert part is not None
+    return {section.title: section for section in part.sections}
+
+
+def test_confusions_and_classes_are_scikit_learns(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    names = ["a<b>", "b", "c", "never said"]
+    label = [names[i] for i in rng.choice(4, 200, p=[0.4, 0.3, 0.2, 0.1])]
+    predicted = [name if rng.random() < 0.6 else names[rng.integers(3)] for name in label]
+    predicted = ["b" if name == "never said" else name for name in predicted]
+    rows = Predictions({"row": list(map(str, range(200))), "label": label, "predicted": predicted})
+    assert (rows.confusion == confusion_matrix(label, predicted, labels=rows.classes)).all()
+    said = {"text": [f"text {i}" for i in range(200)], "label": label, "predicted": predicted}
+    found = page_of(tmp_path / "run", {**said, "probability": rng.random(200).tolist()})
+    table = found["By class, test"].blocks[0]
+    expected = precision_recall_fscore_support(label, predicted, labels=rows.classes, zero_division=0)
+    for place, row in enumerate(table.rows):
+        for column, values in zip((4, 5, 6), expected[:3], strict=True):
+            assert row[column] == "–" or abs(float(row[column]) - values[place]) < 6e-4
+    cards = found["Rows, wrong and right"].blocks[0].cards
+    assert [card.rank for card in cards] == ["✗"] * 6 + ["✓"] * 3
+    shown = [dict(card.facts) for card in cards]
+    assert all(facts["class"] != facts["said"] for facts in shown[:6]) and not any("said" in f for f in shown[6:])
+    sure = [float(facts["probability"].split()[0]) for facts in shown[:6]]
+    assert sure == sorted(sure, reverse=True)
+    text = build_report([tmp_path / "run"], out=tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "a&lt;b&gt;, said" in text and "a<b>" not in text and 'class="matrix"' in text
+
+
+def test_answers_stand_beside_references(tmp_path: Path) -> None:
+    columns = {"text": ["1+1", "2+2", "3+3"], "answer": ["2", "5", None], "reference": ["2", "4", None]}
+    found = page_of(tmp_path / "run", {**columns, "exact_match": [1.0, 0.0, None]})
+    cards = found["Answers beside references"].blocks[0].cards
+    assert [(card.rank, card.text, card.facts[0][1], card.facts[1][1]) for card in cards] == [
+        ("✗", "2+2", "5", "4"),
+        ("✓", "1+1", "2", "2"),
+    ]
+
+
+def test_texts_are_shown_by_what_a_token_costs(tmp_path: Path) -> None:
+    columns = {"text": ["easy", "hard", "long"], "loss": [1.0, 9.0, 20.0], "loss.count": [2.0, 3.0, 10.0]}
+    found = page_of(tmp_path / "run", columns)
+    assert [card.text for card in found["Hardest and easiest rows"].blocks[0].cards] == ["hard", "long", "easy"]
+
+
+def test_choices_show_their_targets_and_can_be_searched(tmp_path: Path) -> None:
+    folder = tmp_path / "sel"
+    folder.mkdir()
+    ids = [f"r{i}" for i in range(20)]
+    table = {"id": ids, "score": np.arange(20.0) - 30, "rank": range(1, 21), "selected": [True] * 20}
+    pq.write_table(pa.table({**table, "nearest_target": ["t0", "t1"] * 10}), folder / "scores.parquet")
+    lines = [{"id": i, "text": f"text of {i}", "score": -1.0, "rank": n} for n, i in enumerate(ids, 1)]
+    (folder / "selected.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "targets.jsonl").write_text('{"id": "t0", "text": "first <target>"}\n{"id": "t1", "text": "second"}\n')
+    sections = {section.title: section for section in selection.part(read_run(folder)).sections}
+    assert dict(sections["First choices"].blocks[0].cards[0].facts)["nearest target"] == "t0: first <target>"
+    everything = sections["All choices"].blocks[0]
+    assert len(everything.rows) == 20 and everything.columns == ["rank", "score", "text", "nearest target"]
+    text = build_report([folder], out=tmp_path / "page.html").read_text(encoding="utf-8")
+    assert 'type="search"' in text and "first &lt;target&gt;" in text
+
+
+def test_empty_columns_are_left_out() -> None:
+    table = Table(["a", "b", "c", "d"], [["", "–", "1", ""], ["", "", "2", "x"]], numeric=frozenset({2, 3})).shown()
+    assert (table.columns, table.rows, table.numeric) == (["a", "c", "d"], [["", "1", ""], ["", "2", "x"]], {1, 2})
