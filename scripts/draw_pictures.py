@@ -1,0 +1,60 @@
+"""Pictures of real pages for README and docs, from the directory that `make demo` leaves.
+
+    make demo OUT=demo && .venv/bin/python scripts/draw_pictures.py demo        # writes docs/pictures/
+
+Needs Chromium on the PATH. Beside the pictures stands what they show (`pictures.json`): the headings of each page, which
+a test compares with those that the report has today.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+PAGES = {"run": ("warmup", 1200, 1000), "sweep": ("sweep", 1200, 1000)}
+"""Picture → directory of the demo, width and height in CSS pixels from the top of its page."""
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def headings(page: Path) -> list[str]:
+    """The texts of a page's second-level headings, in order."""
+    found = re.findall(r"<h2[^>]*>(.*?)</h2>", page.read_text(encoding="utf-8"), flags=re.S)
+    return [" ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split()) for text in found]
+
+
+def draw(page: Path, picture: Path, width: int, height: int) -> None:
+    """Save the top of `page` as a PNG of twice as many pixels. Raises SystemExit without a browser."""
+    browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        raise SystemExit(f"none of {', '.join(_BROWSERS)} is on the PATH")
+    with tempfile.TemporaryDirectory() as profile:
+        words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking"]
+        words += ["--no-first-run", f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+        words += ["--force-device-scale-factor=1.5", f"--screenshot={picture}", page.resolve().as_uri()]
+        subprocess.run([browser, *words], check=True, capture_output=True, timeout=120)
+
+
+def main(demo: Path) -> None:
+    """Draw every picture and write what they show."""
+    PICTURES.mkdir(exist_ok=True)
+    shown = {}
+    for name, (folder, width, height) in PAGES.items():
+        page = demo / folder / "report.html"
+        draw(page, PICTURES / f"{name}.png", width, height)
+        shown[name] = headings(page)
+        print(PICTURES / f"{name}.png")
+    (PICTURES / "pictures.json").write_text(json.dumps(shown, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    main(Path(sys.argv[1]))
