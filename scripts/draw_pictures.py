@@ -2,8 +2,8 @@
 
     make demo OUT=demo && .venv/bin/python scripts/draw_pictures.py demo        # writes docs/pictures/
 
-Needs Chromium on the PATH. Beside the pictures stands what they show (`pictures.json`): the headings of each page, which
-a test compares with those that the report has today.
+Needs Chromium on the PATH. Beside the pictures stands what they show (`pictures.json`): the headings of each page,
+which a test compares with those that the report has today.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Adapted:
         recipe, train = subject.recipe, subject.recipe.train
         device = resolve_device(train.device)
         key = (
-            recipe.backbone, type(recipe.task).auto_class, label_names if recipe.task.new_head else None,
+            recipe.backbone, recipe.task.auto_class, label_names if recipe.task.new_head else None,
             train.precision, train.backbone_precision, train.quantization, device,
         )  # fmt: skip
         self._take_off()

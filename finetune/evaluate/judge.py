@@ -97,6 +97,32 @@ class Judge:
         """As `head_scores`."""
         return head_scores(self.model, examples, task=self.task, pad_id=self.pad_id, **self.how)
 
+    def ranks(self, examples: Sequence[Example]) -> np.ndarray:
+        """As `rank_choices`."""
+        return rank_choices(self.model, examples, task=self.task, pad_id=self.pad_id, **self.how)
+
+    def names(self, classes: int) -> Sequence[str]:
+        """The classes in head order; by number where nobody named them."""
+        return self.label_names or [str(k) for k in range(classes)]
+
+    def chosen(self, scores: np.ndarray) -> dict[str, list[Any]]:
+        """`label`, its `probability`, and `p_NAME` of every class, from log-likelihoods or logits (N, K)."""
+        from scipy.special import softmax
+
+        names, found = self.names(scores.shape[1]), softmax(scores, axis=1)
+        best = scores.argmax(axis=1)
+        return {
+            "label": [names[k] for k in best],
+            "probability": found[np.arange(len(best)), best].tolist(),
+            **{f"p_{name}": found[:, k].tolist() for k, name in enumerate(names)},
+        }
+
+    @staticmethod
+    def surprises(nats: np.ndarray, tokens: np.ndarray) -> dict[str, list[Any]]:
+        """`nats` of each example's supervised tokens, their number, and their perplexity."""
+        mean = nats / np.maximum(tokens, 1)
+        return {"nats": nats.tolist(), "tokens": tokens.astype(int).tolist(), "perplexity": np.exp(mean).tolist()}
+
     # ------------------------------------------------------------------------------------------------------- figures
 
     def ratio(
@@ -141,7 +167,7 @@ class Judge:
     def ranked(self, examples: Sequence[Example]) -> dict[str, Interval]:
         """`surprise`, and `accuracy, f1_macro, matthews, majority_floor` of the likeliest choice."""
         gold = [_gold(example, self.label_names) for example in examples]
-        scores = rank_choices(self.model, examples, task=self.task, pad_id=self.pad_id, **self.how)
+        scores = self.ranks(examples)
         # The row's own completion is one of the choices: its surprise is known.
         nats = -scores[np.arange(len(gold)), gold]
         figures = self.surprise(examples, nats, np.array([_supervised(example) for example in examples]))

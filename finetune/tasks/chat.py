@@ -119,6 +119,10 @@ class Chat(Objective):
         written = str(saved.apply_chat_template(talk.messages, tools=talk.tools, tokenize=False))  # type: ignore[arg-type]
         return "".join(written.split()).startswith("".join(read.split()))
 
+    @property
+    def answers_in_text(self) -> bool:
+        return True
+
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """As a language model's; with `score: generate` also `exact_match` of each row's last answer."""
         figures = super().judge(judge, examples)

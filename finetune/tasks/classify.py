@@ -163,6 +163,27 @@ class Classify(ByExample):
             options=", num_labels=len(LABELS), ignore_mismatched_sizes=True",
         )
 
+    def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
+        return {"label": () if self.multi else (label_names or ("",))[0]}
+
+    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+        """`label` and its `probability` (softmax), with `multi` the `labels` whose own probability is above one half;
+        and `p_NAME`, the probability of each class."""
+        return self._said(judge.head(examples)[1], judge)
+
+    def _said(self, logits: Any, judge: Judge) -> dict[str, list[Any]]:
+        from scipy.special import expit
+
+        if self.squares:  # outputs are no odds
+            names = judge.names(logits.shape[1])
+            scores = {f"output_{name}": logits[:, k].tolist() for k, name in enumerate(names)}
+            return {"label": [names[k] for k in logits.argmax(axis=1)]} | scores
+        if not self.multi:
+            return judge.chosen(logits)
+        names, found = judge.names(logits.shape[1]), expit(logits)
+        labels = [[name for name, p in zip(names, row, strict=True) if p > 0.5] for row in found]
+        return {"labels": labels} | {f"p_{name}": found[:, k].tolist() for k, name in enumerate(names)}
+
     @property
     def figure_names(self) -> tuple[str, ...]:
         from ..evaluate.metrics import names_of

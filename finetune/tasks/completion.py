@@ -139,6 +139,17 @@ class Completion(Templated):
             made.append((example, cut))
         return made
 
+    @property
+    def answers_in_text(self) -> bool:
+        return self.score != "rank"
+
+    def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
+        return {"label": (label_names or ("",))[0]}
+
+    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+        """The likeliest class, as `Classify.predict`, its probability among the completions (score: rank)."""
+        return judge.chosen(judge.ranks(examples))
+
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """As a language model's; with `score: rank` also `accuracy, f1_macro, matthews, majority_floor`, with
         `score: generate` also `exact_match`."""

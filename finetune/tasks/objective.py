@@ -339,6 +339,22 @@ class Objective:
         """
         return judge.surprise(examples, *judge.nats(examples))
 
+    # ------------------------------------------------------------------------------------------------------ predicting
+
+    @property
+    def answers_in_text(self) -> bool:
+        """Whether what its models say of a row is a text that they write."""
+        return False
+
+    def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
+        """Columns with which a row can be encoded whose answer nobody knows."""
+        return {}
+
+    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+        """What a model says of each encoded example, column by column; here how surprised it is by the text: `nats`
+        of all its supervised `tokens`, and their `perplexity`."""
+        return judge.surprises(*judge.nats(examples))
+
     # --------------------------------------------------------------------------------------------------------- writing
 
     def check_writes(self) -> None:
@@ -497,6 +513,9 @@ class ByExample(Objective):
 
     def optional_columns(self) -> tuple[str, ...]:
         return ("text2",)
+
+    def prompt_columns(self) -> tuple[str, ...]:
+        return ("text",)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
         """Cut as in training by `truncation=True`."""

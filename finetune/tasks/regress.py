@@ -123,6 +123,13 @@ class Regress(ByExample):
             options=", num_labels=1, ignore_mismatched_sizes=True",
         )
 
+    def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
+        return {"label": 0.0}
+
+    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+        """`value`, in the targets' own units."""
+        return {"value": judge.head(examples)[1][:, 0].tolist()}
+
     @property
     def figure_names(self) -> tuple[str, ...]:
         from ..evaluate.metrics import names_of

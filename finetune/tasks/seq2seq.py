@@ -125,6 +125,10 @@ class Seq2Seq(Templated):
     def judged(self) -> Self:
         return self.altered(label_smoothing=None)
 
+    @property
+    def answers_in_text(self) -> bool:
+        return True
+
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """As a language model's; with `score: generate` also `exact_match` and `chrf`."""
         figures = super().judge(judge, examples)

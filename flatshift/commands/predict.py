@@ -1,0 +1,58 @@
+"""A finished run answers for rows of yours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from experiments.recipe import from_override
+from finetune.errors import UserError
+from flatshift.command_line import parse
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Ask a finished run about rows: a label with probabilities, a number, an answer, or how surprising a text is.
+
+    Rows need no label. Files may be of any length; a command that was killed goes on where it was.
+    """
+
+    run: Positional[Path]
+    """Run directory."""
+    data: tuple[str, ...] = ()
+    """Files with rows: JSONL, CSV, Parquet, …, with the columns that the run was trained on."""
+    out: Path | None = None
+    """File to write: .jsonl, .csv, .tsv or .parquet (required)."""
+    batch_size: int | None = None
+    """Rows at once; by default the run's eval.batch_size."""
+    bad_rows: Literal["refuse", "skip"] | None = None
+    """What to do with rows that cannot be read; by default as the run's recipe says."""
+    device: str | None = None
+    """auto, cpu, cuda or cuda:N; by default the run's own."""
+    quiet: bool = False
+    """Say nothing but what is wrong."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift predict`."""
+    flags: Flags = parse(Flags, "predict", argv)
+    if flags.out is None:
+        raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
+    from experiments.workflows.predict import predict_from_run
+
+    overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
+    count = predict_from_run(
+        flags.run,
+        flags.data,
+        flags.out,
+        batch_size=flags.batch_size,
+        bad_rows=flags.bad_rows,
+        overrides=overrides,
+        quiet=flags.quiet,
+    )
+    if not flags.quiet:
+        print(f"{flags.out}: {count:,} rows")
+    return 0

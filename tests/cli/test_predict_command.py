@@ -1,0 +1,167 @@
+"""`flatshift predict`: every kind of task, every format, the figures of eval, and a kill in the middle."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from experiments.workflows import predict
+from experiments.results.predictions import NAME as PREDICTIONS
+from experiments.workflows.predict import Predictor
+from flatshift.cli import run
+
+SMALL = [
+    *("--train.steps", "3", "--train.batch_size", "4", "--train.max_length", "32", "--train.eval_every", "0"),
+    *("--train.precision", "fp32", "--eval.bootstrap", "20", "--train.threads", "1", "--eval.train_limit", "0"),
+]
+ROWS = [
+    {"text": f"is my card number {i} {'lost again' if i % 3 else 'here'}", "label": ("card", "loss", "other")[i % 3]}
+    for i in range(24)
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A run of a kind of task, made once: `trained("classify", *flags)`."""
+    home = tmp_path_factory.mktemp("runs")
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(recipe: str, *words: str, rows: list[dict[str, Any]] = ROWS) -> Path:
+        key = (recipe, *words)
+        if key not in made:
+            out = home / f"run-{len(made)}"
+            file = write(home / f"rows-{len(made)}.jsonl", rows)
+            files = ["--data.train.files", str(file), "--data.train.limit", "null"]
+            files += ["--data.dev.files", "[]", "--data.test.files", str(file), "--data.test.limit", "null"]
+            assert run(["train", recipe, *files, *SMALL, *words, "--out", str(out)]) == 0
+            made[key] = out
+        return made[key]
+
+    return make
+
+
+CLASSIFY = ("classify", "--regularizer.kind", "plain", "--backbone", "flatshift-encoder-3m")
+
+
+def test_labels_are_those_that_eval_counted(trained: Callable[..., Path], tmp_path: Path) -> None:
+    out = trained(*CLASSIFY)
+    kept = pq.read_table(out / PREDICTIONS).to_pydict()
+    accuracy = json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]["accuracy"]["value"]
+    assert set(kept["split"]) == {"test"} and np.mean(
+        [said == true for said, true in zip(kept["predicted"], kept["label"], strict=True)]
+    ) == pytest.approx(accuracy)
+    assert kept["label"] == [row["label"] for row in ROWS]
+
+    unlabelled = write(tmp_path / "new.jsonl", [{"text": row["text"]} for row in ROWS])
+    assert run(["predict", str(out), "--data", str(unlabelled), "--out", str(tmp_path / "said.jsonl")]) == 0
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [one["label"] for one in said] == kept["predicted"] and [one["text"] for one in said] == [
+        r["text"] for r in ROWS
+    ]
+    for i, one in enumerate(said):
+        shares = [one[f"p_{name}"] for name in ("card", "loss", "other")]
+        assert sum(shares) == pytest.approx(1) and one["probability"] == max(shares)
+        assert one["probability"] == pytest.approx(kept["probability"][i], abs=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".tsv"])
+def test_formats_hold_the_same(trained: Callable[..., Path], tmp_path: Path, suffix: str) -> None:
+    out, data = trained(*CLASSIFY), write(tmp_path / "new.jsonl", [{"text": row["text"]} for row in ROWS])
+    for name in (f"said{suffix}", "said.jsonl"):
+        assert run(["predict", str(out), "--data", str(data), "--out", str(tmp_path / name)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()]
+    if suffix == ".parquet":
+        assert pq.read_table(tmp_path / "said.parquet").to_pylist() == lines
+    else:
+        with (tmp_path / f"said{suffix}").open(encoding="utf-8", newline="") as stream:
+            found = list(csv.DictReader(stream, delimiter="\t" if suffix == ".tsv" else ","))
+        assert [(f["id"], f["label"]) for f in found] == [(one["id"], one["label"]) for one in lines]
+
+
+def test_a_kill_loses_no_part_and_another_run_is_refused(
+    trained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = trained(*CLASSIFY), write(tmp_path / "new.jsonl", [{"text": row["text"]} for row in ROWS])
+    words = ["predict", str(out), "--data", str(data), "--out"]
+    monkeypatch.setattr(predict, "PART", 10)
+    assert run([*words, str(tmp_path / "whole.jsonl")]) == 0
+    asked: list[int] = []
+    answer = Predictor.__call__
+
+    def dies(self: Predictor, rows: Any) -> Any:
+        asked.append(len(rows))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return answer(self, rows)
+
+    monkeypatch.setattr(Predictor, "__call__", dies)
+    cut = tmp_path / "cut.jsonl"
+    assert run([*words, str(cut)]) == 3
+    assert not cut.exists() and (tmp_path / ".cut.jsonl.parts").is_dir()
+    other = write(tmp_path / "other.jsonl", [{"text": "another"}])
+    assert run(["predict", str(out), "--data", str(other), "--out", str(cut)]) == 2
+    assert "of other data" in capsys.readouterr().err
+    assert run([*words, str(cut)]) == 0
+    assert asked == [10, 10, 10, 4] and cut.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not (tmp_path / ".cut.jsonl.parts").exists()
+    assert run([*words, str(cut)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+NUMBERS = [{"text": f"number {i} of many", "label": float(i)} for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "rows", "columns"),
+    [
+        ("classify", ["--task.multi", "true"], ROWS, {"labels", "p_card"}),
+        ("classify", ["--task", "regress"], NUMBERS, {"value"}),
+        ("language-model", ["--task", "language-model"], ROWS, {"nats", "tokens", "perplexity"}),
+        ("language-model", ["--task.kind", "completion", "--task.score", "rank"], ROWS, {"label", "p_loss"}),
+        ("language-model", ["--task.kind", "completion", "--task.max_new_tokens", "4"], ROWS, {"answer", "ended"}),
+    ],
+    ids=("sets", "numbers", "texts", "ranked", "written"),
+)
+def test_every_kind_answers(
+    trained: Callable[..., Path], tmp_path: Path, recipe: str, words: list[str], rows: list[dict], columns: set[str]
+) -> None:
+    out = trained(recipe, "--regularizer.kind", "plain", *words, rows=rows)
+    data = write(tmp_path / "new.jsonl", [{"text": row["text"]} for row in rows])
+    assert run(["predict", str(out), "--data", str(data), "--out", str(tmp_path / "said.jsonl")]) == 0
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(said) == len(rows) and columns <= said[0].keys() and len({one["id"] for one in said}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--out is missing"),
+        (["--out", "said.xlsx"], ".parquet"),
+        (["--out", "said.csv"], "--data"),
+        (["--out", "said.csv", "--data", "nowhere.jsonl"], "no such file"),
+    ],
+)
+def test_mistakes(
+    trained: Callable[..., Path],
+    tmp_path: Path,
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["predict", str(trained(*CLASSIFY)), *words]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said in error and not list(tmp_path.glob("*.parts"))
