@@ -99,17 +99,17 @@ def resolve(
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
     settings = Settings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
     totals = _totals(mesh, devices, processes)
-    allowed = [o for n in totals for o in _options(mesh, n, free) if _allowed(o, mesh, settings, sizes, node)]
-    if not allowed:
+    possible = [o for n in totals for o in options(mesh, n, free) if allowed(o, mesh, settings, sizes, node)]
+    if not possible:
         for ranks in totals:
-            for option in _options(mesh, ranks, free):
+            for option in options(mesh, ranks, free):
                 check_settings(dataclasses.replace(settings, mesh=option))
         raise UserError(
             f"mesh.auto: {processes or devices.count} ranks do not divide among {rows} rows, {sizes.heads} heads in "
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks with the axes that are set; start another number "
             "of processes, or change train.batch_size"
         )
-    layouts = [_priced(option, sizes, adapter, train, devices, node) for option in allowed]
+    layouts = [_priced(option, sizes, adapter, train, devices, node) for option in possible]
     chosen = _choose(layouts, few=devices.kind == "cpu")
     here = devices if processes is None else None
     reasons = [
@@ -126,7 +126,7 @@ def _totals(mesh: Mesh, devices: Devices, processes: int | None) -> list[int]:
     return [ranks for ranks in range(mesh.size, max(devices.count, mesh.size) + 1) if ranks % mesh.size == 0]
 
 
-def _options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
+def options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
     """Every mesh of so many ranks in which only `free` axes grow."""
     left, rest = divmod(ranks, mesh.size)
     for widths in itertools.product(_divisors(left), repeat=len(free)):
@@ -135,7 +135,7 @@ def _options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
             yield dataclasses.replace(mesh, **axes)
 
 
-def _allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Sizes, node: int) -> bool:
+def allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Sizes, node: int) -> bool:
     """Whether settings and backbone allow a mesh; of axes that are set, only the settings are asked."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class Sizes:
     """Input channels of all adapted layers of a block."""
     below: int
     """Blocks under the lowest that is adapted."""
+    products: int = 0
+    """Elements of a block's matrices."""
 
     @classmethod
     def read(cls, directory: Path, adapter: Adapter) -> Sizes:
@@ -63,10 +66,19 @@ class Sizes:
         Raises:
             UserError: config.json or the header of a weight file is missing or damaged.
         """
-        config = _config(directory / "config.json")
-        shapes = _shapes(directory)
+        return cls.of(_config(directory / "config.json"), _shapes(directory), adapter, str(directory))
+
+    @classmethod
+    def of(
+        cls,
+        config: dict[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        adapter: Adapter,
+        where: str = "the backbone",
+    ) -> Sizes:
+        """The sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
-        ends, trained, inputs, gated, adapted = [], 0, 0, False, set()
+        ends, trained, inputs, multiplied, gated, adapted = [], 0, 0, 0, False, set()
         for name, shape in shapes.items():
             place = _BLOCK.match(name)
             if place is None:
@@ -76,6 +88,7 @@ class Sizes:
                 continue
             key = (place["stack"], int(place["number"]))
             blocks[key] = blocks.get(key, 0) + math.prod(shape)
+            multiplied += math.prod(shape) if len(shape) == 2 else 0
             gated |= bool(re.search(r"gate_proj|wi_1|w1\.weight", name))
             if len(shape) == 2 and _adapted(name, adapter):
                 rank = by_pattern(adapter.ranks, name.removesuffix(".weight"), adapter.rank)
@@ -83,7 +96,7 @@ class Sizes:
                 inputs += shape[1]
                 adapted.add(key[1])
         if not blocks:
-            raise UserError(f"{directory}: its weight files show no blocks, so mesh.auto cannot tell what fits")
+            raise UserError(f"{where}: its weights show no blocks, so nobody can tell what fits")
         hidden = _first(config, "hidden_size", "n_embd", "d_model")
         heads = _first(config, "num_attention_heads", "n_head", "num_heads")
         return cls(
@@ -99,6 +112,7 @@ class Sizes:
             adapter=trained,
             inputs=inputs // len(blocks),
             below=min(adapted, default=0),
+            products=multiplied // len(blocks),
         )
 
     @property
@@ -178,7 +192,8 @@ def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, wi
         whole += (width + 1) * backbone.inputs / backbone.hidden
     block = (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
-    kept = width * layers + block if train.checkpointing == "full" else block * layers
+    between = width / (mesh.tp if mesh.sequence_parallel else 1)  # what a recomputed block begins with
+    kept = between * layers + block if train.checkpointing == "full" else block * layers
     return kept * train.max_length * backbone.hidden / mesh.cp
 
 
@@ -225,7 +240,7 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _first(config: dict[str, Any], *names: str, default: int | None = None) -> int:
+def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     found = next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), default)
     if found is None:
         raise UserError(f"config.json says nothing of {names[0]}, so mesh.auto cannot tell what fits; set the axes")

@@ -186,7 +186,9 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
         axes = " × ".join(axis for axis in ("dp", "cp") if world.width(axis) > 1)
         gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
         gathered = gathers * train.accumulate * sharding.sharded_bytes * (n - 1) // n
-        lines.append(f"{gib(gathered)} of weights gathered along {axes}, {gib(adapter)} of adapter gradients reduced")
+        # a ring passes on all shards but its own: reduced to shards once, to whole copies twice
+        reduced = adapter * (n - 1) if mesh.adapters == "shard" else 2 * adapter * (n - 1) // n
+        lines.append(f"{gib(gathered)} of weights gathered along {axes}, {gib(reduced)} of adapter gradients reduced")
     if mesh.replicate > 1:
         lines.append(
             f"{gib(2 * adapter * (mesh.replicate - 1) // mesh.replicate)} of adapter gradients along replicate"

@@ -9,6 +9,7 @@ from importlib import import_module
 
 SUMMARIES = {
     "demo": "the three journeys on shipped samples; ends with a report",
+    "plan": "does it fit, on which mesh, how fast, before a device is rented",
     "select": "choose warm-up data from a pool for a target",
     "train": "fine-tune an adapter by a recipe, or resume a run",
     "sweep": "a resumable grid over recipe keys and seeds",

@@ -1,0 +1,95 @@
+"""`flatshift predict` beside transformers' pipeline over the merged model: CPU time, and whether both say the same.
+
+    python -m benchmarks.predict
+
+A classifier with an adapter of rank 8 on the shipped encoder, trained for a few steps, asked about 800 texts of the
+shipped samples, in float32 on one thread. The peer is `pipeline("text-classification")` over what `flatshift merge`
+writes, row by row as its documentation begins, and in batches of 32 in the order of the rows. Both have their model
+loaded; rounds A B B A in one process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks._harness import Benchmark, interleave, limit_threads
+
+ROWS, BATCH, ROUNDS = 800, 32, 2
+FLAGS = (
+    *("--backbone", "flatshift-encoder-3m", "--train.steps", "60", "--train.precision", "fp32", "--train.threads", "1"),
+    *("--regularizer.kind", "plain", "--train.eval_every", "0", "--data.train.limit", "400", "--data.test.limit", "20"),
+    *("--train.max_length", "128", "--eval.bootstrap", "20", "--eval.batch_size", str(BATCH)),
+)
+
+
+def texts() -> list[str]:
+    """Texts of many lengths: requests to a bank, and sentences of articles."""
+    from finetune.data.rows import read_rows
+
+    half = ROWS // 2
+    return [
+        row.values["text"] for name in ("banking", "scicite") for row in list(read_rows([f"sample:{name}/test"]))[:half]
+    ]
+
+
+def main() -> None:
+    """Run and write benchmarks/results/predict.json."""
+    from transformers import pipeline
+
+    from experiments.workflows.predict import Predictor
+    from flatshift.cli import run
+
+    limit_threads(1)
+    bench = Benchmark("predict", packages=("torch", "transformers", "peft"))
+    with tempfile.TemporaryDirectory() as name:
+        trained, merged = Path(name) / "run", Path(name) / "merged"
+        if run(["train", "classify", *FLAGS, "--out", str(trained)]) or run(
+            ["merge", str(trained), "--dtype", "float32", "--out", str(merged)]
+        ):
+            raise SystemExit("the run to be asked could not be made")
+        limit_threads(1)
+        asked = texts()
+        ours, theirs = Predictor(trained), pipeline("text-classification", str(merged), device="cpu")
+        limit_threads(1)
+        found: dict[str, Any] = {}
+
+        def peer(batch: int) -> Any:
+            return lambda: found.update(theirs=theirs(asked, batch_size=batch, truncation=True, max_length=128))
+
+        def mine() -> None:
+            found.update(ours=ours(asked))
+
+        for how, batch, bar in (("row by row", 1, 1 / 3), (f"in batches of {BATCH}", BATCH, 1.0)):
+            mine(), peer(batch)()
+            mine_s, theirs_s = interleave(mine, peer(batch), rounds=ROUNDS)
+            bench.row(
+                f"labels of {ROWS} texts, beside the pipeline {how}",
+                ours=mine_s,
+                peer=theirs_s,
+                peer_name="transformers pipeline on the merged model",
+                unit="CPU-s",
+                bar_op="<=",
+                bar_value=bar,
+            )
+        pairs = list(zip(found["ours"], found["theirs"], strict=True))
+        bench.row(
+            f"other labels than the pipeline's, of {ROWS}",
+            ours=sum(a["label"] != b["label"] for a, b in pairs),
+            unit="labels",
+            bar_op="==",
+            bar_value=0,
+        )
+        bench.row(
+            "largest difference of a label's probability",
+            ours=max(abs(a["probability"] - b["score"]) for a, b in pairs),
+            unit="probability",
+            bar_op="<=",
+            bar_value=1e-4,
+        )
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Seconds of an update, from a roofline with few constants: products, element-wise traffic, collectives, the bubble.
+
+The form is that of Megatron-LM's own accounting (2104.04473 §5.1, 2205.05198): a block of width h over b rows of s
+tokens multiplies 24·b·s·h² + 4·b·s²·h FLOPs forward. A step trained whole takes three times that, with frozen weights
+twice (their gradients are not needed), and a recomputed forward pass once more. The constants were fitted on the ten rows
+of 2104.04473, Table 1, alone (A100, full training); what they miss elsewhere is in docs/does-it-fit.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRODUCTS = 0.641
+"""Share of a device's bf16 peak that matrix products reach."""
+ELEMENTS = 0.97
+"""Bytes that element-wise kernels move ÷ those that they must."""
+FAST_LINK = 0.64
+"""Share of the nominal bandwidth inside a node (one direction) that collectives reach: 192 of 300 GB/s."""
+SHARDS = 0.63
+"""Share of the nominal bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3, 2104.04473)."""
+_OVERLAP = 3.0
+"""T = (Tc³ + Tm³)^(1/3) for gathers that computing hides in part."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do, as its maker says."""
+
+    memory: float
+    """Bytes."""
+    flops: float
+    """FLOP/s, dense bf16 (fp16 where there is none)."""
+    bandwidth: float
+    """Bytes/s of its memory."""
+    link: float
+    """Bytes/s in one direction to the other devices of its node."""
+
+
+GB = 1e9
+DEVICES = {
+    "V100-32": Device(32 * GB, 125e12, 0.9e12, 150 * GB),
+    "T4": Device(16 * GB, 65e12, 0.32e12, 16 * GB),
+    "A10": Device(24 * GB, 125e12, 0.6e12, 32 * GB),
+    "L4": Device(24 * GB, 121e12, 0.3e12, 32 * GB),
+    "L40S": Device(48 * GB, 362e12, 0.864e12, 32 * GB),
+    "RTX3090": Device(24 * GB, 71e12, 0.936e12, 32 * GB),
+    "RTX4090": Device(24 * GB, 165e12, 1.008e12, 32 * GB),
+    "A100-40": Device(40 * GB, 312e12, 1.555e12, 300 * GB),
+    "A100-80": Device(80 * GB, 312e12, 2.039e12, 300 * GB),
+    "H100-80": Device(80 * GB, 989e12, 3.35e12, 450 * GB),
+    "H200-141": Device(141 * GB, 989e12, 4.8e12, 450 * GB),
+    "B200-180": Device(180 * GB, 2250e12, 7.7e12, 900 * GB),
+    "MI300X-192": Device(192 * GB, 1307e12, 5.3e12, 448 * GB),
+}
+"""By name and memory in GB; figures of their data sheets, without sparsity."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One way to spread a step over devices."""
+
+    layers: int
+    hidden: int
+    heads: int
+    products: float
+    """Elements of the weights that one block multiplies with."""
+    head: float
+    """Elements of the output layer."""
+    sequence: int
+    rows: int
+    """Of a micro-batch of a rank's."""
+    micro: int
+    """Micro-batches (with a pipeline, pieces) of an update."""
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    recompute: str = "none"
+    """`train.checkpointing`."""
+    sequence_parallel: bool = False
+    fused_attention: bool = True
+    """Attention that never writes its T² scores."""
+    whole: bool = False
+    """Trained whole: gradients of all weights, and their optimizer."""
+    gathered: float = 0.0
+    """Bytes of weights that a rank receives in a micro-batch (FSDP2)."""
+    gathered_inside: bool = True
+    """Whether those come from the same node."""
+    reduced: float = 0.0
+    """Bytes of gradients that a rank sends in an update."""
+    tp_inside: bool = True
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one update, by cause."""
+
+    products: float
+    elements: float
+    tensor: float
+    """Collectives of tensor parallelism."""
+    gathers: float
+    """Of what gathers take beyond what computing hides."""
+    bubble: float
+    pipeline: float
+    """Activations sent between stages."""
+    gradients: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all causes."""
+        return sum(vars(self).values())
+
+
+def seconds(work: Work, device: Device, *, network: float) -> Seconds:
+    """Of one update. network: bytes/s between nodes of one device."""
+    b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp
+    passes = (3 if work.whole else 2) + (work.recompute == "full")
+    core = 4 * b * s * s * h
+    multiplied = 2 * work.products * b * s * passes + core * (4 if work.recompute != "none" else 3)
+    if work.whole and work.recompute == "none":
+        multiplied = 2 * work.products * b * s * 3 + core * 3
+    layers = work.layers / p
+    products = layers * multiplied / t / (device.flops * PRODUCTS)
+    scores = 0.0 if work.fused_attention else 5 * work.heads * s / (h * t)
+    kept = (34 / t if work.sequence_parallel else 10 + 24 / t) + scores
+    elements = layers * ELEMENTS * b * s * h * kept * passes / device.bandwidth
+    reduces = 6 if work.recompute == "full" else 4
+    fast = device.link * FAST_LINK if work.tp_inside else network
+    tensor = 0.0 if t == 1 else layers * reduces * 2 * (t - 1) / t * 2 * b * s * h / fast
+    head = (6 if work.whole else 4) * b * s * work.head / t / (device.flops * PRODUCTS)
+    stage = products + elements + tensor + head / (1 if p == 1 else max(1.0, p / 2))
+    gathers = 0.0
+    if work.gathered:
+        taken = work.gathered / (device.link * FAST_LINK if work.gathered_inside else network * SHARDS)
+        gathers = (stage**_OVERLAP + taken**_OVERLAP) ** (1 / _OVERLAP) - stage
+    idle = (p - 1) / work.virtual * (stage + gathers)
+    sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 / t / network
+    gradients = work.reduced / network
+    return Seconds(
+        products=products * work.micro,
+        elements=elements * work.micro,
+        tensor=tensor * work.micro,
+        gathers=gathers * work.micro,
+        bubble=idle,
+        pipeline=sent * work.micro,
+        gradients=gradients,
+        head=(stage - products - elements - tensor) * work.micro,
+    )

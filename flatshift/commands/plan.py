@@ -1,0 +1,79 @@
+"""Whether a run fits a cluster, on which mesh, and how fast, before anything is loaded or rented."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from finetune.errors import UserError
+from flatshift.command_line import parse, split_overrides
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Say which meshes of a cluster hold a run, how fast each is, and what the others lack; exit code 1 if none does.
+
+    Nothing is loaded: shapes come from headers of weight files, a config.json, or a table of common models. Every key
+    of the recipe is a flag: --train.max_length 4096 --adapter.rank 16.
+    """
+
+    recipe: Positional[str] = "language-model"
+    """Recipe file or shipped recipe, whose backbone, adapter, rows and precision are planned."""
+    model: str | None = None
+    """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
+    gpus: str = "1xH100-80"
+    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory."""
+    node: int | None = None
+    """Devices of a node; by default 8, or all of them."""
+    nvlink: float | None = None
+    """GB/s of a device to others of its node, one direction; by default its data sheet's."""
+    ib: float | None = None
+    """GB/s of a device to other nodes; 25 by default."""
+    checkpointing: Literal["any", "none", "selective", "full"] = "any"
+    """How much is recomputed: one way, or the best of all."""
+    price: float | None = None
+    """Of a device for an hour: prints what the recipe's steps cost."""
+    tokens: float | None = None
+    """Tokens to be trained on, for hours and cost; by default the recipe's train.steps."""
+    out: Path | None = None
+    """File for what --json prints."""
+    json: bool = False
+    """Print all layouts as JSON."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift plan`."""
+    rest, overrides = split_overrides(argv, Flags)
+    flags: Flags = parse(Flags, "plan", rest)
+    for name in ("price", "tokens", "nvlink", "ib"):
+        value = getattr(flags, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} {value}: give a number above 0")
+    from experiments.workflows.plan import plan, render
+
+    document = plan(
+        flags.recipe,
+        overrides,
+        model=flags.model,
+        gpus=flags.gpus,
+        node=flags.node,
+        link=flags.nvlink,
+        network=flags.ib,
+        recompute=flags.checkpointing,
+        price=flags.price,
+        tokens=flags.tokens,
+    )
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    if flags.out is not None:
+        from finetune.atomic import replacing
+
+        if flags.out.exists():
+            raise UserError(f"--out: {flags.out} exists; name another file or remove it")
+        with replacing(flags.out) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
+    print(text if flags.json else render(document))
+    return 0 if document["fits"] else 1

@@ -1,0 +1,155 @@
+"""`flatshift plan`: exact sizes of known models, what fits where, the terms of a step, and a sentence per mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.workflows.plan import plan
+from finetune.config import Adapter, Mesh, Train
+from finetune.errors import UserError
+from finetune.planner.cluster import KNOWN, Cluster, read_sizes
+from finetune.planner.footprint import Sizes, footprint
+from finetune.planner.throughput import DEVICES, Work, seconds
+from flatshift.cli import run
+
+# Elements of the published weights (without rotary buffers), and of LoRA r = 16 on all linear layers of the blocks.
+PUBLISHED = {
+    "llama-2-7b": (6_738_415_616, 39_976_960),
+    "llama-2-13b": (13_015_864_320, None),
+    "llama-2-70b": (68_976_648_192, None),
+    "llama-3.1-8b": (8_030_261_248, 41_943_040),
+    "llama-3.1-70b": (70_553_706_496, 207_093_760),
+    "llama-3.1-405b": (405_853_388_800, None),
+    "qwen2.5-0.5b": (494_032_768, None),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_of_published_models_are_exact(name: str) -> None:
+    sizes = read_sizes(name, Adapter(rank=16))
+    elements, adapter = PUBLISHED[name]
+    assert sizes.elements == elements
+    assert adapter is None or sizes.adapter == adapter
+
+
+@pytest.mark.parametrize(
+    ("targets", "rank", "elements"),
+    [(("q_proj", "v_proj"), 32, 9_175_040), (("gate_proj", "up_proj", "down_proj"), 10, 9_461_760)],
+)
+def test_adapters_of_some_layers(targets: tuple[str, ...], rank: int, elements: int) -> None:
+    assert read_sizes("llama-3.2-3b", Adapter(rank=rank, targets=targets)).adapter == elements
+
+
+def test_a_bare_config_is_enough_and_says_what_its_weights_would(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(KNOWN["llama-3.2-3b"])), encoding="utf-8")
+    known = read_sizes("llama-3.2-3b", Adapter())
+    assert read_sizes(tmp_path, Adapter()) == read_sizes(tmp_path / "config.json", Adapter()) == known
+    from_weights = read_sizes("flatshift-5m", Adapter())
+    assert isinstance(from_weights, Sizes) and from_weights.elements > 5e6
+
+
+def test_what_recomputed_blocks_begin_with_is_split_with_the_sequence() -> None:
+    """70 B, tp 8, 8k tokens: 1.25 GiB of block inputs and one block, not 10.4 GiB."""
+    sizes = read_sizes("llama-3.1-70b", Adapter(rank=16))
+    train = Train(precision="bf16", checkpointing="full", max_length=8192, batch_size=1)
+    whole, split = (
+        footprint(sizes, mesh=Mesh(tp=8, sequence_parallel=on), adapter=Adapter(rank=16), train=train).activations
+        for on in (False, True)
+    )
+    inputs = 80 * 8192 * 8192 * 2
+    assert split < inputs / 8 + 1.5 * 2**30 and whole > inputs
+    assert split / 2**30 == pytest.approx(1.25, abs=1.0)
+
+
+def test_one_device_holds_what_it_should() -> None:
+    small = plan("language-model", model="llama-3.1-8b", gpus="1xA100-80")
+    assert small["fits"] and small["layouts"][0]["mesh"] == {}
+    large = plan("language-model", model="llama-3.1-70b", gpus="1xA100-80")
+    assert not large["fits"] and large["hours"] is None and large["layouts"][0]["short_gib"] > 60
+    assert large["layouts"][0]["bytes"]["weights"] == pytest.approx(2 * 70_553_706_496, rel=1e-3)
+
+
+def test_many_devices_and_the_lines_to_paste() -> None:
+    flags = {"max_length": "4096", "batch_size": "256"}
+    from experiments.recipe import from_override
+
+    overrides = [from_override(f"train.{key}", value) for key, value in flags.items()]
+    found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0)
+    times = [layout["update_s"] for layout in found["layouts"] if layout["fits"]]
+    assert found["fits"] and times == sorted(times) and len(found["layouts"]) > 20
+    best = found["layouts"][0]
+    assert best["batch_size"] * best["accumulate"] == 256
+    ranks = 1
+    for width in best["mesh"].values():
+        ranks *= width
+    assert ranks == 256 and f"batch_size: {best['batch_size']}" in found["recipe"]
+    assert found["cost"] == pytest.approx(found["hours"] * 256 * 2.0, rel=0.01)
+    assert 0.1 < best["mfu"] < 0.7 and sum(best["seconds"].values()) == pytest.approx(best["update_s"], rel=0.01)
+
+
+def _work(**changed: object) -> Work:
+    plain = Work(
+        layers=32, hidden=4096, heads=32, products=12 * 4096**2, head=32000 * 4096, sequence=2048, rows=1, micro=8
+    )
+    return dataclasses.replace(plain, **changed)  # type: ignore[arg-type]
+
+
+def test_the_terms_of_a_step() -> None:
+    device = DEVICES["A100-80"]
+    plain = seconds(_work(), device, network=25e9)
+    assert plain.tensor == plain.gathers == plain.bubble == plain.pipeline == plain.gradients == 0
+    frozen, whole = (seconds(_work(whole=on), device, network=25e9).products for on in (False, True))
+    assert whole / frozen == pytest.approx(1.47, abs=0.03), "no weight gradients: two passes of three, attention apart"
+    again = seconds(_work(recompute="full"), device, network=25e9).products
+    assert again / plain.products == pytest.approx(1.5, abs=0.03)
+    staged = seconds(_work(pp=4, micro=8), device, network=25e9)
+    staged_twice = seconds(_work(pp=4, micro=8, virtual=2), device, network=25e9)
+    assert staged.bubble == pytest.approx(2 * staged_twice.bubble), "(p − 1)/(v·m)"
+    hidden = seconds(_work(gathered=1e6), device, network=25e9)
+    waits = seconds(_work(gathered=1e11, gathered_inside=False), device, network=25e9)
+    assert hidden.gathers < 0.01 * hidden.total and waits.gathers > 0.8 * waits.total
+
+
+def test_clusters_are_read() -> None:
+    cluster = Cluster.parse("64xH100-80")
+    assert (cluster.count, cluster.node, cluster.name) == (64, 8, "H100-80")
+    assert Cluster.parse("8xl4@22").device.memory == 22e9
+    assert Cluster.parse("A100").count == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "8xH10"], "H100-80"),
+        (["--gpus", "0xT4"], "do not divide"),
+        (["--gpus", "10xT4", "--node", "4"], "--node 4"),
+        (["--model", "nowhere-7b"], "nowhere-7b"),
+        (["--price", "-1"], "above 0"),
+        (["--gpus", "7xT4"], "no mesh of 7 devices"),
+        (["--mesh.tp", "3"], "do not divide"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "language-model", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1 and len(error) <= 330
+
+
+def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "language-model", "--gpus", "1xT4", "--json", "--out", str(tmp_path / "plan.json")]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "plan.json").read_text(encoding="utf-8")) and printed["fits"]
+    assert run(["plan", "language-model", "--model", "llama-3.1-405b", "--gpus", "8xT4"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_broken_config_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0}', encoding="utf-8"
+    )
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_sizes(tmp_path, Adapter())
