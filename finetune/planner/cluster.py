@@ -30,7 +30,8 @@ _RESERVED = (1.03, 1.10)
 """The allocator's pool ÷ what is in use."""
 _OUTSIDE = (1.5, 3.0)
 """GiB of CUDA context and NCCL buffers, which nvidia-smi counts besides."""
-_ROW = r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>[A-Za-z0-9]+?(?:-\d+)?)(?:@(?P<memory>\d+(?:\.\d+)?))?"  # 64xH100-80, A100-80, L4@22
+_ROW = r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>[A-Za-z0-9]+?(?:-\d+)?)(?:@(?P<memory>\d+(?:\.\d+)?))?"
+"""64xH100-80, A100-80, L4@22."""
 _RECOMPUTE = ("none", "selective", "full")
 
 KNOWN: Mapping[str, Mapping[str, Any]] = {
@@ -336,13 +337,13 @@ def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8)
         f"{found[0].room / 2**30:.1f} GiB of each to be used"
     ]
     head = (
-        f"  {'mesh':34} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'update':>9} {'tokens/s':>10} {'MFU':>6}"
+        f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'update':>9} {'tokens/s':>10} {'MFU':>6}"
     )
     shown = (fitting or found)[:most]
     lines.append(head)
     for layout in shown:
         lines.append(
-            f"  {_name(layout.mesh):34} {f'{layout.train.batch_size} × {layout.train.accumulate}':>13} "
+            f"  {_name(layout.mesh):46} {f'{layout.train.batch_size} × {layout.train.accumulate}':>13} "
             f"{layout.train.checkpointing:>10} {gib(layout.needs.total):>10} {_duration(layout.time.total):>9} "
             f"{layout.tokens / layout.time.total:>10,.0f} {layout.mfu:>6.1%}"
         )
@@ -350,8 +351,8 @@ def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8)
         least = min((layout for layout in found if not layout.fits), key=lambda layout: layout.needs.total)
         short = least.needs.total * _RESERVED[1] - least.room
         lines.append(
-            f"{len(found) - len(fitting)} of {len(found)} meshes do not fit; the nearest, {_name(least.mesh)}, is short "
-            f"of {gib(int(short))} a device ({least.needs})"
+            f"{len(found) - len(fitting)} of {len(found)} meshes do not fit; the nearest, {_name(least.mesh)}, is "
+            f"short of {gib(int(short))} a device ({least.needs})"
         )
     return lines
 

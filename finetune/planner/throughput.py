@@ -2,8 +2,8 @@
 
 The form is that of Megatron-LM's own accounting (2104.04473 §5.1, 2205.05198): a block of width h over b rows of s
 tokens multiplies 24·b·s·h² + 4·b·s²·h FLOPs forward. A step trained whole takes three times that, with frozen weights
-twice (their gradients are not needed), and a recomputed forward pass once more. The constants were fitted on the ten rows
-of 2104.04473, Table 1, alone (A100, full training); what they miss elsewhere is in docs/does-it-fit.md.
+twice (their gradients are not needed), and a recomputed forward pass once more. The constants were fitted on the ten
+rows of 2104.04473, Table 1, alone (A100, full training); what they miss elsewhere is in docs/does-it-fit.md.
 """
 
 from __future__ import annotations
@@ -116,10 +116,8 @@ def seconds(work: Work, device: Device, *, network: float) -> Seconds:
     """Of one update. network: bytes/s between nodes of one device."""
     b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp
     passes = (3 if work.whole else 2) + (work.recompute == "full")
-    core = 4 * b * s * s * h
-    multiplied = 2 * work.products * b * s * passes + core * (4 if work.recompute != "none" else 3)
-    if work.whole and work.recompute == "none":
-        multiplied = 2 * work.products * b * s * 3 + core * 3
+    core = 4 * b * s * s * h * (3 if work.recompute == "none" else 4)  # selective computes the scores again, too
+    multiplied = 2 * work.products * b * s * passes + core
     layers = work.layers / p
     products = layers * multiplied / t / (device.flops * PRODUCTS)
     scores = 0.0 if work.fused_attention else 5 * work.heads * s / (h * t)

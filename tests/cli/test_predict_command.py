@@ -112,7 +112,7 @@ def test_a_kill_loses_no_part_and_another_run_is_refused(
     assert not cut.exists() and (tmp_path / ".cut.jsonl.parts").is_dir()
     other = write(tmp_path / "other.jsonl", [{"text": "another"}])
     assert run(["predict", str(out), "--data", str(other), "--out", str(cut)]) == 2
-    assert "of other data" in capsys.readouterr().err
+    assert "or other data" in capsys.readouterr().err
     assert run([*words, str(cut)]) == 0
     assert asked == [10, 10, 10, 4] and cut.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not (tmp_path / ".cut.jsonl.parts").exists()

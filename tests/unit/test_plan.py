@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,12 @@ def test_a_broken_config_is_one_sentence(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"config\.json"):
         read_sizes(tmp_path, Adapter())
+
+
+def test_the_commands_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "does-it-fit.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line)[1:] for line in page.split("```bash\n")[1].split("```")[0].splitlines()]
+    for words in commands:
+        assert run(words) == 0, words
+    said = capsys.readouterr().out
+    assert said.count("for the recipe:") == len(commands) and "and cost" in said

@@ -1,0 +1,249 @@
+"""What `flatshift plan` computes beside what was published: sizes, states, bubbles, FLOPs, and seconds of a step.
+
+    python -m benchmarks.plan_validation
+
+Nothing is measured here: the peers are printed figures of papers and of libraries' own reports, read at the places that
+the rows name. Throughput: its three constants were fitted on Table 1 of 2104.04473 alone; every other table is held
+out. Where a table does not print the micro-batch or the number of virtual stages, the best predicted one is taken.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from benchmarks._harness import Benchmark
+from finetune.config import Adapter
+from finetune.parallel.pipeline.plan import bubble
+from finetune.planner.cluster import read_sizes
+from finetune.planner.throughput import DEVICES, Work, seconds
+
+A100 = DEVICES["A100-80"]
+IB, SEQUENCE, VOCABULARY = 25e9, 2048, 51200
+
+# Rows: published value by name.
+ELEMENTS = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+}
+ADAPTERS = (
+    ("llama-2-7b", Adapter(rank=16), 39_976_960),
+    ("llama-3.1-8b", Adapter(rank=16), 41_943_040),
+    ("llama-3.1-70b", Adapter(rank=16), 207_093_760),
+    ("llama-3.2-3b", Adapter(rank=32, targets=("q_proj", "v_proj")), 9_175_040),
+    ("llama-3.2-3b", Adapter(rank=10, targets=("gate_proj", "up_proj", "down_proj")), 9_461_760),
+)
+# 1910.02054, Table 1 (GB; plain, Pos, Pos+g, Pos+g+p by number of devices).
+ZERO = {
+    7.5e9: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88)},
+    128e9: {1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32)},
+    1e12: {1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000), 64: (4187, 2218, 250)},
+}
+ZERO[7.5e9] |= {256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)}
+ZERO[128e9] |= {256: (518, 263, 8), 1024: (513, 257, 2)}
+ZERO[1e12] |= {256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6)}
+# 2104.04473, Table 1: layers, hidden, heads, tensor, pipeline, devices, rows, TFLOP/s of a device.
+FITTED = (
+    (24, 2304, 24, 1, 1, 32, 512, 137),
+    (30, 3072, 32, 2, 1, 64, 512, 138),
+    (36, 4096, 32, 4, 1, 128, 512, 142),
+    (40, 6144, 48, 8, 1, 256, 1024, 135),
+    (48, 8192, 64, 8, 2, 512, 1536, 138),
+    (60, 10240, 80, 8, 4, 1024, 1792, 140),
+    (80, 12288, 96, 8, 8, 1536, 2304, 148),
+    (96, 16384, 128, 8, 16, 1920, 2160, 155),
+    (105, 20480, 128, 8, 35, 2520, 2520, 163),
+    (128, 25600, 160, 8, 64, 3072, 3072, 163),
+)
+# 2104.04473, Table 2, PTD rows (micro-batch 1).
+TABLE_2 = (
+    (96, 12288, 96, 8, 12, 384, 1536, 153),
+    (96, 12288, 96, 8, 12, 768, 1536, 149),
+    (96, 12288, 96, 8, 12, 1536, 1536, 141),
+    (105, 20480, 128, 8, 35, 560, 2240, 171),
+    (105, 20480, 128, 8, 35, 1120, 2240, 167),
+    (105, 20480, 128, 8, 35, 2240, 2240, 159),
+)
+# 2205.05198, Table 5: layers, hidden, heads, tensor, pipeline, devices, rows, micro, virtual; seconds full and selective.
+TABLE_5 = (
+    ("22 B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, 1.42, 1.10),
+    ("175 B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, 18.13, 13.75),
+    ("530 B", 105, 20480, 128, 8, 35, 280, 280, 1, 3, 49.05, 37.83),
+    ("1 T", 128, 25600, 160, 8, 64, 512, 512, 1, 1, 94.42, 71.49),
+)
+MT_NLG = ((2240, 60.1), (2800, 50.2), (3360, 44.4))
+BUBBLES = (
+    ("530 B, 35 stages, 288 pieces", 35, 1, 280, 0.1214),
+    ("MT-NLG, m 240", 35, 1, 240, 0.1417),
+    ("MT-NLG, m 192", 35, 1, 192, 0.1771),
+    ("MT-NLG, m 160", 35, 1, 160, 0.2125),
+)
+
+
+def step(
+    layers: int,
+    hidden: int,
+    heads: int,
+    tp: int,
+    pp: int,
+    devices: int,
+    rows: int,
+    micro: int,
+    virtual: int = 1,
+    *,
+    recompute: str = "full",
+    split: bool = False,
+) -> float:
+    """Seconds of an update of full training, as these papers trained: no fused attention, gradients in float32, and
+    the optimizer's own pass over 20 bytes a parameter."""
+    data = devices // (tp * pp)
+    own = (12 * layers * hidden**2 / pp + VOCABULARY * hidden) / tp
+    work = Work(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        products=12 * hidden**2,
+        head=VOCABULARY * hidden,
+        sequence=SEQUENCE,
+        rows=micro,
+        micro=rows // (data * micro),
+        tp=tp,
+        pp=pp,
+        virtual=virtual,
+        recompute=recompute,
+        sequence_parallel=split,
+        fused_attention=False,
+        whole=True,
+        reduced=2 * (data - 1) / data * 4 * own,
+    )
+    return seconds(work, A100, network=IB).total + 20 * own / A100.bandwidth
+
+
+def flops(rows: int, layers: int, hidden: int) -> float:
+    """Of an update, with the recomputed pass (2104.04473, eq. 3)."""
+    ratio = 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
+    return 96 * rows * SEQUENCE * layers * hidden**2 * ratio
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def best(row: tuple[int, ...], *, micro: tuple[int, ...] = (1, 2, 4, 8), most: int = 4) -> float:
+    """Seconds with the best micro-batch and number of virtual stages."""
+    layers, hidden, heads, tp, pp, devices, rows = row
+    data = devices // (tp * pp)
+    found = [
+        step(layers, hidden, heads, tp, pp, devices, rows, b, v)
+        for b in micro
+        if (rows // data) % b == 0
+        for v in (divisors(layers // pp)[:most] if pp > 1 else [1])
+    ]
+    return min(found)
+
+
+def _rated(
+    bench: Benchmark, what: str, ours: float, published: float, tolerance: float, unit: str, source: str
+) -> None:
+    """A row whose ratio may be off by `tolerance`."""
+    bench.row(
+        f"{what}; off by at most {tolerance:.1%}",
+        ours=abs(ours / published - 1),
+        unit="share",
+        bar_op="<=",
+        bar_value=tolerance,
+        bar=f"{source} prints {published:g} {unit}, ours {ours:.5g}",
+    )
+
+
+def exact(bench: Benchmark) -> None:
+    """Counts that must be met to the last one."""
+    for name, published in ELEMENTS.items():
+        _rated(bench, f"elements of {name}", read_sizes(name, Adapter()).elements, published, 0.0, "", "its weights")
+    for name, adapter, published in ADAPTERS:
+        layers = "all linear layers" if adapter.targets == "all-linear" else f"{len(adapter.targets)} layers a block"
+        what = f"adapter of {name}, rank {adapter.rank}, {layers}"
+        _rated(bench, what, read_sizes(name, adapter).adapter, published, 0.0, "", "PEFT")
+    for what, stages, virtual, pieces, published in BUBBLES:
+        ours = bubble(stages, virtual, pieces, "1f1b")
+        _rated(bench, f"bubble ÷ ideal time, {what}", ours, published, 5e-4, "", "2104.04473 and 2201.11990")
+
+
+def states(bench: Benchmark) -> None:
+    """ZeRO's own table: at most one unit of the last printed digit."""
+    off = 0
+    for elements, by_devices in ZERO.items():
+        for n, printed in by_devices.items():
+            ours = (4 + 12 / n, 2 + 14 / n, 16 / n)
+            for share, published in zip(ours, printed, strict=True):
+                digits = len(str(published).partition(".")[2])
+                off += abs(share * elements / 1e9 - published) > 1.0001 * 10**-digits
+    bench.row(
+        "cells of 54 of ZeRO's Table 1 off by more than a last digit", ours=off, unit="cells", bar_op="==", bar_value=0
+    )
+
+
+def times(bench: Benchmark) -> None:
+    """Throughput: in sample, then held out."""
+    _errors(
+        bench,
+        "2104.04473, Table 1 (fitted)",
+        [(flops(r[6], r[0], r[1]) / (r[5] * r[7] * 1e12), best(r[:7])) for r in FITTED],
+        0.08,
+    )
+    second = [(flops(r[6], r[0], r[1]) / (r[5] * r[7] * 1e12), best(r[:7], micro=(1,), most=99)) for r in TABLE_2]
+    _errors(bench, "2104.04473, Table 2 (held out)", second, 0.05)
+    fifth: list[tuple[float, float]] = []
+    for _, layers, hidden, heads, tp, pp, devices, rows, micro, virtual, full, selective in TABLE_5:
+        shape = (layers, hidden, heads, tp, pp, devices, rows, micro, virtual)
+        fifth += [(full, step(*shape)), (selective, step(*shape, recompute="selective", split=True))]
+    _errors(bench, "2205.05198, Table 5 (held out)", fifth, 0.12)
+    mt = [(published, step(105, 20480, 128, 8, 35, n, 1920, 1, 1)) for n, published in MT_NLG]
+    _errors(bench, "2201.11990, MT-NLG (held out)", mt, 0.18)
+    _errors(bench, "all held-out rows", second + fifth + mt, 0.08)
+
+
+def _errors(bench: Benchmark, what: str, pairs: list[tuple[float, float]], bar: float) -> None:
+    errors = [abs(ours / published - 1) for published, ours in pairs]
+    bench.row(
+        f"seconds of an update, {what}: mean error of {len(pairs)} rows (worst {max(errors):.1%})",
+        ours=statistics.fmean(errors),
+        unit="share",
+        bar_op="<=",
+        bar_value=bar,
+    )
+
+
+def lora(bench: Benchmark) -> None:
+    """What frozen weights save: LoRA's own footnote, and a published count of FLOPs."""
+    shape = {"layers": 96, "hidden": 12288, "heads": 96, "products": 12 * 12288**2, "head": VOCABULARY * 12288}
+    took = [
+        seconds(
+            Work(**shape, sequence=SEQUENCE, rows=1, micro=1, recompute="full", whole=on), A100, network=IB
+        ).products
+        for on in (True, False)
+    ]
+    _rated(bench, "GPT-3 175 B, tokens/s of LoRA ÷ of full training", took[0] / took[1], 1.326, 0.01, "×", "2106.09685")
+    sizes = read_sizes("llama-3.1-70b", Adapter(rank=16))
+    per_token = 4 * (sum(sizes.blocks) + sizes.vocabulary * sizes.hidden) / 1e9
+    _rated(bench, "Llama 3 70 B, GFLOP of a token under LoRA", per_token, 278.1, 0.005, "GFLOP", "Megatron-Bridge")
+
+
+GROUPS: tuple[Callable[[Benchmark], None], ...] = (exact, states, lora, times)
+
+
+def main() -> None:
+    """Compute and write benchmarks/results/plan_validation.json."""
+    bench = Benchmark("plan_validation", packages=("torch", "transformers"))
+    for group in GROUPS:
+        group(bench)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
