@@ -68,7 +68,7 @@ TABLE_2 = (
     (105, 20480, 128, 8, 35, 1120, 2240, 167),
     (105, 20480, 128, 8, 35, 2240, 2240, 159),
 )
-# 2205.05198, Table 5: layers, hidden, heads, tensor, pipeline, devices, rows, micro, virtual; seconds full and selective.
+# 2205.05198, Table 5: layers, hidden, heads, tensor, pipeline, devices, rows, micro, virtual; seconds full, selective.
 TABLE_5 = (
     ("22 B", 48, 6144, 64, 8, 1, 8, 4, 4, 1, 1.42, 1.10),
     ("175 B", 96, 12288, 96, 8, 8, 64, 64, 1, 3, 18.13, 13.75),
