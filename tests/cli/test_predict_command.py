@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.workflows import predict
 from experiments.results.predictions import NAME as PREDICTIONS
+from experiments.workflows import predict
 from experiments.workflows.predict import Predictor
 from flatshift.cli import run
 
