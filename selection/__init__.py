@@ -22,9 +22,11 @@ from selection.methods.gotd import GotDSelector
 from selection.methods.knn import KNNSelector
 from selection.methods.length import LengthSelector
 from selection.methods.less import LessSelector
+from selection.methods.loss_gap import LossGapSelector
 from selection.methods.moore_lewis import MooreLewisSelector
 from selection.methods.perplexity import PerplexitySelector
 from selection.methods.random import RandomSelector
+from selection.methods.round_robin import RoundRobinSelector
 from selection.methods.tsds import TSDSSelector
 
 if TYPE_CHECKING:
@@ -52,12 +54,14 @@ __all__ = [
     "KNNSelector",
     "LengthSelector",
     "LessSelector",
+    "LossGapSelector",
     "MooreLewisSelector",
     "PerplexitySelector",
     "Pool",
     "Potentials",
     "RandomProjection",
     "RandomSelector",
+    "RoundRobinSelector",
     "SelectionError",
     "Selector",
     "StaticEmbedder",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from selection.errors import SelectionError
 from selection.features.matrix import Features
-from selection.features.pooling import Backbone, Encoder
+from selection.features.pooling import Backbone, Encoder, Gradients
 from selection.features.static import Static
 from selection.features.tfidf import TfIdf
 from selection.features.token_space import TokenNgrams
@@ -21,9 +21,11 @@ from selection.methods.gotd import GotD
 from selection.methods.knn import KNN
 from selection.methods.length import Length
 from selection.methods.less import Less
+from selection.methods.loss_gap import LossGap
 from selection.methods.moore_lewis import MooreLewis
 from selection.methods.perplexity import Perplexity
 from selection.methods.random import Random
+from selection.methods.round_robin import RoundRobin
 from selection.methods.tsds import TSDS
 from selection.settings import Around, check
 
@@ -31,7 +33,21 @@ if TYPE_CHECKING:
     from selection.methods.base import Selector
     from selection.methods.perplexity import Measure
 
-Inner = GotD | GotDContrast | Random | KNN | DSIR | MooreLewis | Classifier | TSDS | Less | Perplexity | Length
+Inner = (
+    GotD
+    | GotDContrast
+    | Random
+    | KNN
+    | RoundRobin
+    | DSIR
+    | MooreLewis
+    | Classifier
+    | TSDS
+    | Less
+    | LossGap
+    | Perplexity
+    | Length
+)
 """What may rank the rows inside a domain: every method by itself."""
 
 
@@ -60,7 +76,7 @@ class Domains:
 
 
 Method = Inner | Domains | Auto
-Embedder = TfIdf | TokenNgrams | Backbone | Encoder | Static | Features
+Embedder = TfIdf | TokenNgrams | Backbone | Encoder | Gradients | Static | Features
 
 
 def build_selector(

@@ -20,7 +20,7 @@ from experiments.select.pool import PoolRecords, Records
 from finetune.data.view import RowView
 from finetune.errors import UserError, user_path
 from finetune.seeds import derive
-from selection.config import Backbone, Encoder, Features, Static, TfIdf, TokenNgrams, needs
+from selection.config import Backbone, Encoder, Features, Gradients, Static, TfIdf, TokenNgrams, needs
 from selection.errors import BadRow
 from selection.features import FeatureCache, TakenRows, in_shards, load_features
 from selection.features.cache import SHARD_ROWS
@@ -177,6 +177,12 @@ class Vectors:
                 raise UserError("select.embedder.path is empty: name a directory or a file of word vectors")
             static = StaticEmbedder(embedder.path, max_tokens=embedder.max_length)
             return static.transform, f"static {static.fingerprint if self.spec.cache or self._state else ''}"
+        if isinstance(embedder, Gradients):
+            from experiments.select.adapted import gradient_embedder
+
+            return gradient_embedder(
+                self.recipe, embedder, self._pool.rows.texts, keyed=bool(self.spec.cache or self._state)
+            )
         assert isinstance(embedder, Backbone | Encoder)
         return state_embedder(
             embedder,

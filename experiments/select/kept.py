@@ -73,9 +73,15 @@ def kept_losses(
 
     def losses(texts: Sequence[str]) -> np.ndarray:
         found = FeatureCache(directory).features(
-            texts, lambda some: np.nan_to_num(measure(some), nan=-1.0)[:, None], key=key, shard_rows=len(texts)
+            texts, lambda some: _without_nan(measure(some)), key=key, shard_rows=len(texts)
         )
-        values = np.asarray(found, dtype=np.float64)[:, 0]
-        return np.where(values < 0, np.nan, values)
+        values = np.asarray(found, dtype=np.float64)
+        return np.where(values[:, 1] > 0, np.nan, values[:, 0])
 
     return losses
+
+
+def _without_nan(losses: np.ndarray) -> np.ndarray:
+    """(n, 2): the losses with 0 in place of NaN, and whether it was one."""
+    none = np.isnan(losses)
+    return np.stack([np.where(none, 0.0, losses), none], axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from experiments.select.kept import kept_losses
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.tasks import LanguageModel
-from selection.config import Domains, Features, Method, Perplexity, needs, ranking
+from selection.config import Domains, Features, Gradients, LossGap, Method, Perplexity, needs, ranking
 from selection.errors import TooLittleMemory
 from selection.transport.progress import ITERATIONS
 
@@ -31,10 +32,10 @@ def check_method(spec: Select) -> None:
     if isinstance(spec.method, Domains):
         kind = f"{spec.method.inside.kind} inside domains"
     own = isinstance(spec.embedder, Features)
-    if "gradients" in wanted and not own:
+    if "gradients" in wanted and not (own or isinstance(spec.embedder, Gradients)):
         raise UserError(
-            f"select.method: {kind} compares gradients, which no embedder makes; "
-            "give yours with --pool-features and --target-features"
+            f"select.method: {kind} compares gradients; take --embedder gradients, "
+            "or give yours with --pool-features and --target-features"
         )
     if "negative" in wanted and not spec.negative.files:
         raise UserError(
@@ -81,14 +82,21 @@ def solver_device(recipe: Recipe) -> str:
 
 
 def backbone_surprise(
-    recipe: Recipe, method: Method, state: Path | None = None
+    recipe: Recipe, method: Method, target: Sequence[str], state: Path | None = None
 ) -> Callable[[Sequence[str]], np.ndarray] | None:
     """texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
 
-    None where `method` asks for no losses. The backbone is loaded at the first call, in the recipe's precision. state:
-    where the losses of each batch are kept until the selection is whole.
+    None where `method` asks for no losses; for loss-gap the difference that reading `target` makes. The backbone is
+    loaded at the first call, in the recipe's precision. state: where the losses of each batch are kept until the
+    selection is whole.
     """
     inner = ranking(method)
+    if isinstance(inner, LossGap):
+        from experiments.select.adapted import loss_gap
+
+        gap = loss_gap(recipe, inner, target)
+        digest = hashlib.sha256("\0".join(target).encode("utf-8", "surrogatepass")).hexdigest()
+        return gap if state is None else kept_losses(gap, state / "losses", f"gap {recipe.backbone} {inner} {digest}")
     if not isinstance(inner, Perplexity):
         return None
     max_length = inner.max_length

@@ -265,7 +265,7 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
         spec.method,
         seed=derive(recipe.train.seed, "select"),
         budget=spec.budget,
-        measure=backbone_surprise(recipe, spec.method, state),
+        measure=backbone_surprise(recipe, spec.method, target.texts, state),
         device=solver_device(recipe),
         state=None if state is None else str(state),
     )
@@ -287,13 +287,12 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
     said = selector.diagnostics_
     if isinstance(spec.method, Auto):
         _say_tried(said, console)
-    used = len(said.get("rounds", ()))
-    if isinstance(spec.method, GotD) and 1 <= used < min(spec.method.rounds, spec.budget):
+    rounds = spec.method.rounds if isinstance(spec.method, GotD) else 1
+    if rounds > 1 and 1 <= (used := len(said["rounds"])) < min(rounds, spec.budget):
         counted = "the first alone counts" if used == 1 else f"only {used} count"
         one = "; the selection is that of one step (select.method.rounds: 1)" if used == 1 else ""
         console.say(
-            f"warning: of {spec.method.rounds} rounds {counted}: by the target that was held out, later ones led away "
-            f"from it{one}"
+            f"warning: of {rounds} rounds {counted}: by the target that was held out, later ones led away from it{one}"
         )
     if kept is not None and kept.restored:
         console.say("the scores of the unfinished selection were taken over")

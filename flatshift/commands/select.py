@@ -34,8 +34,8 @@ class Flags:
     negative: tuple[str, ...] = ()
     """Files with examples of what must not be learnt (gotd-contrast)."""
     embedder: str | None = None
-    """tfidf, tokens (n-grams of the backbone's tokens), backbone, static:PATH (word vectors), or the directory or
-    hub name of an encoder."""
+    """tfidf, tokens (n-grams of the backbone's tokens), gradients (of an adapter), backbone, static:PATH (word
+    vectors), or the directory or hub name of an encoder."""
     pool_features: str | None = None
     """Your own features of the pool: .npy, row i for record i."""
     target_features: str | None = None
@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
         "select.bad_rows": (flags.bad_rows, "--bad-rows"),
         "train.seed": (flags.seed, "--seed"),
     }
-    if flags.embedder in (None, "tfidf", "tokens", "backbone"):
+    if flags.embedder in (None, "tfidf", "tokens", "gradients", "backbone"):
         own["select.embedder.kind"] = (flags.embedder, "--embedder")
     else:
         static = flags.embedder.startswith("static:")

@@ -34,6 +34,30 @@ class Backbone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients of a light adapter on the backbone, text by text, preconditioned as Adam does and projected (for
+    `less`, `round-robin`, gotd and others). A forward and a backward pass of every text."""
+
+    kind: Literal["gradients"] = "gradients"
+    rank: int = 4
+    """Of the adapter; its factors B are what gradients are taken of, at B = 0."""
+    dim: int = 1024
+    """Numbers that a gradient is projected to (a subsampled randomised Hadamard transform)."""
+    max_length: int = 128
+    """Tokens read of each text."""
+    batch_size: int = 16
+    """Texts of one pass."""
+    adam: bool = True
+    """Divide by the root of each number's second moment, as Adam's updates are."""
+    moment_texts: int = 256
+    """Pool texts, drawn by seed, that second moments are taken over."""
+
+    def __post_init__(self) -> None:
+        check(self, "rank", "dim", "batch_size", "moment_texts", least=1)
+        check(self, "max_length", least=8)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Encoder:
     """Pooled last hidden states of any Hugging Face encoder or decoder. A directory in sentence-transformers' layout is
     read as such: its pooling, normalisation, prompt and length; any other: masked mean, L2-normalised."""

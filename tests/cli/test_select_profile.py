@@ -97,3 +97,19 @@ def test_the_embedder_of_tokens_serves_methods_that_work_on_features(tmp_path: P
     rows = [json.loads(line)["text"] for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
     assert all(set(text.split()) <= set(CATS) for text in rows)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["selection"]["embedder"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--method", "less", "--embedder", "gradients", "--select.embedder.dim", "128"),
+        ("--method", "round-robin", "--embedder", "gradients", "--select.embedder.dim", "128"),
+        ("--method", "loss-gap", "--select.method.steps", "8", "--select.method.max_length", "48"),
+    ],
+    ids=lambda more: more[1],
+)
+def test_methods_that_ask_the_backbone_itself(tmp_path: Path, more: tuple[str, ...]) -> None:
+    pool = [{"text": text} for text in sentences(CARS, 24, 12) + sentences(CATS, 12, 12, 1)]
+    select(tmp_path, pool, sentences(CATS, 12, 12, 2), *more, budget=8)
+    rows = [json.loads(line)["text"] for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
+    assert sum(set(text.split()) <= set(CATS) for text in rows) >= 7

@@ -1,0 +1,230 @@
+"""The backbone under a light adapter, for selectors: gradients of single texts, and what reading the target changes.
+
+`selection` loads no backbone: it is handed a matrix or a callable from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.recipe.config import Recipe
+from finetune.config import Adapter, Optimizer, Train
+from finetune.data.rows import Row
+from finetune.errors import UserError
+from finetune.seeds import derive, numpy_generator
+from finetune.tasks import LanguageModel
+from selection.config import Gradients, LossGap
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Embed = Callable[[list[str]], np.ndarray]
+_LANGUAGE = LanguageModel(pack=False)
+_FLOOR = 1e-12
+"""Added to second moments, relative to their mean."""
+
+
+def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str], *, keyed: bool) -> tuple[Embed, str]:
+    """texts → (n, dim) projected gradients of the mean −log p per token with respect to the adapter's factors B, and
+    the key that names them in a cache.
+
+    A fresh adapter's A is a random projection and its B is 0, so the gradient of B is that of the frozen weights,
+    projected: no warm-up is needed first. Preconditioned as Adam would be: each number over the root of its second
+    moment m, to the fourth root on either side, so that products of two texts are g·g'/√m; m over `moment_texts` of
+    `texts`, drawn by seed. A text without a token is the zero vector.
+    """
+    from finetune.models.backbone import open_backbone
+    from finetune.models.hidden_states import model_fingerprint
+    from selection import RandomProjection
+
+    seed = derive(recipe.train.seed, "select", "gradients")
+    model, tokenizer, device = _opened(recipe, embedder.rank, seed)
+    gradients = SampleGradients(model, device, pad_id=_pad(tokenizer), batch_size=embedder.batch_size)
+    projection = RandomProjection(embedder.dim, seed=seed, kind="srht")
+    scale: np.ndarray | None = None
+    if embedder.adam:
+        draw = numpy_generator(seed, "moments").choice(
+            len(texts), min(embedder.moment_texts, len(texts)), replace=False
+        )
+        total, count = np.zeros(gradients.width), 0
+        for low in range(0, len(draw), embedder.batch_size):
+            some = [texts[i] for i in np.sort(draw)[low : low + embedder.batch_size].tolist()]
+            part, kept = gradients.of(_encoded(some, tokenizer, embedder.max_length))
+            total += (part.astype(np.float64) ** 2).sum(0)
+            count += len(kept)
+        moment = total / max(count, 1)
+        scale = ((moment + _FLOOR * max(moment.mean(), 1e-30)) ** -0.25).astype(np.float32)
+
+    def embed(some: list[str]) -> np.ndarray:
+        out = np.zeros((len(some), embedder.dim), dtype=np.float32)
+        for low in range(0, len(some), embedder.batch_size):
+            part, kept = gradients.of(_encoded(some[low : low + embedder.batch_size], tokenizer, embedder.max_length))
+            if len(kept):
+                out[low + np.array(kept)] = projection.project(part if scale is None else part * scale)
+        return out
+
+    content = model_fingerprint(open_backbone(recipe.backbone).directory) if keyed else ""
+    moments = "" if scale is None else f"{float(scale.astype(np.float64).sum()):.12g}"
+    return embed, f"gradients {content} {embedder} {seed} {moments}"
+
+
+class SampleGradients:
+    """Gradients of single texts with respect to all factors B of a LoRA model, by hooks: one backward pass a batch.
+
+    A factor's gradient for a text is Σ_t δ_t h_tᵀ, δ_t at its output and h_t at its input; `width` numbers in all.
+    """
+
+    def __init__(self, model: Any, device: torch.device, *, pad_id: int, batch_size: int):
+        self.model, self.device, self.pad_id, self.batch_size = model, device, pad_id, batch_size
+        found = {n: m for n, m in model.named_modules() if ".lora_B." in n and hasattr(m, "weight")}
+        self._factors = dict(sorted(found.items()))
+        self.width = sum(module.weight.numel() for module in self._factors.values())
+
+    def of(self, examples: Sequence[Any]) -> tuple[np.ndarray, list[int]]:
+        """(n, width) float32, and the number (its id) of each example's text; examples may be fewer than texts."""
+        import torch
+
+        from finetune.data.batches import iterate_eval
+        from finetune.evaluate.perplexity import token_nats
+
+        rows: list[np.ndarray] = []
+        numbers: list[int] = []
+        inputs: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
+        hooks = []
+        for name, module in self._factors.items():
+
+            def keep(_: Any, given: Any, output: Tensor, name: str = name) -> None:
+                inputs[name] = given[0].detach()
+                output.register_hook(lambda delta: parts.__setitem__(name, delta.detach()))
+
+            hooks.append(module.register_forward_hook(keep))
+        try:
+            for micro in iterate_eval(examples, task=_LANGUAGE, batch_size=self.batch_size, pad_id=self.pad_id):
+                batch = micro.to(self.device)
+                with torch.enable_grad():
+                    logits = self.model(**batch.inputs, use_cache=False).logits
+                    nats, row = token_nats(logits, batch.labels, _LANGUAGE)
+                    counts = torch.bincount(row, minlength=len(micro.rows)).clamp(min=1)
+                    (nats / counts[row]).sum().backward()
+                joined = [
+                    torch.einsum("bto,btr->bor", parts[name].float(), inputs[name].float()).flatten(1)
+                    for name in self._factors
+                ]
+                rows.append(torch.cat(joined, 1).cpu().numpy())
+                numbers += [int(examples[one[0]].id) for one in micro.rows]
+                self.model.zero_grad(set_to_none=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return np.concatenate([np.empty((0, self.width), np.float32), *rows]), numbers
+
+
+def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
+    """texts → (n,) nats per token of the backbone that has read `target`, less the backbone's own; NaN without a token.
+
+    The adapter is trained at the first call, by the loop that trains everything else.
+    """
+    ready: list[Callable[[Sequence[str]], np.ndarray]] = []
+
+    def measure(texts: Sequence[str]) -> np.ndarray:
+        if not ready:
+            ready.append(_read_target(recipe, settings, target))
+        return ready[0](texts)
+
+    return measure
+
+
+def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
+    from finetune.compute.numerics import evaluating
+    from finetune.compute.precision import autocast_dtype
+    from finetune.data.batches import Batches
+    from finetune.evaluate.perplexity import document_nats
+    from finetune.lock import scratch
+    from finetune.parallel.engine import Engine
+    from finetune.run_directory import RunDirectory
+    from finetune.train.loop import TrainingStage, train_stage
+    from regularizers import build
+
+    seed = derive(recipe.train.seed, "select", "loss gap")
+    model, tokenizer, device = _opened(recipe, settings.rank, seed)
+    examples = _encoded(list(target), tokenizer, settings.max_length)
+    if not examples:
+        raise UserError("select.target: no text holds a token; loss-gap has nothing to read")
+    size = min(settings.batch_size, len(examples))
+    train = Train(
+        steps=settings.steps, batch_size=size, seed=seed, max_length=settings.max_length, save_every=0,
+        precision="fp32", device=recipe.train.device,
+    )  # fmt: skip
+    batches = Batches(
+        examples,
+        task=_LANGUAGE,
+        batch_size=size,
+        accumulate=1,
+        seed=derive(seed, "order"),
+        max_length=settings.max_length,
+        pad_id=_pad(tokenizer),
+        group=train.group,
+    )
+    with scratch("flatshift-gap-") as folder:
+        train_stage(
+            Engine.alone(model),
+            tokenizer,
+            TrainingStage(
+                name="loss gap",
+                task=_LANGUAGE,
+                batches=batches,
+                dev=[],
+                optimizer=Optimizer(lr=settings.lr),
+                train=train,
+                evaluate=recipe.eval,
+                regularizer=build(recipe.regularizer),
+                run=RunDirectory(folder),
+                seed=seed,
+            ),
+        )
+
+    def measure(texts: Sequence[str]) -> np.ndarray:
+        encoded = _encoded(list(texts), tokenizer, settings.max_length)
+        how: dict[str, Any] = {
+            "batch_size": 64, "pad_id": _pad(tokenizer), "task": _LANGUAGE, "device": device,
+            "autocast_dtype": autocast_dtype(train),
+        }  # fmt: skip
+        with evaluating(model):
+            after, tokens = document_nats(model, encoded, **how)
+            with model.disable_adapter():
+                before, _ = document_nats(model, encoded, **how)
+        out = np.full(len(texts), np.nan)
+        out[[int(example.id) for example in encoded]] = (after - before) / np.maximum(tokens, 1)
+        return out
+
+    return measure
+
+
+def _opened(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
+    """The recipe's backbone under a fresh adapter in evaluation mode, in fp32; its tokenizer; and the device."""
+    from finetune.adapters.adapter import attach_adapter
+    from finetune.compute.presence import resolve_device
+    from finetune.models.backbone import open_backbone
+    from finetune.models.load import load_backbone
+
+    device = resolve_device(recipe.train.device)
+    model = load_backbone(recipe.backbone, task=_LANGUAGE, precision="fp32", device=device)
+    wrapped = attach_adapter(model, Adapter(rank=rank), task=_LANGUAGE, seed=seed)
+    return wrapped.eval(), open_backbone(recipe.backbone).tokenizer, device
+
+
+def _encoded(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]:
+    """Examples named by their text's number; texts without a token are left out."""
+    from finetune.data.encoding import encode
+
+    rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
+    return list(encode(rows, task=_LANGUAGE, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples)
+
+
+def _pad(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)

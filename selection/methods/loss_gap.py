@@ -1,0 +1,58 @@
+"""By the gap between two losses: the backbone that has read the target's texts, less the backbone as it is (the
+conditional loss reduction of CoLoR-filter: Brandfonbrener et al. 2024, arXiv 2406.10670; Moore and Lewis with the
+backbone itself as both language models).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from selection.methods.base import Pool, Progress, Selector, Target
+from selection.methods.perplexity import Measure, PerplexitySelector
+from selection.settings import Around, check, made
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossGap:
+    """The backbone itself as reference: loss per token of a light adapter trained on the target's texts, less the
+    backbone's own. Two forward passes of every pool text."""
+
+    kind: Literal["loss-gap"] = "loss-gap"
+    needs: ClassVar[tuple[str, ...]] = ("losses",)
+    max_length: int = 256
+    """Tokens read of each text."""
+    steps: int = 60
+    """Updates of the adapter on the target's texts."""
+    batch_size: int = 16
+    """Texts of an update."""
+    lr: float = 3e-3
+    """Learning rate of these updates."""
+    rank: int = 4
+    """Of the adapter."""
+
+    def __post_init__(self) -> None:
+        check(self, "max_length", least=8)
+        check(self, "steps", "batch_size", "rank", least=1)
+        check(self, "lr", above=0)
+
+    def build(self, around: Around) -> LossGapSelector:
+        return made(LossGapSelector, self, around)
+
+
+class LossGapSelector(Selector):
+    """Scores by the gap itself: negative where the adapter reads a text better than the backbone does.
+
+    measure: texts → (n,) gap in nats per token, called in file order for the texts of a pool that brings no `losses`.
+    """
+
+    def __init__(self, *, measure: Measure | None = None):
+        self.measure = measure
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Needs the pool's losses (its gaps), or its texts and `measure`."""
+        inner = PerplexitySelector(keep="low", measure=self.measure).fit(pool, target, progress=progress)
+        self.scores_ = inner.losses_
+        self.nearest_target_ = None
+        self.diagnostics_ = {"mean_gap": inner.diagnostics_["mean_loss"], "median": inner.diagnostics_["median"]}
+        return self

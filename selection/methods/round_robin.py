@@ -1,0 +1,92 @@
+"""Greedy round-robin over targets: each target in turn takes its most similar row that no other has taken.
+
+The strongest of the choices that Nayak et al. (2026, arXiv 2602.14696) compare at low budgets, there on gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from selection.lazy import np
+from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
+from selection.settings import Around, check, made
+from selection.validation import no_overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRobin:
+    """Each target text in turn takes its most similar record that is left (cosine of features; gradients or others)."""
+
+    kind: Literal["round-robin"] = "round-robin"
+    needs: ClassVar[tuple[str, ...]] = ("features",)
+    neighbours: int = 1000
+    """Of each target that are looked at, at most; records beyond follow by distance to their nearest target."""
+
+    def __post_init__(self) -> None:
+        check(self, "neighbours", least=1)
+
+    def build(self, around: Around) -> RoundRobinSelector:
+        return made(RoundRobinSelector, self, around)
+
+
+class RoundRobinSelector(Selector):
+    """Scores are round + place: in round r each target, those with the nearer next row first, takes its nearest row
+    that is left; distances are between rows of length one. Rows that nobody took follow by the squared distance to
+    their nearest target. A zero row is at distance 1 of all. Ignores weights. neighbours, chunk: as elsewhere.
+    """
+
+    def __init__(self, *, neighbours: int = 1000, chunk: int | None = None):
+        self.neighbours = neighbours
+        self.chunk = chunk
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Needs features on both sides."""
+        from selection.methods.neighbours import nearest_rows  # brings torch
+
+        finite_number(self.neighbours, "neighbours", least=1)
+        x, y = need(pool, target, "features", "round-robin")
+        found = nearest_rows(_Unit(x), _Unit(y), int(self.neighbours), chunk=self.chunk, progress=progress)
+        m, k = found.rows.shape
+        taken = np.full(len(pool), -1, dtype=np.int64)
+        place = np.zeros(m, dtype=np.int64)
+        count = rounds = 0
+        alive = np.ones(m, dtype=bool)
+        while alive.any() and count < len(pool):
+            for j in np.flatnonzero(alive):
+                while place[j] < k and taken[found.rows[j, place[j]]] >= 0:
+                    place[j] += 1
+                alive[j] = place[j] < k
+            turn = np.flatnonzero(alive)
+            # The nearest goes first, so that the order of the targets does not matter.
+            for j in turn[np.lexsort((found.rows[turn, place[turn]], found.squared[turn, place[turn]]))]:
+                row = found.rows[j, place[j]]
+                if taken[row] < 0:
+                    taken[row], count = count, count + 1
+            rounds += bool(len(turn))
+        self.scores_ = behind(taken.astype(np.float64), taken < 0, found.row_squared)
+        self.nearest_target_ = found.row_nearest
+        self.diagnostics_ = {"taken": count, "turns": rounds}
+        return self
+
+
+class _Unit:
+    """Rows of length one, made as they are read; zero rows stay."""
+
+    def __init__(self, rows: object):
+        self._rows = rows
+        self.shape, self.dtype = rows.shape, np.dtype(np.float64)  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, key: object) -> np.ndarray:
+        rows = np.asarray(self._rows[key], dtype=np.float64)  # type: ignore[index]
+        with np.errstate(over="ignore", invalid="ignore"):
+            lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
+            if np.isfinite(rows).all():  # else the search names the row
+                no_overflow(lengths)
+            return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        return self[:]
