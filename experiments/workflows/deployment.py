@@ -26,7 +26,7 @@ from finetune.atomic import write_json, write_text
 from finetune.data.encoding import end_token, plain_ids
 from finetune.errors import UserError, shortened
 from finetune.lock import owned
-from finetune.models.backbone import open_backbone
+from finetune.models.backbone import open_backbone, quiet_transformers
 from finetune.run_directory import new_output, refuse_old
 
 Program = Literal["gguf", "ollama", "vllm"]
@@ -46,7 +46,8 @@ def deploy(
     a Modelfile. vllm: the merged folder with `check_vllm.py`. outtype: of GGUF's weights; auto: 16 bits.
     llama_cpp: a checkout of llama.cpp, whose converters are taken; None: the package of the extra `gguf`.
     Returns `adapter` (whether one was written), and what was compared: `tokens` (prompts whose tokens llama.cpp makes
-    as training did) and `max_logit_difference` (None without llama-cpp-python).
+    as training did; 0 without llama-cpp-python) and `max_logit_difference` of next-token log probabilities, llama.cpp's
+    or else of the file as transformers reads it (None where neither does).
     Raises UserError as `merge`; for a task that writes no text; without a converter, or where it fails; and for a file
     that reads or answers otherwise than the run.
     """
@@ -118,7 +119,10 @@ def _for_llama_cpp(
     if adapter:
         _convert("adapter", path / "adapter", out / ADAPTER_GGUF, merged, outtype, checkout)
     shutil.rmtree(merged)
-    compared = _ask_llama_cpp(out / GGUF, reference, exact=outtype == "f32")
+    if importlib.util.find_spec("llama_cpp") is not None:
+        compared = _ask_llama_cpp(out / GGUF, reference, exact=outtype == "f32")
+    else:
+        compared = _read_back(out / GGUF, reference, exact=outtype == "f32")
     return {"adapter": adapter, **compared}
 
 
@@ -191,9 +195,7 @@ def _plain_lora(adapter: Path) -> bool:
 
 
 def _ask_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:
-    """Compare tokens and next-token log probabilities with the run's, where llama-cpp-python is installed."""
-    if importlib.util.find_spec("llama_cpp") is None:
-        return {"tokens": 0, "max_logit_difference": None}
+    """Compare llama.cpp's tokens and next-token log probabilities with the run's."""
     import llama_cpp
     import numpy as np
 
@@ -211,11 +213,45 @@ def _ask_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) 
         logits = np.asarray(model.scores[len(one["ids"]) - 1], dtype=np.float64)
         said = logits - np.logaddexp.reduce(logits)
         worst = max(worst, *(abs(float(said[int(token)]) - value) for token, value in one["next"].items()))
-    if worst > (_FAR_EXACT if exact else _FAR):
-        raise UserError(
-            f"llama.cpp's log probabilities differ from the run's by {worst:.3g}, more than rounding explains"
-        )
+    _require_near(worst, exact=exact)
     return {"tokens": len(reference), "max_logit_difference": worst}
+
+
+def _read_back(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:
+    """Compare next-token log probabilities of the file, read by transformers, with the run's; nothing where that does
+    not read the architecture from GGUF."""
+    nothing = {"tokens": 0, "max_logit_difference": None}
+    if importlib.util.find_spec("gguf") is None:
+        return nothing
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    asked = reader.is_gguf_available
+    reader.is_gguf_available = lambda *args, **more: (
+        True
+    )  # it looks for a package of that name; the converter brings it
+    try:
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    except Exception:  # an architecture that it does not know, each in its own way
+        return nothing
+    finally:
+        reader.is_gguf_available = asked
+    worst = 0.0
+    with torch.no_grad():
+        for one in reference:
+            said = torch.log_softmax(model(torch.tensor([one["ids"]])).logits[0, -1].double(), -1)
+            worst = max(worst, *(abs(float(said[int(token)]) - value) for token, value in one["next"].items()))
+    _require_near(worst, exact=exact)
+    return nothing | {"max_logit_difference": worst}
+
+
+def _require_near(worst: float, *, exact: bool) -> None:
+    if not worst <= (_FAR_EXACT if exact else _FAR):
+        raise UserError(
+            f"the GGUF file's log probabilities differ by {worst:.3g} from the run's: more than by rounding"
+        )
 
 
 _FAR, _FAR_EXACT = 0.5, 0.05

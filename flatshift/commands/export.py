@@ -64,6 +64,12 @@ def _deploy(flags: Flags, out: Path) -> int:
             f"llama.cpp reads {told['tokens']} prompts of the run as training did; log probabilities of the likeliest "
             f"next tokens differ by at most {told['max_logit_difference']:.2g}"
         )
+    elif told["max_logit_difference"] is not None:
+        print(
+            "the file's vocabulary is the run's, and read by transformers its log probabilities of the likeliest next "
+            f"tokens differ by at most {told['max_logit_difference']:.2g}; `pip install llama-cpp-python` to ask "
+            "llama.cpp itself"
+        )
     else:
         print("vocabulary and special tokens are compared; `pip install llama-cpp-python` for the answers too")
     return 0
