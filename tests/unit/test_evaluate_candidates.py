@@ -178,3 +178,19 @@ def test_mcnemar_is_exact():
     ours, theirs = np.array([1, 1, 1, 1, 1, 0, 1], bool), np.array([0, 0, 0, 0, 0, 1, 1], bool)
     found = mcnemar(ours, theirs)
     assert (found["only_ours"], found["only_theirs"]) == (5, 1) and found["p"] == pytest.approx(14 / 64)
+
+
+def test_paired_sentences_without_a_context():
+    model = tiny_model("llama", len(TOKENIZER)).eval()
+    rows = [row(n, more=f"the old {n} left", less=f"the young {n} left", label=0) for n in range(5)]
+    found = rank_rows(
+        model, TOKENIZER, rows, [], FewShot(prompt=read_prompt("pairs"), name="pairs"), window=99, how=HOW
+    )
+    for place, one in enumerate(rows):
+        sums = []
+        for text in (one.values["more"], one.values["less"]):
+            ids = [TOKENIZER.bos_token_id, *TOKENIZER(text, add_special_tokens=False)["input_ids"]]
+            with torch.no_grad():
+                logp = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            sums.append(sum(float(logp[t - 1, ids[t]]) for t in range(1, len(ids))))
+        assert bool(found.right[0, place]) is (sums[0] > sums[1])
