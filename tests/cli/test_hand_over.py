@@ -74,8 +74,6 @@ def main():
 """
 READER = """
 import json
-import re
-import re
 from pathlib import Path
 
 class Field:
