@@ -130,7 +130,8 @@ class ClassifierSelector(Selector):
 
         from selection.features.tokens import TokenRows
 
-        some = TokenRows.of([*(rows[int(i)] for i in half), *wanted], rows.size)
+        examples: list[Any] = [*(rows[int(i)] for i in half), *wanted]
+        some = TokenRows.of(examples, rows.size)
         features = self._features(*some.part(0, len(some)), rows.size)
         used = np.unique(features.indices)
         model = LogisticRegression(C=self.strength, class_weight="balanced", max_iter=200)

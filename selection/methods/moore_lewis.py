@@ -7,9 +7,8 @@ form of the target's texts, which warm-up has to teach as well as their words.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
 from selection.lazy import np
@@ -106,7 +105,7 @@ class MooreLewisSelector(Selector):
         """Whether `evidence` can be asked: after `fit`."""
         return hasattr(self, "_models")
 
-    def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
+    def evidence(self, rows: TokenRows) -> list[Any]:
         """For each text what each of its tokens said for it: log of its ratio, nats; their mean is −score."""
         self._fitted()
         flat, lengths = rows.part(0, len(rows))
