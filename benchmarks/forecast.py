@@ -1,6 +1,6 @@
 """`flatshift forecast` beside real training: three shipped tasks × ranks × rows × shares of wrong labels.
 
-    python -m benchmarks.forecast                       # resumable
+    python -m benchmarks.forecast [--tasks banking …]      # resumable
 
 Every setting is trained by AdamW with cross-entropy, LoRA in all layers and a new head, as a user would; the forecast
 sees the same rows and no training. Order (Spearman), what choosing the rank by forecast costs, cost, and how often the
@@ -9,6 +9,7 @@ sees the same rows and no training. Order (Spearman), what choosing the rank by 
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from typing import Any
@@ -101,11 +102,14 @@ def main() -> None:
     """Measure what is not kept, and write benchmarks/results/forecast.json."""
     from scipy.stats import spearmanr
 
-    forecasts = {task: predicted(task) for task in TASKS}
-    trained = {task: measured(task) for task in TASKS}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="of the shipped ones")
+    tasks = parser.parse_args().tasks
+    forecasts = {task: predicted(task) for task in tasks}
+    trained = {task: measured(task) for task in tasks}
     pairs = {
         (task, key): (float(np.mean(forecasts[task]["error"][key])), error)
-        for task in TASKS
+        for task in tasks
         for key, error in trained[task]["error"].items()
     }
     bench = Benchmark("forecast", packages=("torch", "transformers", "peft", "numpy", "scipy"))
@@ -117,7 +121,7 @@ def main() -> None:
         bar_op=">=",
         bar_value=0.8,
     )
-    for task in TASKS:
+    for task in tasks:
         own = np.array([pair for (name, _), pair in pairs.items() if name == task])
         bench.row(f"the same within {task}", ours=float(spearmanr(*own.T).statistic), unit="correlation")
     bench.row("forecast less trained, mean", ours=100 * float((both[:, 0] - both[:, 1]).mean()), unit="points")
@@ -125,7 +129,7 @@ def main() -> None:
         "forecast less trained, mean size", ours=100 * float(np.abs(both[:, 0] - both[:, 1]).mean()), unit="points"
     )
     regrets, held = [], []
-    for task in TASKS:
+    for task in tasks:
         for rows in ROWS:
             for noise in NOISES:
                 keys = [f"{rank:g}|{rows:g}|{noise:g}" for rank in RANKS]

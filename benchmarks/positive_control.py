@@ -168,7 +168,7 @@ def draw(plain: list[dict[str, Any]], decayed: list[dict[str, Any]], decay: floa
                 )
         ax.plot(plain[0]["ranks"], plain[0]["train"], ls=":", color="#57534e", label="train labels unexplained")
         ax.axvline(ROWS, color="#57534e", lw=0.8, ls="--")
-        ax.text(ROWS * 1.04, 0.97, f"rank = {ROWS} rows", va="top")
+        ax.text(ROWS * 0.95, 0.97, f"rank = {ROWS} rows", va="top", ha="right")
         ax.set_xscale("log", base=2)
         ax.set_xticks(plain[0]["ranks"], [f"{rank:g}" for rank in plain[0]["ranks"]])
         ax.set(xlabel="LoRA rank", ylim=(0, 1), ylabel="share")
