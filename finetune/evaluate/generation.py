@@ -8,7 +8,7 @@ of prompt i comes from (seed, i) alone, so neither the batch size nor the neighb
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ def continue_prompts(
     batch_size: int = 16,
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
+    on_token: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Pairs of a prompt's place and its answer, longest prompts first.
 
@@ -80,6 +81,7 @@ def continue_prompts(
         end: the token, or tokens, that close an answer; None: only `max_new_tokens` does.
         numbers: which of the seed's draws each prompt has; None: those of its place.
         decoder_start: for encoder-decoders, the token that the decoder begins with.
+        on_token: as of `finetune.evaluate.writing.written`.
 
     Raises:
         UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
@@ -98,6 +100,7 @@ def continue_prompts(
         decoder_start_token_id=decoder_start,
     )
     how: dict[str, Any] = {"batch_size": batch_size, "device": device, "autocast_dtype": autocast_dtype}
+    how["on_token"] = on_token
     with evaluating(model), _without_own_settings(model):
         own = list(range(len(prompts)) if numbers is None else numbers)
         drawing = lambda places: _drawing(decoding, [own[place] for place in places])  # noqa: E731

@@ -33,6 +33,7 @@ def written(
     device: torch.device | str = "cpu",
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
+    on_token: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Runs of prompts, the longest first: their places, and the tokens (B, T) written after each, padded at the end.
 
@@ -40,11 +41,15 @@ def written(
         config: transformers' own, with the pad token; a `decoder_start_token_id` says that an encoder reads prompts.
         processors: of the prompts at these places, what changes their logits; a pipeline's stand-in takes none.
         share: every process goes through the same batches; only its own prompts come.
+        on_token: told each token of a single prompt as soon as it is chosen (one beam).
     """
     from transformers import LogitsProcessorList
 
     apart = config.decoder_start_token_id is not None
     more: dict[str, Any] = {"synced_gpus": True} if share.lockstep else {}
+    if on_token is not None:
+        assert len(prompts) == 1 and config.num_beams in (None, 1)
+        more["streamer"] = _Streamer(on_token)
     for batch in _batches(prompts, batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
         places, counts = share.mine(batch)
         ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
@@ -59,6 +64,21 @@ def written(
             )
         if counts:
             yield places, out[:, 1 if apart else ids.shape[1] :]
+
+
+class _Streamer:
+    """transformers' interface: the prompt first, then token by token."""
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self.told, self.begun = told, False
+
+    def put(self, value: Tensor) -> None:
+        if self.begun:
+            self.told(int(value.flatten()[-1]))
+        self.begun = True
+
+    def end(self) -> None:
+        pass
 
 
 def lacking_room(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apart: bool) -> str | None:

@@ -18,6 +18,8 @@ SUMMARIES = {
     "compare": "training methods against a baseline by one fair protocol",
     "eval": "judge runs and bare backbones, side by side, by groups of rows",
     "predict": "label rows with a finished run: classes with probabilities, numbers, answers",
+    "chat": "talk to finished runs in the terminal, several adapters over one backbone",
+    "serve": "finished runs behind an OpenAI-compatible endpoint on this machine",
     "generate": "let a finished run write: prompts in, answers out",
     "tokenizer": "what tokenizers make of your texts, by language",
     "report": "one offline HTML page from run directories; several runs side by side",

@@ -1,0 +1,152 @@
+"""Runs that write, asked turn by turn: several adapters over one load of their backbone.
+
+flatshift chat runs/first runs/second
+flatshift serve runs/first runs/second --port 8000
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.recipe.tree import Branch
+from experiments.run.console import Console
+from experiments.workflows.generate import alone, finished_recipe
+from experiments.workflows.side_by_side import Adapted, Subject
+from finetune.compute.numerics import cpu_threads
+from finetune.data.encoding import end_token
+from finetune.data.example import Question
+from finetune.data.formats import has_half_pair
+from finetune.data.rows import Row
+from finetune.errors import UserError
+
+Message = Mapping[str, str]
+"""`role` (system, user, assistant) and `content`."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a run wrote."""
+
+    text: str
+    prompt_tokens: int
+    tokens: int
+    ended: bool
+    """Whether it closed its answer itself; else `max_new_tokens` did."""
+
+
+class WritingRuns:
+    """Finished runs that write, by name; one answers at a time, whatever thread asks."""
+
+    def __init__(self, paths: Sequence[Path], *, overrides: Sequence[Branch] = (), quiet: bool = False) -> None:
+        """overrides: another `train.device` than the runs'. Raises UserError for no run, what is no finished run, a run
+        that writes no text, and one that reads features."""
+        if not paths:
+            raise UserError("name at least one RUN_DIR")
+        self._subjects: dict[str, Subject] = {}
+        for path in paths:
+            recipe = alone(finished_recipe(path, overrides))
+            recipe.task.check_writes()
+            if recipe.adapter.projector is not None:
+                raise UserError(f"{path}: its adapter reads features with every row, and nobody hands it any here")
+            name = path.resolve().name
+            name = name if name not in self._subjects else str(path)
+            if name in self._subjects:
+                raise UserError(f"{path} is named twice; name each run once")
+            self._subjects[name] = Subject(name, recipe, path)
+        self._models = Adapted(Console(quiet=quiet))
+        self._lock = threading.Lock()
+        self._at: str | None = None
+        self._model: Any = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """In the order given."""
+        return tuple(self._subjects)
+
+    def reply(
+        self,
+        name: str,
+        asked: str | Sequence[Message],
+        *,
+        raw: bool = False,
+        decoding: Mapping[str, Any] | None = None,
+        told: Callable[[str], None] = lambda piece: None,
+    ) -> Reply:
+        """Let the run `name` answer.
+
+        asked: the turns of a conversation, whose last one is the user's; a text is one such turn. Runs that were not
+        trained on conversations read the last turn alone, in their template. raw: a text is continued as it stands.
+        decoding: fields of `Decoding`; the run's `task.max_new_tokens` is the default.
+        told: gets the answer piece by piece as it is written.
+        Raises UserError for an unknown name, turns that nobody can answer, and what does not fit the backbone.
+        """
+        from finetune.compute.precision import autocast_dtype
+        from finetune.evaluate.generation import Decoding, continue_prompts
+        from finetune.models.backbone import open_backbone
+
+        if name not in self._subjects:
+            raise UserError(f"no run is called {name!r}; there are {', '.join(self.names)}")
+        subject = self._subjects[name]
+        recipe, task = subject.recipe, subject.recipe.task
+        backbone = open_backbone(recipe.backbone)
+        tokenizer = backbone.tokenizer
+        try:
+            how = Decoding(**{"max_new_tokens": task.max_new_tokens, **(decoding or {})})
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{error}") from None
+        question = _question(task, asked, tokenizer, raw=raw)
+        ends = {end_token(tokenizer), question.stop} - {None}
+        written: list[int] = []
+        said = ""
+
+        def tell(token: int) -> None:
+            nonlocal said
+            if token in ends:
+                return
+            written.append(token)
+            text = str(tokenizer.decode(written, skip_special_tokens=True))
+            if not text.endswith("\ufffd"):  # a character in parts
+                told(text[len(said) :])
+                said = text
+
+        with self._lock, cpu_threads(recipe.train.threads):
+            if self._at != name:
+                self._at = None
+                self._model = self._models.of(subject, None)
+                self._at = name
+            ((_, answer),) = continue_prompts(
+                self._model,
+                [question.ids],
+                how,
+                end=sorted(end for end in ends if end is not None),
+                pad_id=tokenizer.pad_token_id,
+                decoder_start=backbone.decoder_start if task.encoder_decoder else None,
+                batch_size=1,
+                device=next(self._model.parameters()).device,
+                autocast_dtype=autocast_dtype(recipe.train),
+                on_token=tell if how.num_beams == 1 else None,
+            )
+        text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
+        if len(text) > len(said):
+            told(text[len(said) :])
+        return Reply(text, len(question.ids), len(answer.ids), answer.ended)
+
+
+def _question(task: Any, asked: str | Sequence[Message], tokenizer: Any, *, raw: bool) -> Question:
+    turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(turn) for turn in asked]
+    for turn in turns:
+        if turn.get("role") not in ("system", "user", "assistant") or not isinstance(turn.get("content"), str):
+            raise UserError("a message needs a role (system, user or assistant) and a text as its content")
+        if has_half_pair(turn["content"]):
+            raise UserError("a message is not valid Unicode; write it in UTF-8")
+    if not turns or turns[-1]["role"] != "user":
+        raise UserError("the last message must be the user's: there is nothing to answer")
+    if raw or "messages" not in task.prompt_columns():
+        (question,) = task.ask_texts([turns[-1]["content"]], tokenizer, raw=raw)
+    else:
+        (question,), _ = task.ask([Row({"messages": turns}, "1", "the conversation")], tokenizer)
+    return question

@@ -1,0 +1,87 @@
+"""Finished runs that write, tried in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tyro.conf import Positional
+
+from experiments.recipe import from_override
+from finetune.errors import UserError
+from flatshift.command_line import parse
+
+_HELP = "/use NAME  another run    /new  forget the conversation    /runs  their names    /quit  or Ctrl-D"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Talk to finished runs in the terminal; several share one load of their backbone and are switched by name.
+
+    Runs on conversations remember the turns before; others read each line alone, in their own template.
+    """
+
+    runs: Positional[tuple[Path, ...]]
+    """Run directories."""
+    max_new_tokens: int | None = None
+    """Longest answer, tokens; by default the task's own, else 64."""
+    temperature: float | None = None
+    """Draw from the softmax of logits / temperature; by default nothing is drawn."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Seed of the draws; each turn has its own."""
+    device: str | None = None
+    """auto, cpu, cuda or cuda:N; by default the runs' own."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift chat`."""
+    flags: Flags = parse(Flags, "chat", argv)
+    from experiments.workflows.chat import WritingRuns
+
+    overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
+    runs = WritingRuns(flags.runs, overrides=overrides)
+    name, turns, count = runs.names[0], list[dict[str, str]](), 0
+    given = {key: getattr(flags, key) for key in ("max_new_tokens", "temperature", "top_p")}
+    decoding: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    print(f"{', '.join(runs.names)}; {_HELP}", file=sys.stderr)
+    while (line := _line(name)) is not None:
+        word, _, rest = line.partition(" ")
+        if not line:
+            continue
+        if word == "/quit":
+            break
+        if word == "/new":
+            turns = []
+        elif word == "/runs":
+            print("\n".join(runs.names))
+        elif word == "/use" and rest.strip() in runs.names:
+            name, turns = rest.strip(), []
+        elif word.startswith("/"):
+            print(f"{line}: not a command here, or no run of that name; {_HELP}", file=sys.stderr)
+        else:
+            count += 1
+            asked = [*turns, {"role": "user", "content": line}]
+            try:
+                reply = runs.reply(name, asked, decoding={**decoding, "seed": flags.seed + count}, told=_show)
+            except UserError as error:  # of this turn: the next may fit
+                print(f"flatshift: error: {error}", file=sys.stderr)
+                continue
+            print(flush=True)
+            turns = [*asked, {"role": "assistant", "content": reply.text}]
+    return 0
+
+
+def _line(name: str) -> str | None:
+    """What the user writes; None at the end."""
+    if sys.stdin.isatty():
+        print(f"{name}> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    return line.strip() if line else None
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)

@@ -1,0 +1,52 @@
+"""Finished runs that write, behind an endpoint on this machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from experiments.recipe import from_override
+from finetune.errors import UserError
+from flatshift.command_line import parse
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Serve finished runs by OpenAI's protocol, to try them with any client; the adapter is the request's `model`.
+
+    One answer is written at a time, and nobody is asked for a key: for many users export the run for vLLM.
+    """
+
+    runs: Positional[tuple[Path, ...]]
+    """Run directories."""
+    host: str = "127.0.0.1"
+    """Address to listen at; any but this machine's own lets others in."""
+    port: int = 8000
+    """Port; 0: any free one."""
+    device: str | None = None
+    """auto, cpu, cuda or cuda:N; by default the runs' own."""
+
+
+def run(argv: list[str]) -> int:
+    """`flatshift serve`."""
+    flags: Flags = parse(Flags, "serve", argv)
+    if not 0 <= flags.port < 65536:
+        raise UserError(f"--port {flags.port}: give a number from 0 to 65535")
+    from experiments.workflows.chat import WritingRuns
+    from experiments.workflows.serve import Server
+
+    overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
+    runs = WritingRuns(flags.runs, overrides=overrides)
+    with Server(runs, flags.host, flags.port) as server:
+        host, port = server.server_address[:2]
+        if flags.host not in ("127.0.0.1", "localhost", "::1"):
+            print(f"warning: {flags.host} lets other machines ask, and no key is asked for", file=sys.stderr)
+        print(f"{', '.join(runs.names)} at http://{host!s}:{port}/v1; Ctrl-C ends it", file=sys.stderr, flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+    return 0
