@@ -24,7 +24,6 @@ APART = {
     "finetune.evaluate.bootstrap": "what a model is judged by, once rows are made",
     "finetune.evaluate.metrics": "what a model is judged by, once rows are made",
     "finetune.evaluate.judge": "what a model is judged by, once rows are made",
-    "finetune.evaluate.classes": "what a model is judged by, once rows are made",
     "finetune.evaluate.multilabel": "what a model is judged by, once rows are made",
     "finetune.evaluate.regression": "what a model is judged by, once rows are made",
     "finetune.assets": "where files lie: their content is in the key",
