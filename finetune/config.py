@@ -548,11 +548,15 @@ class Evaluate:
     """Resamples of the items for each interval."""
     confidence: float = 0.95
     """Coverage of the intervals."""
+    cold: int = 0
+    """First rows of test (else dev) on which the backbone without the adapter is judged too, at the end of a run, for
+    the difference on the same rows; 0: none. Left out, and said, where a head or soft tokens are new."""
 
     def __post_init__(self) -> None:
         check_bounds(
             self, batch_size=(1, None), train_limit=(0, None), bootstrap=(1, 1_000_000), confidence=(0.5, 0.9999)
         )
+        check_bounds(self, cold=(0, None))
 
 
 TrackerKind = Literal["tensorboard", "wandb", "trackio"]

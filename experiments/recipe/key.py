@@ -40,6 +40,7 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
     for name in (*_PLACES, "peak_tflops", "max_cut"):  # the last refuses, and changes no figure
         tree["train"].pop(name)
     tree["data"].pop("cache")
+    tree["eval"].pop("cold")  # figures of the backbone, beside those of the run
     if tree["train"]["adapter_precision"] == "auto":
         tree["train"]["adapter_precision"] = "fp32"
     if tree["train"]["backbone_precision"] == "auto":

@@ -75,7 +75,7 @@ class Predictions:
             for other, of in _EXPONENTIALS.items():
                 if of == name and f"{name}.count" in self.columns:
                     made[other] = Figure.over(sums, ratio_statistic(np.exp))
-        draw = {"resamples": 1, "confidence": 0.95, "seed": 0}
+        draw: dict[str, Any] = {"resamples": 1, "confidence": 0.95, "seed": 0}
         pair = [[self.columns[name][row] for row in rows] for name in ("label", "predicted") if name in self.columns]
         if self.of_classes:
             codes = {name: number for number, name in enumerate(self.classes)}
@@ -85,9 +85,9 @@ class Predictions:
         return made
 
 
-def read_predictions(run: Path) -> dict[str, Predictions]:
+def read_predictions(run: Path, name: str = NAME) -> dict[str, Predictions]:
     """Split → rows; empty where the run has none. Raises UserError for a file that cannot be read."""
-    file = run / NAME
+    file = run / name
     if not file.is_file():
         return {}
     try:

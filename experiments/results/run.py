@@ -175,6 +175,13 @@ class Run:
         """What it said of each row, by split; empty where that was not kept."""
         return read_predictions(self.path)
 
+    @cached_property
+    def cold(self) -> dict[str, Judged]:
+        """The backbone without the adapter, by split, on the first rows of it; empty where nobody asked."""
+        tree = _check_eval(self.path / "cold.json", read_object(self.path / "cold.json"))
+        rows = read_predictions(self.path, "cold.parquet") if tree else {}
+        return {split: Judged(metrics, rows.get(split), self.judged(split).digest) for split, metrics in tree.items()}
+
     def judged(self, split: str) -> Judged:
         """What of a split is compared with another run's; its files are named by their digests."""
         block = self.recipe.get("data")

@@ -12,7 +12,7 @@ from experiments.data.sources import judged_train
 from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
 from finetune.adapters.initial_values import Calibration
-from finetune.atomic import replacing
+from finetune.atomic import replacing, write_json
 from finetune.compute.presence import resolve_device
 from finetune.data.example import IGNORE, Example
 from finetune.evaluate.judge import evaluate
@@ -84,7 +84,7 @@ def judge(
     task: Task,
     split: str,
     label_names: tuple[str, ...] | None = None,
-    said: dict[str, Sequence[Any]] | None = None,
+    said: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
     from finetune.compute.precision import autocast_dtype
@@ -117,10 +117,10 @@ def judge_splits(
     keep: predictions.parquet to write, of dev and test.
     """
     splits = {"train": judged_train(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
-    result, kept = {}, {}
+    result, kept = {}, dict[str, dict[str, Any]]()
     for split, examples in splits.items():
         if examples:
-            said: dict[str, Sequence[Any]] = {}
+            said: dict[str, Any] = {}
             result[split] = judge(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
                 said=said,
@@ -131,6 +131,23 @@ def judge_splits(
     if keep is not None and engine.is_main and kept:
         write_predictions(keep, kept)
     return result
+
+
+def judge_cold(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, folder: Path) -> None:
+    """cold.json and cold.parquet of a run: the first `eval.cold` rows of test (else dev) by the bare backbone.
+
+    engine: the recipe's, laid out without an adapter. On a mesh every rank calls this.
+    """
+    split, examples = ("test", prepared.test) if prepared.test else ("dev", prepared.dev)
+    if not (some := examples[: recipe.eval.cold]):
+        return
+    said: dict[str, Any] = {}
+    found = judge(
+        recipe, engine, tokenizer, some, task=recipe.task, split=split, label_names=prepared.label_names, said=said
+    )
+    if engine.is_main:
+        write_predictions(folder / "cold.parquet", {split: {"row": _places(some), **said}})
+        write_json(folder / "cold.json", {split: found})
 
 
 _SHOWN, _LONGEST = 2000, 600

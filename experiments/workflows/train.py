@@ -38,7 +38,7 @@ from experiments.recipe.tree import Branch
 from experiments.run.console import Bar, Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.select import select_into
-from experiments.workflows.build import judge_splits, lost_lines
+from experiments.workflows.build import judge_cold, judge_splits, lost_lines
 from experiments.workflows.context import RunContext, opened
 from experiments.workflows.initial_adapter import (
     beginning,
@@ -414,6 +414,15 @@ def _evaluate(context: RunContext, prepared: Prepared, adapter: Path) -> dict[st
         result = judge_splits(recipe, engine, tokenizer, prepared, context.console.say, keep)
         if context.probe is not None:
             context.probe.judged(recipe, engine, tokenizer, prepared)
+    if recipe.eval.cold and (recipe.task.new_head or recipe.adapter.soft_tokens is not None):
+        context.console.say(
+            "eval.cold: without its trained head or soft tokens this backbone has nothing to be judged by"
+        )
+    elif recipe.eval.cold and not context.cell:
+        del engine  # memory may not hold two
+        cold, tokenizer = context.lay_out(recipe, recipe.task, prepared.label_names, world=world)
+        with watchdog.unhurried("evaluating the cold backbone"):
+            judge_cold(recipe, cold, tokenizer, prepared, context.run.path)
     if world.is_main:
         write_json(context.run.path / "eval.json", result)
     world.wait()

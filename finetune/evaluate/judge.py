@@ -39,7 +39,7 @@ def evaluate(
     autocast_dtype: torch.dtype | None = None,
     share: Share = ALONE,
     figures: dict[str, Figure] | None = None,
-    said: dict[str, Sequence[Any]] | None = None,
+    said: dict[str, Any] | None = None,
 ) -> dict[str, Interval]:
     """Figures of `model` on `examples`, in evaluation mode, without gradients and without a random draw of its own.
 
@@ -82,7 +82,7 @@ class Judge:
     label_names: Sequence[str] | None = None
     figures: dict[str, Figure] = field(default_factory=dict)
     """Receives every figure by name."""
-    said: dict[str, Sequence[Any]] = field(default_factory=dict)
+    said: dict[str, Any] = field(default_factory=dict)
     """Receives columns with an entry for each example: `label, predicted, probability` of a class or number,
     `reference, answer`, and of every figure that is Σ values / Σ counts its `NAME` and `NAME.count` (all one: left
     out). None where an example has no such entry."""

@@ -90,3 +90,25 @@ def test_choices_show_their_targets_and_can_be_searched(tmp_path: Path) -> None:
 def test_empty_columns_are_left_out() -> None:
     table = Table(["a", "b", "c", "d"], [["", "–", "1", ""], ["", "", "2", "x"]], numeric=frozenset({2, 3})).shown()
     assert (table.columns, table.rows, table.numeric) == (["a", "c", "d"], [["", "1", ""], ["", "2", "x"]], {1, 2})
+
+
+def test_the_page_says_what_the_adapter_changed(tmp_path: Path) -> None:
+    """A run of a language model that judges the cold backbone: the difference is that of the same rows."""
+    import flatshift
+
+    short = {
+        "data": {"train": {"limit": 16}, "dev": {"limit": 4}, "test": {"limit": 12}},
+        "train": {"steps": 6, "batch_size": 4, "max_length": 128, "precision": "fp32", "threads": 1, "eval_every": 0},
+        "eval": {"cold": 8, "bootstrap": 50, "train_limit": 0},
+    }
+    run = flatshift.train("language-model", tmp_path / "run", overrides=short, quiet=True)
+    cold = json.loads((run.path / "cold.json").read_text(encoding="utf-8"))["test"]
+    assert cold["loss"]["n"] == 8
+    ours, base = (pq.read_table(run.path / name).to_pydict() for name in ("predictions.parquet", "cold.parquet"))
+    mine = [i for i, split in enumerate(ours["split"]) if split == "test"][:8]
+    assert [ours["row"][i] for i in mine] == base["row"]
+    tokens = sum(base["loss.count"])
+    change = (sum(ours["loss"][i] for i in mine) - sum(base["loss"])) / tokens
+    text = (run.path / "report.html").read_text(encoding="utf-8")
+    assert "Beside the backbone without the adapter" in text and f"{change:+.2f}"[:4].replace("-", "−") in text
+    assert "Hardest and easiest rows" in text and run.evaluate()["test"] == run.metrics["test"]

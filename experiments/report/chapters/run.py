@@ -7,6 +7,7 @@ from typing import Any
 from experiments.report import formats
 from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
 from experiments.report.charts.training import evaluation, small_multiples, training
+from experiments.results.predictions import Judged, differences
 from experiments.results.run import Run, best_split, headline
 from finetune.evaluate.metrics import metric_of, on_tiles
 from finetune.figures import rate_text
@@ -102,6 +103,9 @@ def evaluation_sections(run: Run) -> list[Section]:
                 ],
             )
         )
+    for split, cold in run.cold.items():
+        table = _beside_cold(run, split, cold)
+        found += [Section("Beside the backbone without the adapter", [table])] if table is not None else []
     before, after = run.shift
     if before and after:
         rows = []
@@ -126,6 +130,28 @@ def evaluation_sections(run: Run) -> list[Section]:
         if rows:
             found.append(Section("The warm-up's shift", [table], lead))
     return found
+
+
+def _beside_cold(run: Run, split: str, cold: Judged) -> Table | None:
+    """What the adapter changed, on the rows that the bare backbone was judged on too."""
+    changed = {name: one for name, one in differences(run.judged(split), cold).items() if one.paired}
+    if not changed:
+        return None
+    rows = []
+    for name, one in changed.items():
+        shown, interval = formats.estimate(one.value, one.low, one.high, plus=True)
+        rows.append(
+            {
+                "metric": metric_of(name).title,
+                "backbone": formats.with_interval(cold.metrics[name]),
+                "with the adapter, minus that": f"{shown} ({interval})" if interval else shown,
+            }
+        )
+    count = max(one.n for one in changed.values())
+    caption = (
+        f"The first {count:,} rows of {split}; the difference is paired: both are asked about the same draws of rows."
+    )
+    return Table.of(rows, caption, words=("metric",))
 
 
 def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:

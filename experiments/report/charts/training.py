@@ -103,7 +103,7 @@ def overlaid(curves: Mapping[str, Sequence[tuple[int, float]]], *, stage: str, s
                 span = max(span, 2 * (len(values) // 40) + 5)
                 values = _running_mean(values, 2 * (len(values) // 40) + 5)
             token = _TOKENS[place % len(_TOKENS)]
-            dots = {"marker": "o", "markersize": 4.5} if split != "train" else {}
+            dots: dict[str, Any] = {"marker": "o", "markersize": 4.5} if split != "train" else {}
             ax.plot(steps, values, color=colour(token), linewidth=2,
                     linestyle="-" if place < len(_TOKENS) else "--", clip_on=False, **dots)  # fmt: skip
             ends.append((max(t for c in shown.values() for t, _ in c), values[-1], name, token))
