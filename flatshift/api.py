@@ -179,6 +179,28 @@ class Run:
 
         return evaluate_run(self.path, data=_files("evaluate", "data", data), quiet=quiet)
 
+    def predict(self, rows: str | Sequence[str | Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What the run says of each row: `label, probability, p_NAME`, a number, an answer, or the perplexity.
+
+        rows: texts, or mappings with the columns that the run was trained on; no label is needed. The model is laid out
+        at the first call. Files of any length: `flatshift predict`.
+        Raises UserError for a run without an adapter, or a row that the model cannot be shown.
+        """
+        given = [rows] if isinstance(rows, str) else rows
+        if isinstance(given, Mapping) or not (hasattr(given, "__iter__") and hasattr(given, "__len__")):
+            raise _wrong("predict", "rows", "a list of texts or of mappings", given)
+        for place, row in enumerate(given):
+            if not isinstance(row, str | Mapping):
+                raise _wrong("predict", f"rows[{place}]", "a text or a mapping of columns", row)
+        found: list[dict[str, Any]] = self._predictor(list(given))
+        return found
+
+    @cached_property
+    def _predictor(self) -> Any:
+        from experiments.workflows.predict import Predictor
+
+        return Predictor(self.path)
+
     def generate(self, prompts: str | Sequence[str], *, raw: bool = False, **decoding: Any) -> list[str]:
         """What the model writes after each prompt, which goes through the task's template unless `raw`.
 

@@ -40,6 +40,13 @@ def test_the_page_runs_up_to_its_sweep(
     assert sorted(found["picked"].indices) == [0, 2] and sorted(found["selector"].select(2)) == [0, 2]
     assert found["run"].finished and found["run"].recipe.train.steps == 4
     assert found["run"].metrics["test"] == found["run"].evaluate()["test"], "the adapter is another one"
+    from experiments.results.run import read_run
+
+    kept = read_run(Path("runs/first")).predictions["test"]
+    again = found["run"].predict(kept.columns["text"][:3])
+    assert [row["label"] for row in again] == kept.columns["predicted"][:3], "as the run itself said of these rows"
+    assert [row["probability"] for row in again] == pytest.approx(kept.columns["probability"][:3], abs=1e-5)
+    assert len(found["said"]) == 2 and all(0 < row["probability"] <= 1 for row in found["said"])
     assert "lora" in "".join(name for name, _ in found["model"].named_parameters())
     assert "overrides: unknown key 'train.stepz'; did you mean 'steps'?" in capsys.readouterr().out
 
