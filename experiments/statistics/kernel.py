@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.statistics.intervals import Interval, t_interval
+from experiments.statistics.intervals import Interval, t_quantile
 
 NOISE = 1e-10
 """Eigenvalues below this share of the largest count as none: features are computed in float32."""
@@ -58,7 +58,8 @@ _POWERS = np.linspace(0.1, 1.5, 29)
 
 
 def carried_on(rows: Sequence[int], errors: np.ndarray, more: int, *, confidence: float = 0.8) -> Interval:
-    """By how much the error changes with `more` rows beyond the last: t-interval over draws.
+    """By how much the error of one run changes with `more` rows beyond the last: mean over draws, and the interval that
+    a new run's own change lies in, with the scatter of draws and that of a run about its curve at both ends.
 
     rows: ascending. errors: [S, J]. Each draw's curve is continued by a + b·n^−c, the form that learning curves are
     found to have (Hestness et al. 2017), a ≥ 0 and b ≥ 0, with the c that fits it best among those between half and
@@ -74,10 +75,15 @@ def carried_on(rows: Sequence[int], errors: np.ndarray, more: int, *, confidence
             start, slope = 0.0, float((x * y).sum() / (x * x).sum())
         return float(np.square(y - start - slope * x).sum()), start, slope
 
-    def change(y: np.ndarray, powers: np.ndarray) -> float:
+    def change(y: np.ndarray, powers: np.ndarray) -> tuple[float, float]:
         best = min(powers.tolist(), key=lambda power: fit(y, power)[0])
-        return float(fit(y, best)[2] * ((n[-1] + more) ** -best - n[-1] ** -best))
+        left, _, slope = fit(y, best)
+        return slope * float((n[-1] + more) ** -best - n[-1] ** -best), left / max(1, len(n) - 2)
 
     usual = min(_POWERS.tolist(), key=lambda power: fit(errors.mean(0), power)[0])
     near = _POWERS[(usual / 2 <= _POWERS) & (2 * usual >= _POWERS)]
-    return t_interval([change(row, near) for row in errors], confidence=confidence)
+    changes, scatter = np.array([change(row, near) for row in errors]).T
+    count = len(changes)
+    sd = float(np.sqrt(changes.var(ddof=1) * (1 + 1 / count) + 2 * scatter.mean())) if count > 1 else np.inf
+    half = t_quantile(0.5 + confidence / 2, max(1, count - 1)) * sd
+    return Interval(float(changes.mean()), float(changes.mean() - half), float(changes.mean() + half), count)

@@ -46,7 +46,7 @@ def test_a_learning_curve_is_carried_on_by_its_power_law():
     inside = 0
     for _ in range(200):
         found = carried_on(rows, curve + 0.004 * generator.standard_normal((5, 5)), 500)
-        inside += found.low <= wanted <= found.high
+        inside += found.low <= wanted + 0.004 * np.diff(generator.standard_normal(2))[0] <= found.high
     assert carried_on(rows, curve + np.zeros((5, 1)), 500).value == pytest.approx(wanted, rel=0.02)
     assert 0.65 < inside / 200 < 0.95
 
