@@ -26,7 +26,9 @@ from ..errors import UserError, first_line, shortened
 JSONL = (".jsonl", ".ndjson", ".json")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 COMPRESSIONS = (".gz", ".xz", ".zst")
-SUPPORTED = "JSONL (.jsonl .ndjson .json), .csv, .tsv (each also .gz .xz .zst) and .parquet"
+SUPPORTED = (
+    "JSONL (.jsonl .ndjson .json), an array of objects (.json), .csv, .tsv (each also .gz .xz .zst) and .parquet"
+)
 HUB = "hub:"
 HUB_FORM = "hub:NAME[CONFIG]@REVISION:SPLIT"
 
@@ -35,6 +37,7 @@ LONGEST_LINE = 1 << 26
 DEEPEST = 64
 """Lists and objects inside one another in a record."""
 _CHUNK = 1 << 18
+_BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class BrokenFile(UserError):
@@ -69,7 +72,7 @@ def records(path: Path) -> Iterator[Record]:
         return _parquet(path)
     if kind in DELIMITERS:
         return _csv(path, DELIMITERS[kind])
-    return _jsonl(path)
+    return _array(path) if _is_array(path, kind) else _jsonl(path)
 
 
 def count(path: Path) -> int:
@@ -78,7 +81,7 @@ def count(path: Path) -> int:
     if kind == ".parquet":
         with _parquet_file(path) as file:
             return int(file.metadata.num_rows)
-    if kind in JSONL:
+    if kind in JSONL and not _is_array(path, kind):
         return sum(1 for line in _lines(path) if line.strip(b" \t\r\n\xef\xbb\xbf"))
     return sum(1 for _ in records(path))
 
@@ -209,7 +212,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             size += len(rest)
         if size > LONGEST_LINE:
             array = begun[0].lstrip().startswith(b"[")
-            instead = "one object a line (JSONL) is needed, not one array" if array else "cut the record into several"
+            instead = "an array of objects is read from a file named .json" if array else "cut the record into several"
             raise UserError(f"{path}:{number}: a line of more than {LONGEST_LINE:,} bytes; {instead}")
     if begun:
         yield b"".join(begun)
@@ -232,7 +235,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
             problem = f"not valid UTF-8 (byte {error.start + 1} of the line)"
         except json.JSONDecodeError as error:
             if number == 0 and line.lstrip().startswith(b"["):
-                raise UserError(f"{path}:1: a JSON array; one object a line (JSONL) is needed") from error
+                raise UserError(f"{path}:1: a JSON array; name the file .json, or write one object a line") from error
             problem = f"not valid JSON ({error.msg} at column {error.colno})"
         except _Twice as error:
             problem = f"the key {shortened(error.key)!r} is there twice in one object; keep one of them"
@@ -243,6 +246,102 @@ def _jsonl(path: Path) -> Iterator[Record]:
         if problem is None and not isinstance(value, dict):
             problem = f"a JSON {_json_type(value)}, not an object with columns"
         yield Record(number, number + 1, {} if problem else value, problem)
+
+
+def _is_array(path: Path, kind: str) -> bool:
+    """Whether a `.json` file holds one array, not an object a line."""
+    if kind != ".json":
+        return False
+    head = b""
+    for chunk in _chunks(path):
+        head += chunk
+        if len(head) >= len(codecs.BOM_UTF8) and head.removeprefix(codecs.BOM_UTF8).strip():
+            break
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _array(path: Path) -> Iterator[Record]:
+    """The objects of one JSON array, decoded one by one, so that memory does not grow with the file.
+
+    What follows malformed JSON cannot be told apart from it, so that breaks off the file, not only a record.
+    """
+    unicode = codecs.getincrementaldecoder("utf-8-sig")()
+    strict, loose = json.JSONDecoder(object_pairs_hook=_object), json.JSONDecoder()
+    chunks = _chunks(path)
+    text, at, line, ended = "", 0, 1, False
+
+    def more(size: int) -> None:
+        """At least `size` more characters, or the rest of the file; what was taken is let go."""
+        nonlocal text, at, ended
+        parts, got = [text[at:]], 0
+        while got < size and not ended:
+            chunk = next(chunks, b"")
+            ended = not chunk
+            try:
+                parts.append(unicode.decode(chunk, ended))
+            except UnicodeDecodeError:
+                raise BrokenFile(f"{path}:{line}: not valid UTF-8; save it as UTF-8") from None
+            got += len(parts[-1])
+        text, at = "".join(parts), 0
+
+    def token() -> str:
+        """The next character that is not blank, left where it is; "" at the end of the file."""
+        nonlocal at, line
+        while True:
+            bare = _BLANK.match(text, at).end()  # type: ignore[union-attr]
+            line += text.count("\n", at, bare)
+            at = bare
+            if at < len(text) or ended:
+                return text[at : at + 1]
+            more(1)
+
+    def element() -> tuple[Any, int, str | None]:
+        """The value at `at`, the place behind it and what is wrong with it."""
+        while True:
+            try:
+                try:
+                    value, end = strict.raw_decode(text, at)
+                    problem = None
+                except _Twice as error:
+                    value, end = loose.raw_decode(text, at)
+                    problem = f"the key {shortened(error.key)!r} is there twice in one object; keep one of them"
+                if end < len(text) or ended:  # else a number may go on
+                    return value, end, problem
+            except json.JSONDecodeError as error:
+                if ended:
+                    place = line + text.count("\n", at, error.pos)
+                    raise BrokenFile(f"{path}:{place}: not valid JSON ({error.msg})") from None
+            except (RecursionError, ValueError):
+                raise BrokenFile(
+                    f"{path}:{line}: an object nested too deep, or a number of more than 4,300 digits"
+                ) from None
+            if len(text) - at > LONGEST_LINE:
+                raise UserError(f"{path}:{line}: an object that does not end within {LONGEST_LINE:,} characters")
+            more(max(_CHUNK, len(text) - at))  # twice as much each time, so that a long one is not decoded often
+
+    token()
+    at += 1  # behind the bracket
+    for ordinal in itertools.count():
+        if (found := token()) == "]" and not ordinal:
+            break
+        if not found:
+            raise BrokenFile(f"{path}:{line}: the JSON array does not end; fetch the file again")
+        value, end, problem = element()
+        if problem is None and not isinstance(value, dict):
+            problem = f"a JSON {_json_type(value)}, not an object with columns"
+        elif problem is None and too_deep(value):
+            problem = f"nested deeper than {DEEPEST} levels"
+        yield Record(ordinal, line, {} if problem else value, problem)
+        line += text.count("\n", at, end)
+        at = end
+        if (found := token()) == "]":
+            break
+        if found != ",":
+            raise BrokenFile(f"{path}:{line}: not valid JSON (a comma or ] is missing between objects)")
+        at += 1
+    at += 1
+    if token():
+        raise BrokenFile(f"{path}:{line}: something follows the JSON array; keep one array in a file")
 
 
 class _Twice(Exception):

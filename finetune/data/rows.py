@@ -44,6 +44,10 @@ _HALF_PAIR = "has half of a surrogate pair, which is not text"
 _DEFAULT = Columns()
 
 
+FORMS = {"ShareGPT": ("conversations",), "Alpaca": ("instruction", "input", "output", "system")}
+"""Other people's columns that stand for `messages`; the first of each tells it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One usable record."""
@@ -61,6 +65,8 @@ class Row:
     """0-based position among all records of all files, bad ones included: the row of the user's own features."""
     nulls: int = 0
     """As `Record.nulls`."""
+    form: str = ""
+    """What `messages` was made of, where the record has no such column: a name of `FORMS`."""
 
 
 def expand(files: Sequence[str]) -> list[Path]:
@@ -206,7 +212,7 @@ def read_rows(
             if given is not None or unnamed.imitated:
                 for again, place in seen.add(name, where):
                     _refuse_twice(again, place, paths, reader)
-            yield Row(values, name, where, record.values, index, record.nulls)
+            yield Row(values, name, where, record.values, index, record.nulls, reader.form)
             given_rows += 1
             if given_rows == first:
                 break
@@ -244,15 +250,18 @@ class _Reader:
         self.setting, self.label = setting, label
         self.names = {name: getattr(columns, name) for name in ("text", "text2", "label", "messages", "tools", "id")}
         self.required = required
+        self.bridged = "messages" in required and self.names["messages"] == _DEFAULT.messages
+        self.form, self._first_row = "", True
 
     def values(self, record: Record) -> dict[str, Any]:
         """The row's values; ValueError says what is wrong with the record."""
         if record.problem:
             raise ValueError(record.problem)
         values = dict(record.values)
+        bridged = self._bridge(record.values) if self.bridged else None
         # Read every canonical column from the record itself: a mapping may swap two of them.
         for name, own in self.names.items():
-            value = record.values.get(own)
+            value = record.values.get(own) if bridged is None or name != "messages" else bridged
             if name == "id":
                 value = _given_id(value, own)
             elif value is not None:
@@ -267,6 +276,30 @@ class _Reader:
             if values.get(name) is None:
                 raise ValueError(self._missing(name, self.names.get(name, name), record.values))
         return values
+
+    def _bridge(self, record: dict[str, Any]) -> Any:
+        """The turns of a record that has another form of `FORMS`; None: it has not, or its own `messages`."""
+        there = [form for form, (tell, *_) in FORMS.items() if record.get(tell) is not None]
+        own = record.get("messages") is not None
+        if not own and not there:
+            return None
+        if own + len(there) > 1:
+            names = ["messages"] * own + [FORMS[form][0] for form in there]
+            raise ValueError(
+                f"columns {' and '.join(map(repr, names))} may each be the conversation; name one: {self.setting}."
+                "messages"
+            )
+        form = "" if own else there[0]
+        if self._first_row:
+            self.form, self._first_row = form, False
+        elif form != self.form:
+            raise ValueError(
+                f"a row with {FORMS[form][0] if form else 'messages'!r}, and those before have "
+                f"{FORMS[self.form][0] if self.form else 'messages'!r}; give files of one form"
+            )
+        if form == "Alpaca":
+            return _alpaca(record)
+        return record["conversations"] if form else None
 
     def _checked(self, name: str, own: str, value: Any) -> Any:
         if name in ("messages", "tools"):
@@ -289,6 +322,18 @@ class _Reader:
         if own in record:
             return f"column {own!r} is null"
         return missing_column(own, record, f"{self.setting}.{name}" if name in self.names else None)
+
+
+def _alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
+    """The turns of `instruction[, input][, output][, system]`: an input stands below its instruction, a blank line
+    between; without an output they wait for an answer."""
+    said = {name: record.get(name) for name in FORMS["Alpaca"]}
+    for name, value in said.items():
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"column {name!r} is a {type(value).__name__}, not text")
+    asked = "\n\n".join(part for name in ("instruction", "input") if (part := said[name]))
+    turns = [("system", said["system"]), ("user", asked), ("assistant", said["output"])]
+    return [{"role": role, "content": text} for role, text in turns if text or (role == "assistant" and text == "")]
 
 
 def missing_column(own: str, record: Iterable[str], place: str | None = None) -> str:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from finetune.config import Columns
-from finetune.data.chat.conversation import read_conversation
+from finetune.data.chat.conversation import open_turns, read_conversation
 from finetune.data.encoding import encode
 from finetune.data.rows import read_rows
 from finetune.errors import UserError
@@ -46,10 +46,35 @@ def test_forms_of_one_conversation(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": form} for form in forms])
     rows = list(read_rows([str(path)], columns=Columns(messages="conversations"), required=Chat().columns()))
     assert read_conversation(rows[1]).messages == turns
-    with pytest.raises(
-        UserError, match=r"rows\.jsonl:1: no column 'messages'; .*'conversations'.*data.columns.messages"
+    told = list(read_rows([str(path)], required=Chat().columns()))
+    assert [read_conversation(one) for one in told] == [read_conversation(one) for one in rows]
+    assert told[0].form == "ShareGPT" and not rows[0].form
+
+
+def test_columns_of_other_toolkits(tmp_path):
+    asked = {"instruction": "Translate.", "input": "ja", "output": "yes", "system": "Be brief."}
+    records = [asked, {"instruction": "Hi", "input": "", "output": "Hello"}]
+    (path := tmp_path / "alpaca.json").write_text(json.dumps(records, indent=1))
+    rows = list(read_rows([str(path)], required=Chat().columns()))
+    assert read_conversation(rows[0]).messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Translate.\n\nja"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    assert read_conversation(rows[1]).messages == [ASK, SAY]
+    notes = encode(rows, task=Chat(), tokenizer=TOKENIZER, max_length=256).notes
+    assert "turns read from Alpaca's columns: instruction, input, output, system" in notes
+    bare = list(read_rows([str(write_jsonl(tmp_path / "bare.jsonl", [{"instruction": "Hi"}]))], required=("messages",)))
+    assert open_turns(bare[0]) == [ASK]
+    for second, reason in (
+        ({"conversations": [], "instruction": "a"}, r"mixed\.jsonl:2: columns 'conversations' and 'instruction' may"),
+        ({"messages": [ASK, SAY]}, r"mixed\.jsonl:2: a row with 'messages', and those before have 'instruction'"),
+        ({"instruction": ["a"]}, r"mixed\.jsonl:2: column 'instruction' is a list"),
+        ({"text": "a"}, r"mixed\.jsonl:2: no column 'messages'"),
     ):
-        list(read_rows([str(path)], required=Chat().columns()))
+        path = write_jsonl(tmp_path / "mixed.jsonl", [records[1], second])
+        with pytest.raises(UserError, match=reason):
+            list(read_rows([str(path)], required=Chat().columns()))
 
 
 def test_a_system_turn_is_put_in_front_where_there_is_none():

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config import Columns
+from finetune.data import formats
 from finetune.data.formats import HubName
 from finetune.data.rows import canonical_label, describe, expand, limit_rows, read_rows, require_rows
 from finetune.errors import UserError
@@ -357,10 +358,44 @@ def test_formats_that_are_not_rows(tmp_path):
     assert "is a directory without a file to read" in refused(tmp_path)
     (tmp_path / "a.txt").write_text("a")
     assert "unknown format '.txt'; known are JSONL" in refused(tmp_path / "a.txt")
-    (tmp_path / "a.json").write_text('[\n{"text": "a"}\n]')
-    assert "a JSON array; one object a line" in refused(tmp_path / "a.json")
+    (tmp_path / "a.jsonl").write_text('[\n{"text": "a"}\n]')
+    assert "a JSON array; name the file .json" in refused(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16"))
     assert "is UTF-16; save it as UTF-8" in refused(tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 18])
+def test_json_arrays_are_read_object_by_object(tmp_path, monkeypatch, chunk):
+    """Against the whole file read at once, however the bytes come."""
+    monkeypatch.setattr(formats, "_CHUNK", chunk)
+    told = [{"text": "ä €\n[{", "more": [{"k": 1.5}, None]}, {"text": "b" * 50, "n": -12}, {"text": "c"}]
+    path = tmp_path / "a.json"
+    for indent in (None, 2):
+        for written in (told, []):
+            path.write_text("\ufeff " + json.dumps(written, indent=indent, ensure_ascii=False) + "\n", "utf-8")
+            assert [record.values for record in formats.records(path)] == json.loads(path.read_text("utf-8-sig"))
+            assert formats.count(path) == len(written)
+    path.write_text('[{"text": "a"},\n 12,\n\n {"text": "b", "text": "c"},\n{"text": "d"}]')
+    skipped: list[str] = []
+    rows = list(read_rows([str(path)], bad_rows="skip", skipped=skipped))
+    assert [(row.where, row.id) for row in rows] == [(f"{path}:1", "0-0"), (f"{path}:5", "0-3")]
+    assert skipped == [
+        f"{path}:2: a JSON number, not an object with columns",
+        f"{path}:4: the key 'text' is there twice in one object; keep one of them",
+    ]
+    for text, reason in (
+        ('[{"text": "a"}\n{"text": "b"}]', r"a\.json:2: not valid JSON \(a comma or \] is missing"),
+        ('[{"text": "a"},\n{"text": }]', r"a\.json:2: not valid JSON"),
+        ('[{"text": "a"},\n', "the JSON array does not end"),
+        ('[{"text": "a"}]\n[]', r"a\.json:2: something follows the JSON array"),
+        ('[{"text": ' + "[" * 100_000, "nested too deep"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=reason):
+            list(read_rows([str(path)]))
+    path.write_bytes(b'[{"text": "\xff"}]')
+    with pytest.raises(UserError, match="not valid UTF-8"):
+        list(read_rows([str(path)]))
 
 
 def test_no_rows_says_why(tmp_path):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from ...errors import UserError
 from ..encoding import Cut, LeftOut, chunks
 from ..example import IGNORE, Encoded, Example, Question
-from ..rows import Row
+from ..rows import FORMS, Row
 from .answers import Answers, Sample
 from .conversation import open_turns, read_conversation
 from .template import ChatTemplate
@@ -49,6 +49,8 @@ class _Counts:
     """Rows of Parquet or Arrow whose turns or tools came with keys that hold null."""
     nulls: int = 0
     """Those keys."""
+    form: str = ""
+    """What the turns were made of (`finetune.data.rows.FORMS`)."""
     lengths: list[int] = field(default_factory=list)
     """Tokens that each row needs to be whole."""
 
@@ -153,6 +155,7 @@ class ChatEncoder:
         counts.rows += 1
         counts.filled += row.nulls > 0
         counts.nulls += row.nulls
+        counts.form = row.form or counts.form
         counts.apart += len(samples) > 1
         counts.lengths.append(max(i + 1 for one in tokenised for i, on in enumerate(one.supervised) if on))
         left = [
@@ -230,6 +233,8 @@ class ChatEncoder:
             f"{counts.cut_answers:,} truncated answers, {counts.unsupervised:,} without a supervised token (left out), "
             f"{counts.bad:,} bad rows (left out)"
         )
+        if counts.form:
+            yield f"turns read from {counts.form}'s columns: {', '.join(FORMS[counts.form])}"
         if counts.apart:
             yield (
                 f"{counts.apart:,} conversations came apart into one sample for each rewritten turn, "
