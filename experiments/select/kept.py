@@ -34,7 +34,7 @@ class KeptScores:
         """Write what `restore` reads."""
         if any(hasattr(part, "potentials_") for part in (selector, getattr(selector, "inside", None))):
             return
-        arrays = {"scores": selector.scores_, "told": np.array(json.dumps(plain(selector.diagnostics_)))}
+        arrays: dict[str, Any] = {"scores": selector.scores_, "told": np.array(json.dumps(plain(selector.diagnostics_)))}
         if selector.nearest_target_ is not None:
             arrays["nearest"] = selector.nearest_target_
         with written_whole(self.path) as handle:

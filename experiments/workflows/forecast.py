@@ -206,7 +206,7 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
     held = prepared.test or prepared.dev
     count = 1 if recipe.task.has_targets else len(prepared.label_names or ())
     summed = len(prepared.train) * count > LARGEST
-    how = {"pad_id": int(tokenizer.pad_token_id or 0), "summed": summed}
+    how: dict[str, Any] = {"pad_id": int(tokenizer.pad_token_id or 0), "summed": summed}
     train = features(engine, recipe, prepared.train, axes.ranks, **how)
     test = features(engine, recipe, held, axes.ranks, **how)
     order = numpy_generator(recipe.train.seed, "forecast", "rows").permutation(len(prepared.train))
@@ -251,7 +251,7 @@ def _figures(
     base: np.ndarray,
     shape: tuple[int, ...],
 ) -> dict[str, float]:
-    found = {}
+    found: dict[str, float] = {}
     for split, part, added, wanted in (
         ("train", fit.train, start, labels),
         ("left_out", fit.left_out, start, labels),

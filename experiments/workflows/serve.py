@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer({**about, "choices": choices, "usage": _usage(reply)})
         if not begun.is_set():
             self._begin_stream()
-        last = {"delta": {}} if chat else {"text": ""}
+        last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
         choices = [{"index": 0, **last, "finish_reason": reason}]
         self._event({**about, **_chunk(chat), "choices": choices, "usage": _usage(reply)})
         self._send(b"data: [DONE]\n\n")

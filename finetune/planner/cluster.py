@@ -246,13 +246,8 @@ def layouts(
             if not allowed(mesh, given, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node):
                 continue
             for how in recompute:
-                layout = _priced(
-                    mesh,
-                    dataclasses.replace(batch, checkpointing=how),
-                    sizes,
-                    settings.adapter,
-                    cluster,  # type: ignore[arg-type]
-                )
+                cut_so = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
+                layout = _priced(mesh, cut_so, sizes, settings.adapter, cluster)
                 key = tuple(getattr(mesh, axis) for axis in AXES)
                 if key not in found or _order(layout) < _order(found[key]):
                     found[key] = layout

@@ -162,7 +162,7 @@ class GotDSelector(Selector):
 
         def solve(*given: Any, **more: Any) -> Potentials:
             state = None if self.state is None else str(Path(self.state) / f"solve-{next(solves):03d}")
-            return self._solve(*given, state=state, **more)
+            return self._solve(*given, **{**more, "state": state})
 
         found = choose_in_rounds(
             pool,

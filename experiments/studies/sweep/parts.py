@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from experiments.results.cells import CELLS, MARKER, read_marker, result_files
@@ -52,7 +53,11 @@ def check_parts(sources: Sequence[Path]) -> None:
             raise UserError(f"--merge: {source} is not a sweep directory (it has no {MARKER})")
         read_marker(source)
         if (source / DONE).is_file():
-            check_files(source, lambda name, source=source: (source / name).is_file() and name != CELLS)
+            check_files(source, partial(_kept, source))
+
+
+def _kept(source: Path, name: str) -> bool:
+    return (source / name).is_file() and name != CELLS
 
 
 def merge(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Console) -> None:
