@@ -18,7 +18,7 @@ from experiments.select.pool import Sides
 from finetune.errors import Interrupted
 from finetune.seeds import derive
 from selection import Pool, build_selector
-from selection.config import Domains, GotD, GotDContrast, Inner, Method, needs, ranking
+from selection.config import Domains, GotD, GotDContrast, Method, needs, ranking
 from selection.errors import ConvergenceWarning, SelectionError
 from selection.methods.base import Selector
 
@@ -147,7 +147,7 @@ def _some(names: Sequence[str | None] | None, rows: np.ndarray) -> list[str | No
     return None if names is None else [names[row] for row in rows.tolist()]
 
 
-def _roughly(method: Inner) -> Inner:
+def _roughly(method: Any) -> Any:
     """The method with a tolerance that is enough to choose by."""
     if isinstance(method, GotD | GotDContrast):
         return replace(method, tolerance=max(method.tolerance or 0.0, _TOLERANCE))

@@ -7,6 +7,7 @@ import json
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,10 @@ class KeptScores:
         """Write what `restore` reads."""
         if any(hasattr(part, "potentials_") for part in (selector, getattr(selector, "inside", None))):
             return
-        arrays: dict[str, Any] = {"scores": selector.scores_, "told": np.array(json.dumps(plain(selector.diagnostics_)))}
+        arrays: dict[str, Any] = {
+            "scores": selector.scores_,
+            "told": np.array(json.dumps(plain(selector.diagnostics_))),
+        }
         if selector.nearest_target_ is not None:
             arrays["nearest"] = selector.nearest_target_
         with written_whole(self.path) as handle:

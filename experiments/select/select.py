@@ -265,7 +265,7 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
         spec.method,
         seed=derive(recipe.train.seed, "select"),
         budget=spec.budget,
-        measure=backbone_surprise(recipe, spec.method, target.texts, state),
+        measure=backbone_surprise(recipe, spec.method, target.texts or (), state),
         device=solver_device(recipe),
         state=None if state is None else str(state),
     )

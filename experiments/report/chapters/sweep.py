@@ -92,10 +92,10 @@ def one_more(data: SweepData, analysis: Analysis) -> str:
         change = found.y[:, here + 1] - found.y[:, here]
         change = change[np.isfinite(change)]
         if len(change):
-            shown = formats.with_interval(t_interval(change.tolist()))
+            by_how_much = formats.with_interval(t_interval(change.tolist()))
             said.append(
                 f"{formats.axis_name(axis)} {formats.axis_value(where[axis])} → "
-                f"{formats.axis_value(found.values[here + 1])} changes it by {shown}"
+                f"{formats.axis_value(found.values[here + 1])} changes it by {by_how_much}"
             )
     axis = main_axis(data)
     crossing = analysis.crossing(axis, {k: v for k, v in where.items() if k != axis}) if axis is not None else None
