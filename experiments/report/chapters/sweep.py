@@ -97,11 +97,11 @@ def one_more(data: SweepData, analysis: Analysis) -> str:
                 f"{formats.axis_name(axis)} {formats.axis_value(where[axis])} → "
                 f"{formats.axis_value(found.values[here + 1])} changes it by {by_how_much}"
             )
-    axis = main_axis(data)
-    crossing = analysis.crossing(axis, {k: v for k, v in where.items() if k != axis}) if axis is not None else None
-    if said and crossing is not None and axis is not None and crossing.value is not None:
-        side = "before" if (where[axis] < crossing.value) != crossing.rising else "past"
-        words = f"{formats.axis_name(axis)} {crossing_words(crossing)}"
+    main = main_axis(data)
+    crossing = analysis.crossing(main, {k: v for k, v in where.items() if k != main}) if main is not None else None
+    if said and crossing is not None and main is not None and crossing.value is not None:
+        side = "before" if (where[main] < crossing.value) != crossing.rising else "past"
+        words = f"{formats.axis_name(main)} {crossing_words(crossing)}"
         said.append(f"that is {side} the point where training rows become fitted ({words})")
     return f"One more from there: {'; '.join(said)}." if said else ""
 
