@@ -14,7 +14,7 @@ from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
 
 # (setting, other side) of a rule → what breaks it and nothing before it; what obeys it, as near to that as can be
 CASES: dict[tuple[str, str], tuple[dict, dict]] = {
-    ("optimizer.kind: adamw-8bit, paged-adamw or paged-adamw-8bit", "one rank"): (
+    ("optimizer.kind: adamw-8bit, paged-adamw, paged-adamw-8bit or gauss-newton", "one rank"): (
         {"kind": "adamw-8bit", "replicate": 2},
         {"kind": "adamw-8bit"},
     ),

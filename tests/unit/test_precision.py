@@ -183,7 +183,8 @@ def _settled(monkeypatch, rates, overrides=(), **more):
 def test_every_shipped_recipe_leaves_the_precision_to_the_machine():
     from experiments.recipe import shipped_recipes
 
-    assert {load_recipe(name).recipe.train.precision for name in shipped_recipes()} == {"auto"}
+    own = {"positive-control"}  # its solver takes float32 alone, which is its point
+    assert {load_recipe(name).recipe.train.precision for name in set(shipped_recipes()) - own} == {"auto"}
 
 
 @pytest.mark.parametrize(("rates", "taken"), [(NARROW, "bf16"), (WIDE, "fp32")])

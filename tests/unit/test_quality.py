@@ -253,7 +253,8 @@ def test_accuracy_endpoints_have_an_interval_over_rows_and_nats_say_that_they_ha
             boot = arm["accuracy"]["bootstrap"]
             assert boot["low"] <= arm["accuracy"]["value"] <= boot["high"] and "bootstrap" not in arm["nats"]
     text = page(document)
-    assert "95 % bootstrap" in text and "unique tokens" in text
+    assert "The bootstrap resamples seeds" in text  # its column holds nothing here, where all runs agree
+    assert "unique tokens" in text
     told = " ".join(document["protocol"])
     assert "hold for these test rows and targets; item sampling is not in them" in told
     assert "judged by the final runs and the embedder comparison's" in told and "coverage of every selection" in told

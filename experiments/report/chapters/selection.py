@@ -203,10 +203,14 @@ def _clip(text: str, most: int) -> str:
 
 
 def _cards(run: Run, selection: Selection) -> list[Card]:
+    profile = selection.about.get("profile")
+    first = profile.get("first", []) if isinstance(profile, dict) else []
+    spoke = {str(one.get("id")): ", ".join(map(str, one.get("words", ()))) for one in first if isinstance(one, dict)}
     cards = []
     for position, (record, text, domain, near, told) in enumerate(_records(run, selection)[:9], 1):
         facts = [("score", _score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
         facts.append(("nearest target", f"{near}: {_clip(told, 160)}" if told else near))
+        facts.append(("spoke for it", spoke.get(str(record.get("id", "")), "")))
         cards.append(Card(str(record.get("rank", position)), _clip(text, 360), [(k, v) for k, v in facts if v]))
     return cards
 
