@@ -156,10 +156,38 @@ def test_a_broken_config_is_one_sentence(tmp_path: Path) -> None:
         read_sizes(tmp_path, Adapter())
 
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def plans(page: str) -> list[list[str]]:
+    """The words of every `flatshift plan` of a page."""
+    blocks = (DOCS / page).read_text(encoding="utf-8").split("```bash\n")[1:]
+    lines = [line for block in blocks for line in block.split("```")[0].splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("flatshift plan ")]
+
+
 def test_the_commands_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "does-it-fit.md").read_text(encoding="utf-8")
-    commands = [shlex.split(line)[1:] for line in page.split("```bash\n")[1].split("```")[0].splitlines()]
+    commands = plans("does-it-fit.md")
     for words in commands:
         assert run(words) == 0, words
     said = capsys.readouterr().out
-    assert said.count("for the recipe:") == len(commands) and "and cost" in said
+    assert len(commands) == 3 and said.count("for the recipe:") == len(commands) and "and cost" in said
+
+
+def test_real_models_fit_as_their_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in zip(plans("real-models.md"), ("11.4 GiB", "16.2 GiB", "dp 2 × tp 4"), strict=True):
+        assert run(words) == 0, words
+        assert told in capsys.readouterr().out.splitlines()[2], words
+
+
+def test_their_trainings_parse_and_take_the_planned_mesh() -> None:
+    from experiments.recipe import load_recipe
+    from flatshift.command_line import split_overrides
+    from flatshift.commands.train import Flags
+
+    page = (DOCS / "real-models.md").read_text(encoding="utf-8")
+    lines = [line for block in page.split("```console\n")[1:] for line in block.split("```")[0].splitlines()]
+    for line in (line for line in lines if line.startswith("flatshift train ")):
+        _, overrides = split_overrides(shlex.split(line)[3:], Flags)
+        recipe = load_recipe("chat", overrides).recipe
+        assert "70B" not in recipe.backbone or (recipe.mesh.dp, recipe.mesh.tp, recipe.train.batch_size) == (2, 4, 2)
