@@ -49,6 +49,7 @@ def plan(
     priced = layouts(sizes, cluster, settings, recompute=ways)
     best = priced[0]
     wanted = tokens if tokens is not None else float(best.tokens * train.steps)
+    timed = best.fits and train.precision != "fp32"
     hours = wanted / best.tokens * best.time.total / 3600
     return {
         "model": model or found.backbone,
@@ -60,8 +61,8 @@ def plan(
         "fits": best.fits,
         "recipe": best.recipe if best.fits else None,
         "tokens": wanted,
-        "hours": round(hours, 3) if best.fits else None,
-        "cost": round(hours * cluster.count * price, 2) if price is not None and best.fits else None,
+        "hours": round(hours, 3) if timed else None,
+        "cost": round(hours * cluster.count * price, 2) if price is not None and timed else None,
         "layouts": [layout.document() for layout in priced],
         "notes": [
             "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors.",
@@ -77,11 +78,16 @@ def render(document: dict[str, Any]) -> str:
     if document["fits"]:
         best = document["layouts"][0]
         low, high = best["nvidia_smi_gib"]
+        took = (
+            "train.precision fp32: seconds are those of bf16 products and too short; no hours"
+            if document["hours"] is None
+            else f"{document['tokens']:,.0f} tokens take {document['hours']:,.3g} hours"
+            + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
+        )
         lines += [
             f"best: {best['allocated_gib']:g} GiB in use on the fullest device, nvidia-smi will show {low:g} to "
             f"{high:g}; an update of {best['update_s']:.3g} s ({_causes(best['seconds'])})",
-            f"{document['tokens']:,.0f} tokens take {document['hours']:,.3g} hours"
-            + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else ""),
+            took,
             "for the recipe:",
             *(f"  {line}" for line in document["recipe"].splitlines()),
         ]

@@ -33,6 +33,10 @@ _OUTSIDE = (1.5, 3.0)
 _ROW = r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>[A-Za-z0-9]+?(?:-\d+)?)(?:@(?P<memory>\d+(?:\.\d+)?))?"
 """64xH100-80, A100-80, L4@22."""
 _RECOMPUTE = ("none", "selective", "full")
+_MAKERS = ("", "meta-llama", "mistralai", "qwen")
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+_UNCOUNTED = ("train_whole", "soft_tokens", "experts", "bias")
+"""Of the adapter: what trains beside LoRA, or in its place."""
 
 KNOWN: Mapping[str, Mapping[str, Any]] = {
     name: {
@@ -181,8 +185,8 @@ def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
     Raises UserError for a name that is nothing of these, and a config.json that lacks what is needed.
     """
     name = str(model)
-    key = name.lower().rsplit("/", 1)[-1].removesuffix("-hf").removesuffix("-instruct")
-    key = key.replace("meta-llama-", "llama-")
+    maker, _, last = name.lower().rpartition("/")
+    key = last.removesuffix("-hf").removesuffix("-instruct").replace("meta-llama-", "llama-")
     path = Path(name).expanduser()
     if path.is_file():
         path = path.parent if path.name == "config.json" else path
@@ -190,7 +194,7 @@ def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
         if any(path.glob("*.safetensors")):
             return Sizes.read(path, adapter)
         return _of_config(json.loads((path / "config.json").read_text(encoding="utf-8")), adapter, str(path))
-    if key in KNOWN:
+    if key in KNOWN and maker in _MAKERS:  # anybody else's model of that name may have another shape
         return _of_config(dict(KNOWN[key]), adapter, name)
     if path.is_file():
         raise UserError(f"--model {name} is a file; name a directory with config.json, or that config.json")
@@ -212,6 +216,13 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
         raise UserError(f"{where}: config.json names no model_type that transformers knows ({kind!r})")
     try:
         made = transformers.CONFIG_MAPPING[kind].from_dict(config)
+        inner = made.get_text_config()
+        written = {**config, **(config.get("text_config") or {})}
+        lacks = [
+            name
+            for name in _NEEDED
+            if getattr(inner, name, None) is not None and not {name, inner.attribute_map.get(name)} & written.keys()
+        ]
         with torch.device("meta"):
             auto: Any = transformers.AutoModelForCausalLM
             if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -219,6 +230,8 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
             model = auto.from_config(made)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise UserError(f"{where}: its config.json does not describe a model ({str(error).splitlines()[0]})") from None
+    if lacks:
+        raise UserError(f"{where}: config.json lacks {lacks[0]}, and a default would be a guess; write it there")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return Sizes.of(made.to_dict() | config, shapes, adapter)
 
@@ -233,6 +246,7 @@ def layouts(
     Raises UserError if there is none, with what stands in the way.
     """
     given, train = settings.mesh, settings.train
+    _check_counted(sizes, settings)
     rows = train.batch_size * train.accumulate
     if cluster.count % given.size:
         raise UserError(f"mesh: {given.size} ranks of the axes that are set do not divide {cluster.count} devices")
@@ -259,6 +273,25 @@ def layouts(
             f"multiple of the data ranks, or take fewer devices"
         )
     return sorted(found.values(), key=_order)
+
+
+def _check_counted(sizes: Sizes, settings: Settings) -> None:
+    """Raise UserError for what the formulas leave out: nothing fits on a guess."""
+    adapter, longest = settings.adapter, settings.train.max_length
+    if sizes.experts > 1:
+        raise UserError(
+            f"plan: {sizes.kind} has {sizes.experts} experts a block, which it cannot count yet; mesh.auto true shards "
+            "its weights, and the memory of a short training tells the rest"
+        )
+    if uncounted := [name for name in _UNCOUNTED if getattr(adapter, name) is not None]:
+        raise UserError(f"plan: adapter.{uncounted[0]} is not counted yet; it knows LoRA alone, so leave that out")
+    if not sizes.adapter:
+        raise UserError(f"adapter.targets: {adapter.targets!r} names no linear layer of {sizes.kind}; take all-linear")
+    if sizes.positions is not None and longest > sizes.positions:
+        raise UserError(
+            f"train.max_length {longest} is more than the {sizes.positions} positions of the backbone; take "
+            f"{sizes.positions}, or write what it can do into its config.json"
+        )
 
 
 def _order(layout: Layout) -> tuple[bool, float]:

@@ -23,6 +23,8 @@ from ..figures import gib
 
 _BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
 _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re.IGNORECASE)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_POSITIONS = ("max_position_embeddings", "n_positions")
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _LOGITS_BYTES = 1 << 30
 """What evaluation lets logits take (`finetune.evaluate.perplexity`)."""
@@ -58,6 +60,10 @@ class Sizes:
     """Blocks under the lowest that is adapted."""
     products: int = 0
     """Elements of a block's matrices."""
+    experts: int = 0
+    """Of a block; 0: every token meets all weights."""
+    positions: int | None = None
+    """Tokens of the longest row that the backbone was made for; None: it does not say."""
 
     @classmethod
     def read(cls, directory: Path, adapter: Adapter) -> Sizes:
@@ -113,6 +119,8 @@ class Sizes:
             inputs=inputs // len(blocks),
             below=min(adapted, default=0),
             products=multiplied // len(blocks),
+            experts=max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0),
+            positions=next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None),
         )
 
     @property
