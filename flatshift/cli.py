@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -131,8 +132,7 @@ def run(argv: Sequence[str]) -> int:
     except OutOfMemory as error:
         return _end(f"{'interrupted' if error.resumable else 'error'}: {error}", 3 if error.resumable else 2)
     except KeyboardInterrupt:
-        again = "finished parts are kept; a run with --out resumes with `flatshift train --resume`"
-        return _end(f"interrupted: {again if name == 'train' else 'run the same command again'}", 3)
+        return _end(f"interrupted: go on with the same command: `{shlex.join(['flatshift', *argv])}`", 3)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

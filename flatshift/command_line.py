@@ -20,6 +20,7 @@ import tyro
 
 from experiments.recipe import from_override, refuse_contradictions
 from experiments.recipe.config import Recipe
+from experiments.recipe.dotted import ending_with
 from finetune.errors import UserError, shortened
 from finetune.launch import spawn
 from finetune.models.quantize import check_available
@@ -29,7 +30,11 @@ _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 
 
 def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]:
-    """Take recipe keys out of a command line: `--a.b value`, `--a.b=value`, and undotted recipe fields."""
+    """Take recipe keys out of a command line: `--a.b value`, `--a.b=value`, and undotted recipe fields.
+
+    Raises:
+        UserError: a key without its value, two that contradict each other, or the last word of a key alone (`--steps`).
+    """
     own = {field.name for field in dataclasses.fields(flags)}
     rest: list[str] = []
     overrides = []
@@ -39,6 +44,9 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
         key = name.replace("-", "_")
         head = key.split(".", 1)[0]
         if not token.startswith("--") or key in own or ("." not in key and head not in _RECIPE_KEYS):
+            if token.startswith("--") and key not in own and (meant := ending_with(key)):
+                near = " or ".join(f"`--{one}`" for one in meant[:3])
+                raise UserError(f"--{name} is no flag of this command; did you mean {near}?")
             rest.append(token)
             continue
         if not has_value:

@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.errors import STOP_SIGNALS
+from finetune.figures import per_second
 
 Draw = Callable[..., Path]
 """Draws the page of a finished directory and says where it is: `draw(directory)`, or `draw(directory, *parts)` for one
 page of several. The command line hands it in: what makes a directory knows no report."""
+
+
+_EVERY_S = 4.0
+"""Between two lines of a piece of work where there is no terminal."""
 
 
 class Bar(Protocol):
@@ -47,7 +52,7 @@ class Console:
 
     @contextmanager
     def task(self, label: str, total: int, unit: str = "") -> Iterator[Bar]:
-        """A progress bar (terminal) or a line every ten seconds and at the end (elsewhere)."""
+        """A progress bar (terminal) or a line every four seconds and at the end (elsewhere)."""
         if self.terminal:
             yield from self._bar(label, total, unit)
         else:
@@ -71,7 +76,7 @@ class Console:
 
             def update(done: int, note: str = "") -> None:
                 rate = done / max(time.monotonic() - start, 1e-9)
-                shown.update(task, completed=done, note=note, rate=f"{rate:.3g} {unit}/s" if unit else "")
+                shown.update(task, completed=done, note=note, rate=per_second(rate, unit) if unit else "")
 
             yield update
 
@@ -83,13 +88,13 @@ class Console:
             elapsed = time.monotonic() - start
             rate = done / max(elapsed, 1e-9)
             eta = (total - done) / rate if done else float("nan")
-            speed = f", {rate:.3g} {unit}/s" if unit else ""
+            speed = f", {per_second(rate, unit)}" if unit else ""
             return f"{label}: {done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s{'  ' + note if note else ''}"
 
         def update(done: int, note: str = "") -> None:
             nonlocal last, latest
             latest = (done, note)
-            if time.monotonic() - last > 10:
+            if time.monotonic() - last > _EVERY_S:
                 last = time.monotonic()
                 self.say(line(done, note))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from experiments.recipe.config import Recipe
@@ -11,7 +14,7 @@ from experiments.workflows.initial_adapter import INITIAL, check_unchanged
 from finetune.atomic import read_object
 from finetune.data.rows import describe
 from finetune.digests import DONE, sums
-from finetune.errors import UserError
+from finetune.errors import Interrupted, UserError
 from finetune.run_directory import METRICS, read_metrics
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
@@ -29,6 +32,28 @@ def is_finished(path: Path, recipe: Recipe, *, drawn: bool) -> bool:
     if not all((path / name).is_file() for name in ("eval.json", DONE, *["report.html"] * drawn)):
         return False
     return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
+
+
+def resume_command(path: Path) -> str:
+    """What to type so that the run in `path` goes on, for a shell."""
+    return shlex.join(["flatshift", "train", "--resume", str(path)])
+
+
+@contextmanager
+def saying_how_to_go_on(path: Path) -> Iterator[None]:
+    """Ends an interruption inside, however it came, with the command by which the run in `path` goes on.
+
+    Raises Interrupted for it.
+    """
+    command = f"`{resume_command(path)}`"
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"finished parts are kept; {command} goes on") from error
+    except Interrupted as error:
+        if command in str(error):
+            raise
+        raise Interrupted(f"{error}; {command} goes on") from error
 
 
 def run_sums(path: Path) -> dict[str, str]:

@@ -54,7 +54,9 @@ from experiments.workflows.run_parts import (
     leave,
     recipe_inputs,
     refuse_fewer,
+    resume_command,
     run_sums,
+    saying_how_to_go_on,
 )
 from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
@@ -115,7 +117,7 @@ def train(
         for line in said:
             console.say(line)
         try:
-            with opened(recipe, run, console, world, draw=draw) as context:
+            with saying_how_to_go_on(out), opened(recipe, run, console, world, draw=draw) as context:
                 return execute(context, prepared)
         except (ValueError, OutOfMemory):  # the user's mistakes are of the first family
             if world.is_main:
@@ -189,7 +191,7 @@ def resume(
             add_provenance(run.path)
         world.wait()
         prepared = prepare(resolved.recipe)
-        with opened(resolved.recipe, run, console, world, draw=draw) as context:
+        with saying_how_to_go_on(path), opened(resolved.recipe, run, console, world, draw=draw) as context:
             return execute(context, prepared)
 
 
@@ -222,7 +224,7 @@ def _select(context: RunContext) -> None:
         about = yaml.safe_dump({"seed": recipe.train.seed, "select": dataclasses.asdict(recipe.select)})
         with (
             disk_full_interrupts(f"selecting into {directory}"),
-            unfinished(directory, about, command="`flatshift train --resume`") as work,
+            unfinished(directory, about, command=f"`{resume_command(context.run.path)}`") as work,
         ):
             select_into(recipe, work.directory, context.console, state=work.state)
     context.world.wait()

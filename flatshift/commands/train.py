@@ -10,6 +10,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from experiments.recipe import Resolved, load_recipe, resume_recipe
+from experiments.recipe.dotted import keys_by_room
 from experiments.recipe.mesh import axis_flags, mesh_flags, named_axes
 from experiments.recipe.tree import Branch
 from finetune.errors import UserError
@@ -36,7 +37,11 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift train`."""
     rest, overrides = split_overrides(argv, Flags)
-    flags: Flags = parse(Flags, "train", rest)
+    try:
+        flags: Flags = parse(Flags, "train", rest)
+    except SystemExit:  # --help was asked for
+        print(keys_by_room())
+        raise
     if (flags.recipe is None) == (flags.resume is None):
         raise UserError("train needs either a RECIPE (`flatshift recipes list`) or --resume RUN_DIR")
     if (old := flags.resume) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import time
@@ -73,6 +74,9 @@ def test_help_is_quick() -> None:
         (["train", "wamup"], "'warmup'"),
         (["train", "warmup", "--train.stpes", "3"], "'steps'"),
         (["train", "warmup", "--train.steps"], "needs a value"),
+        (["train", "warmup", "--steps", "4"], "did you mean `--train.steps`"),
+        (["train", "warmup", "--rank=4"], "did you mean `--adapter.rank`"),
+        (["sweep", "double-descent", "--lr", "1e-3"], "`--optimizer.lr`"),
         (["train", "warmup", "--mesh.dp", "3"], "mesh.dp"),
         (["train", "warmup", "--mesh.tpp", "2"], "'tp'"),
         (["train", "warmup", "--regularizer.sigma", "-1"], "sigma"),
@@ -96,6 +100,28 @@ def test_user_mistakes_exit_2_with_one_sentence(arguments: list[str], words: str
     assert words in result.stderr
     assert "Traceback" not in result.stderr
     assert not list(tmp_path.iterdir()), "nothing may be left behind"
+
+
+def test_the_help_of_train_lists_every_key_once(capsys) -> None:
+    from experiments.recipe.dotted import dotted_keys
+    from flatshift.cli import run
+
+    assert run(["train", "--help"]) == 0
+    shown = capsys.readouterr().out.partition("recipe keys")[2]
+    rooms = dict(
+        (room, rest.replace(",", " ").split())
+        for room, rest in re.findall(r"^  --(\w*)\.? (.*(?:\n      .*)*)", shown, re.M)
+    )
+    listed = [f"{room}.{key}" if room else key for room, keys in rooms.items() for key in keys]
+    assert sorted(listed) == sorted(dotted_keys())
+    assert {"train.steps", "adapter.rank", "select.method.epsilon", "backbone"} <= set(listed)
+
+
+def test_every_last_word_of_a_key_finds_that_key() -> None:
+    from experiments.recipe.dotted import dotted_keys, ending_with
+
+    assert all(key in ending_with(key.rpartition(".")[2]) for key in dotted_keys() if "." in key)
+    assert ending_with("steps")[0] == "train.steps" and not ending_with("stpes")
 
 
 def test_recipes_copy_refuses_to_overwrite(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -132,7 +133,8 @@ def test_an_interrupt_before_the_first_pass_says_that_nothing_is_kept(
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr("experiments.select.select.select", interrupted)
     assert run([*words, "--out", str(tmp_path / "out")]) == 3
-    assert capsys.readouterr().err == "flatshift: interrupted: run the same command again\n"
+    again = shlex.join(["flatshift", *words, "--out", str(tmp_path / "out")])
+    assert capsys.readouterr().err == f"flatshift: interrupted: go on with the same command: `{again}`\n"
 
 
 def test_too_little_memory_is_told_in_the_users_unit(words, tmp_path: Path, capsys) -> None:

@@ -130,7 +130,7 @@ def test_rates_are_counts_over_time(tmp_path):
     busy = meter._cost.hardware(72, 3 * 24**2, padded.supervised) / 0.5 / 1e12
     assert figures["hfu"] == pytest.approx(busy / peak, rel=1e-3) and figures["hfu"] > figures["mfu"]
     assert meter.whole() == figures
-    assert rate_text({"tokens_s": 12345.0, "tflops": 0.035, "mfu": 0.41}) == "12.3k tokens/s, 35 GFLOP/s, MFU 41 %"
+    assert rate_text({"tokens_s": 12345.0, "tflops": 0.035, "mfu": 0.41}) == "12,345 tokens/s, 35 GFLOP/s, MFU 41 %"
 
 
 def test_packed_rows_have_the_pairs_of_their_samples():
