@@ -9,6 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from finetune.errors import UserError
+from flatshift import outcome
 from flatshift.command_line import parse, split_overrides
 
 
@@ -54,4 +55,5 @@ def run(argv: list[str]) -> int:
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else "\n".join(summary(document)))
     if not flags.json:
         print(flags.out / "report.html")
+        outcome.say("", [["flatshift", "report", str(flags.out)]])
     return 1 if any(run["status"] == "failed" for run in document["diverged"]) else 0

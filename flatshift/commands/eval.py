@@ -15,7 +15,7 @@ from experiments.recipe import resume_recipe
 from experiments.recipe.mesh import mesh_flags, named_axes
 from finetune.errors import UserError
 from finetune.launch import failure, spawn
-from flatshift import api
+from flatshift import api, outcome
 from flatshift.command_line import parse, spawn_ranks, split_overrides
 
 
@@ -149,6 +149,8 @@ def run(argv: list[str]) -> int:
     result = evaluate_run(path, data=flags.data, overrides=overrides, quiet=flags.json)
     if failure.rank() == 0:
         print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
+        if not flags.json:
+            outcome.of_directory(path)
     return 0
 
 

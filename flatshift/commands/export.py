@@ -9,6 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from finetune.errors import UserError
+from flatshift import outcome
 from flatshift.command_line import parse
 
 
@@ -45,6 +46,8 @@ def run(argv: list[str]) -> int:
     from experiments.workflows.export import export as export_run
 
     print(export_run(flags.run, out, base_model=flags.base_model, license=flags.license, add=flags.add))
+    pushed = ["flatshift", "push", str(out), f"ORGANISATION/{flags.run.resolve().name}"]
+    outcome.say("", [pushed, ["flatshift", "merge", str(flags.run)]])
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from flatshift import outcome
 from flatshift.command_line import parse
 
 
@@ -59,4 +60,6 @@ def run(argv: list[str]) -> int:
         print(f"the saved tokenizer reads {result['tokenized_rows']} rows of the run as training did")
     if result["quantization"] is not None:
         print(f"the adapter was trained on the backbone in {result['quantization']}; here it is on the float weights")
+    gguf = ["flatshift", "export", str(flags.run), "--to", "gguf"]
+    outcome.say("", [gguf, ["flatshift", "push", str(out), f"ORGANISATION/{flags.run.resolve().name}"]])
     return 0

@@ -10,6 +10,7 @@ from tyro.conf import Positional
 
 from experiments.recipe import from_override
 from finetune.errors import UserError
+from flatshift import outcome
 from flatshift.command_line import parse
 
 
@@ -55,4 +56,5 @@ def run(argv: list[str]) -> int:
     )
     if not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
+        outcome.say("", [["flatshift", verb, str(flags.run)] for verb in ("report", "merge", "export")])
     return 0

@@ -11,6 +11,7 @@ from tyro.conf import Positional
 
 from experiments.recipe import from_override, load_recipe, refuse_contradictions
 from finetune.errors import UserError
+from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import parse, split_overrides
 
@@ -107,4 +108,6 @@ def run(argv: list[str]) -> int:
     manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
     if flags.json:
         print(json.dumps(manifest, indent=2, ensure_ascii=False))
+    else:
+        outcome.of_selection(flags.out)
     return 0

@@ -9,6 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from finetune.errors import UserError
+from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import parse, split_overrides
 
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> int:
         raise UserError("--out is missing: name the sweep directory to make or continue")
     from experiments.studies.sweep import sweep
 
-    return sweep(
+    code = sweep(
         flags.recipe,
         overrides,
         flags.out,
@@ -83,3 +84,5 @@ def run(argv: list[str]) -> int:
         rerun_failed=flags.rerun_failed,
         draw=draw,
     )
+    outcome.of_sweep(flags.out, argv)
+    return code

@@ -16,6 +16,7 @@ from experiments.recipe.tree import Branch
 from finetune.errors import UserError
 from finetune.launch import consistency, failure, spawn
 from finetune.run_directory import RECIPE, refuse_old
+from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import parse, spawn_ranks, split_overrides
 
@@ -74,10 +75,21 @@ def _trained(flags: Flags, begin: Resolved | Path, overrides: Sequence[Branch] =
     """A recipe trained anew, or a run directory continued."""
     from experiments.workflows.train import resume, train
 
+    place = begin if isinstance(begin, Path) else flags.out
+
+    def drawn(directory: Path, *parts: Path) -> Path:
+        nonlocal place
+        place = directory
+        return draw(directory, *parts)
+
     if isinstance(begin, Path):
-        result = resume(begin, overrides, quiet=flags.json, draw=draw)
+        result = resume(begin, overrides, quiet=flags.json, draw=drawn)
     else:
-        result = train(begin, flags.out, quiet=flags.json, draw=draw)
-    if flags.json and failure.rank() == 0:
+        result = train(begin, flags.out, quiet=flags.json, draw=drawn)
+    if failure.rank() != 0:
+        return 0
+    if flags.json:
         print(json.dumps(result, indent=2, ensure_ascii=False))
+    elif place is not None:
+        outcome.of_training(place)
     return 0

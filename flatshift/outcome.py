@@ -1,0 +1,114 @@
+"""What a command ends with: what was found as a small table, and the commands to run next, with the real directory.
+
+On stderr, so that stdout stays what a machine may read. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.results.run import Run
+
+_TOP, _VERDICTS, _TEXT = 3, 6, 64
+_WRITES = {"chat", "completion", "seq2seq"}
+"""Kinds of task whose runs can be talked to."""
+
+
+def say(table: str, commands: Sequence[Sequence[str]]) -> None:
+    """Print `table` and `commands`, one a line, as a shell takes them."""
+    lines = [*table.splitlines(), "next:", *(f"  {shlex.join(words)}" for words in commands)]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def of_training(path: Path) -> None:
+    """The figure of each split that counts first beside its floor. Raises UserError for a run that cannot be read."""
+    from experiments.report.formats import aligned, number, with_interval
+    from experiments.results.run import headline, read_run
+    from finetune.evaluate.metrics import metric_of
+
+    run, rows = read_run(path), []
+    for split, cells in run.eval.items():
+        if (name := headline(cells)) is None:
+            continue
+        floor = metric_of(name).floor or ""
+        below = f"{metric_of(floor).title} {number(cells[floor]['value'])}" if floor in cells else "–"
+        rows.append([split, metric_of(name).title, with_interval(cells[name]), below, f"{cells[name].get('n', 0):,}"])
+    say(aligned(["split", "metric", "value (95 %)", "floor", "n"], rows, right={4}) if rows else "", after_run(run))
+
+
+def after_run(run: Run) -> list[list[str]]:
+    """What to do with a finished run."""
+    path, found = str(run.path), []
+    files = [name for split in ("test", "dev", "train") for name in _files(run.recipe, split)]
+    if files:
+        found.append(["flatshift", "predict", path, "--data", files[0], "--out", f"{run.path.name}-predictions.csv"])
+    task = run.recipe.get("task")
+    if isinstance(task, dict) and task.get("kind") in _WRITES:
+        found.insert(0, ["flatshift", "chat", path])
+    return [*found, ["flatshift", "merge", path], ["flatshift", "export", path]]
+
+
+def _files(recipe: dict[str, Any], split: str) -> list[str]:
+    data = recipe.get("data")
+    block = data.get(split) if isinstance(data, dict) else None
+    files = block.get("files") if isinstance(block, dict) else None
+    return [str(name) for name in files] if isinstance(files, list) else []
+
+
+def of_directory(path: Path) -> None:
+    """The next commands alone, for what already printed its figures about the run in `path`."""
+    from experiments.results.run import read_run
+
+    say("", after_run(read_run(path)))
+
+
+def of_selection(path: Path) -> None:
+    """The first choices. Raises UserError for a selection that cannot be read."""
+    from experiments.report.formats import aligned, number
+    from experiments.results.run import read_run
+    from finetune.errors import shortened
+
+    rows = []
+    chosen = read_run(path).selection
+    for place, record in enumerate(chosen.top[:_TOP] if chosen is not None else [], 1):
+        text = next((v for k, v in record.items() if isinstance(v, str) and k not in ("id", "domain", "source")), "")
+        score = record.get("score")
+        shown = number(float(score)) if isinstance(score, int | float) else "–"
+        rows.append([str(record.get("rank", place)), shown, shortened(" ".join(text.split()), _TEXT)])
+    trained = ["flatshift", "train", "language-model", "--data.train.files", str(path / "selected.jsonl")]
+    say(aligned(["rank", "score", "text"], rows, right={0, 1}), [trained, ["flatshift", "report", str(path)]])
+
+
+def of_sweep(path: Path, argv: Sequence[str]) -> None:
+    """The setting with the lowest error and the verdicts; argv: what the command was given, to be run with more seeds
+    where a curve is undecided. Raises UserError for a sweep that cannot be read."""
+    from experiments.report.formats import aligned, figure_name, setting, with_interval
+    from experiments.results.analysis import Analysis
+    from experiments.results.sweep import read_sweep
+
+    data = read_sweep(path)
+    if data is None:
+        return
+    column = data.error_columns()[0]
+    rows, commands = [], [["flatshift", "report", str(path)]]
+    if (best := data.best(column)) is not None:
+        rows.append([f"lowest {figure_name(column)}", setting(best[0]), with_interval(best[1])])
+    judged = Analysis(data).judged
+    for one in judged[:_VERDICTS]:
+        where = f"along {one.axis}" + (f", {setting(one.where)}" if one.where else "")
+        rows.append(["verdict", where, one.verdict.kind])
+    if any(one.verdict.kind == "undecided" for one in judged) and "--until" not in argv:
+        words = list(argv)
+        if "--seeds" in words:
+            place = words.index("--seeds")
+            del words[place : place + 2]
+        seeds = max((one.verdict.seeds_needed or 0 for one in judged), default=0)
+        commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
+    if len(judged) > _VERDICTS:
+        rows.append(["verdict", f"{len(judged) - _VERDICTS} more curves", "see the report"])
+    say(aligned(["what", "where", "found"], rows) if rows else "", commands)

@@ -1,0 +1,63 @@
+"""What commands end with: a small table of what was found, and commands that run as they stand."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from flatshift.cli import run
+
+SMALL = "--train.steps 4 --train.batch_size 4 --train.max_length 32 --train.max_cut 1 --train.threads 1 "
+SMALL += "--train.precision fp32 --data.train.limit 40 --data.dev.limit 20 --data.test.limit 30 --eval.bootstrap 50"
+
+
+def ending(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[list[str]]]:
+    """(lines before `next:`, commands after it) of what was said on stderr."""
+    said, _, after = capsys.readouterr().err.rpartition("next:\n")
+    return said.splitlines(), [shlex.split(line) for line in after.splitlines()]
+
+
+def test_a_training_ends_with_its_figures_and_with_commands_that_run(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "classify", *SMALL.split(), "--out", "a run"]) == 0
+    lines, commands = ending(capsys)
+    (row,) = [line.split() for line in lines[-3:] if line.startswith("test")]
+    cell = json.loads(Path("a run/eval.json").read_text())["test"]
+    assert row[:2] == ["test", "accuracy"] and row[-1] == str(cell["accuracy"]["n"])
+    assert float(row[2]) == pytest.approx(cell["accuracy"]["value"], abs=0.005)
+    assert row[-2] == f"{cell['majority_floor']['value']:.3f}"
+    assert [words[:3] for words in commands] == [
+        ["flatshift", verb, "a run"] for verb in ("predict", "merge", "export")
+    ]
+    for words in commands:
+        assert run(words[1:]) == 0, words
+        assert ending(capsys)[1], f"{words} names no next command"
+    assert run(["train", "--resume", "a run", "--json"]) == 0
+    assert "next:" not in capsys.readouterr().err
+
+
+def test_a_sweep_ends_with_its_verdict_and_asks_for_more_seeds_where_it_is_undecided(tmp_path: Path, capsys) -> None:
+    out = str(tmp_path / "sweep")
+    words = ["classify", *SMALL.split(), "--grid", "adapter.rank=1,2,4", "--seeds", "1", "--out", out]
+    assert run(["sweep", *words]) == 0
+    lines, commands = ending(capsys)
+    assert any(line.startswith("lowest test error") for line in lines[-3:])
+    assert commands[-1] == ["flatshift", "report", out]
+    assert any(line.startswith("verdict") and line.endswith("undecided") for line in lines)
+    assert commands[0][:3] == ["flatshift", "sweep", "classify"] and commands[0][-2:] == ["--seeds", "5"]
+    assert commands[0].count("--seeds") == 1
+
+
+def test_a_selection_ends_with_its_first_choices(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "picked"
+    words = "warmup --select.budget 20 --select.pool.limit 200 --select.embedder.dim 16 --select.checks false"
+    assert run(["select", *words.split(), "--out", str(out)]) == 0
+    lines, commands = ending(capsys)
+    best = json.loads((out / "selected.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert lines[-3].split()[0] == "1" and best["text"].split()[0] in lines[-3]
+    assert commands[0][-2:] == ["--data.train.files", str(out / "selected.jsonl")]
+    more = SMALL.replace("--data.train.limit 40 ", "").split()
+    assert run([*commands[0][1:], *more, "--out", str(tmp_path / "run")]) == 0
