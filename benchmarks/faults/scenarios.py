@@ -38,7 +38,7 @@ LABELLED = [
 ]
 TIMES = (
     *("seconds", "time_s", "record_s", "cpu_s", "step_cpu_s", "wall_s", "rates", "tokens_per_s", "mfu"),
-    *("created", "peak_bytes", "attempt", "code", "seal"),
+    *("created", "peak_bytes", "attempt", "attempts", "code", "seal"),
 )
 """What differs between two undisturbed runs, or tells of the disturbance."""
 

@@ -13,12 +13,14 @@ from experiments.run.console import Console
 from experiments.workflows.initial_adapter import INITIAL, check_unchanged
 from finetune.atomic import read_object
 from finetune.data.rows import describe
-from finetune.digests import DONE, sums
+from finetune.digests import DONE, check_files, sums
 from finetune.errors import Interrupted, UserError
 from finetune.run_directory import METRICS, read_metrics
+from finetune.train.checkpoint import is_valid
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LAST = (FINE_TUNE, "train")
+_PAGE = "report.html"
 _KEPT = {".json", ".jsonl", ".yaml", ".txt", ".tsv", ".parquet", ".jinja"}
 _ANEW = {"log.txt", "sharpness.json", "harness.json"}
 """What later commands write."""
@@ -29,7 +31,7 @@ def is_finished(path: Path, recipe: Recipe, *, drawn: bool) -> bool:
     done = path / "stages" / FINE_TUNE / DONE
     if not (done.is_file() and (path / "adapter").is_dir()):
         return False
-    if not all((path / name).is_file() for name in ("eval.json", DONE, *["report.html"] * drawn)):
+    if not all((path / name).is_file() for name in ("eval.json", DONE)) or (drawn and not _is_whole(path / _PAGE)):
         return False
     return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
 
@@ -54,6 +56,32 @@ def saying_how_to_go_on(path: Path) -> Iterator[None]:
         if command in str(error):
             raise
         raise Interrupted(f"{error}; {command} goes on") from error
+
+
+def _is_whole(page: Path) -> bool:
+    """Whether a page is there to its last line; one that is cut is drawn anew."""
+    return page.is_file() and page.read_bytes().rstrip().endswith(b"</html>")
+
+
+def check_finished(path: Path) -> None:
+    """Raise UserError if a finished run, or a stage of it, is not as it was left (`check_files`)."""
+    for folder in (path, *sorted((path / "stages").glob("*/"))):
+        check_files(folder)
+
+
+def check_going_on(path: Path, steps: int) -> None:
+    """Raise UserError if a run that ended is to be trained up to another `steps`, and the checkpoint that it ended with
+    is damaged: the updates since the one before would be made anew by another schedule."""
+    done = path / "stages" / FINE_TUNE / DONE
+    if not done.is_file():
+        return
+    record = read_object(done, "target_steps", "steps")
+    folder = path / "state" / f"step-{record['steps']}"
+    if record["target_steps"] != steps and folder.is_dir() and not is_valid(folder):
+        raise UserError(
+            f"{folder}/ is damaged or incomplete, and from the checkpoint before it training for longer would make other "
+            "updates; restore it, or start a new run"
+        )
 
 
 def run_sums(path: Path) -> dict[str, str]:

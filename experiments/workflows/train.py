@@ -49,6 +49,8 @@ from experiments.workflows.initial_adapter import (
 from experiments.workflows.run_parts import (
     FINE_TUNE,
     WARM_UP,
+    check_finished,
+    check_going_on,
     check_inputs,
     is_finished,
     leave,
@@ -177,13 +179,14 @@ def resume(
         for line in said:
             console.say(line)
         if is_finished(run.path, resolved.recipe, drawn=draw is not None):
-            check_files(run.path)
+            check_finished(run.path)
             result = read_object(run.path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
             return result
         check_inputs(run.path)
         if world.is_main:  # reads all weights; the others take its word
             check_files(run.path)
+            check_going_on(run.path, resolved.recipe.train.steps)
             check_backbone(run.path, resolved.recipe)
             (run.path / DONE).unlink(missing_ok=True)  # it speaks of a run that is finished
             fsync_directory(run.path)  # before any file that it lists changes

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from ..atomic import read_object
-from ..digests import check_adapter
+from ..digests import check_adapter, check_files
 from ..errors import UserError, user_path
 from ..models.fingerprint import fingerprint
 from .offsets import ADAPTER, lora_layers
@@ -127,6 +127,7 @@ def _told_by_run(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
         manifest, recipe = place / "manifest.json", place / "recipe.resolved.yaml"
         if not recipe.is_file():
             continue
+        check_files(place, {manifest.name, recipe.name}.__contains__)
         try:
             told = yaml.safe_load(recipe.read_text(encoding="utf-8"))
             begun, train = (told.get("adapter") or {}).get("init"), told.get("train") or {}

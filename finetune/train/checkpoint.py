@@ -75,6 +75,11 @@ def latest_checkpoint(directory: Path, *, stage: str, warn: Callable[[str], None
     return None
 
 
+def is_valid(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` is as it was written."""
+    return _read(folder) is not None
+
+
 def drop_checkpoints(directory: Path, *, other_than: str) -> None:
     """Remove the checkpoints of every stage but `other_than` (a finished stage needs none)."""
     for step in steps(directory):

@@ -56,6 +56,12 @@ CASES = [
     ("resume for longer", "stages/fine-tune/done.json", "flipped"),
     ("sharpness", ADAPTER, "flipped"),
     ("adapter.start", ADAPTER, "flipped"),
+    ("adapter.start", "manifest.json", "flipped"),
+    ("merge", "stages/fine-tune/done.json", "another run's"),
+    ("export", "stages/fine-tune/done.json", "another run's"),
+    ("resume", f"stages/fine-tune/{ADAPTER}", "truncated"),
+    ("resume for longer", "state/step-2/state.json", "missing"),
+    ("resume for longer", "state/step-2/state.safetensors", "empty"),
 ]
 
 
@@ -66,6 +72,12 @@ def test_damage_is_refused_by_name(matrix: Matrix, reader: str, file: str, damag
     judged = matrix.judge(file, damage, found)
     assert not judged.wrong
     assert judged.refused, judged
+
+
+def test_a_page_that_is_cut_is_drawn_anew(matrix: Matrix) -> None:
+    found = next(one for one in READERS["train of three stages"] if one.name == "resume")
+    judged = matrix.judge("report.html", "truncated", found)
+    assert not judged.wrong and not judged.refused, judged
 
 
 @pytest.mark.slow

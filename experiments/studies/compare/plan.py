@@ -21,6 +21,7 @@ from experiments.studies.compare.measures import Measures
 from experiments.studies.compare.rows import Judged, TaskRows, task_rows
 from experiments.studies.compare.tuning import Setting, first_trials
 from experiments.studies.study import chosen, locate, study_recipe
+from finetune.atomic import sweep_leftovers
 from finetune.errors import UserError
 from regularizers.config import RegularizerConfig
 
@@ -140,6 +141,7 @@ class Plan:
     def write_rows(self) -> None:
         """Put the rows of every task where its cells read them, unless they are there."""
         for rows, folder in self._rows.values():
+            sweep_leftovers(folder)
             rows.write(folder)
 
     def run(self, kind: Kind, method: str, task: str, seed: int, setting: Setting, *, steps: int | None = None) -> Run:
