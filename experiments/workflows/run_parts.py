@@ -79,8 +79,8 @@ def check_going_on(path: Path, steps: int) -> None:
     folder = path / "state" / f"step-{record['steps']}"
     if record["target_steps"] != steps and folder.is_dir() and not is_valid(folder):
         raise UserError(
-            f"{folder}/ is damaged or incomplete, and from the checkpoint before it training for longer would make other "
-            "updates; restore it, or start a new run"
+            f"{folder}/ is damaged or incomplete, and training for longer from the checkpoint before it would make "
+            "other updates; restore it, or start a new run"
         )
 
 

@@ -295,6 +295,16 @@ def test_what_train_can_do_can_be_compared(tmp_path: Path) -> None:
     assert len(stages) == 4 and all((place / "warm-up" / "eval.json").is_file() for place in stages)
 
 
+def test_rows_that_a_killed_save_left_half_written_are_swept(made, tmp_path: Path) -> None:
+    plan = Plan(str(made[0]), [], data=made[0].parent)
+    plan.read_rows(tmp_path)
+    plan.write_rows()
+    folder = next((tmp_path / "rows").iterdir())
+    (folder / ".test.jsonl.fb00eb8f.tmp").write_text("{")
+    plan.write_rows()
+    assert sorted(file.name for file in folder.iterdir()) == ["test.jsonl", "train.jsonl", "validation.jsonl"]
+
+
 def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: Path) -> None:
     from experiments.data.splits import prepare
     from experiments.workflows.build import lay_out
