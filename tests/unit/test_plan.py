@@ -191,3 +191,61 @@ def test_their_trainings_parse_and_take_the_planned_mesh() -> None:
         _, overrides = split_overrides(shlex.split(line)[3:], Flags)
         recipe = load_recipe("chat", overrides).recipe
         assert "70B" not in recipe.backbone or (recipe.mesh.dp, recipe.mesh.tp, recipe.train.batch_size) == (2, 4, 2)
+
+
+def _config(folder: Path, **changed: object) -> Path:
+    """A config.json of a known model with other fields; None: without that field."""
+    folder.mkdir()
+    fields = {**KNOWN["llama-3.2-3b"], **changed}
+    kept = {name: value for name, value in fields.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    return folder
+
+
+_MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256, "num_local_experts": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "words", "said"),
+    [
+        ({}, ["--adapter.targets", "[no_such_proj]"], "names no linear layer of llama"),
+        ({}, ["--train.max_length", "200000"], "more than the 131072 positions"),
+        ({}, ["--adapter.soft_tokens", "4"], "adapter.soft_tokens is not counted yet"),
+        ({"intermediate_size": None}, [], "config.json lacks intermediate_size"),
+        ({"num_hidden_layers": None}, [], "config.json lacks num_hidden_layers"),
+        ({"model_type": "nosuch"}, [], "no model_type that transformers knows"),
+    ],
+)
+def test_it_never_fits_on_a_guess(
+    changed: dict[str, object], words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = _config(tmp_path / "model", **changed)
+    assert run(["plan", "--model", str(model), "--gpus", "8xH100-80", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error) < 400
+
+
+def test_a_known_name_is_only_its_makers(tmp_path: Path) -> None:
+    assert read_sizes("meta-llama/Llama-3.1-8B", Adapter()) == read_sizes("llama-3.1-8b", Adapter())
+    for name in ("somebody/llama-3.1-8b", str(tmp_path / "llama-3.1-8b")):
+        with pytest.raises(UserError, match=r"llama-3\.1-8b"):
+            read_sizes(name, Adapter())
+
+
+def test_float32_has_no_hours(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rates of devices are those of bf16 products."""
+    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "8xH100-80", "--price", "2", "--train.precision"]
+    assert run([*words, "fp32", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] and document["hours"] is None and document["cost"] is None
+    assert run([*words, "fp32"]) == 0 and "no hours" in capsys.readouterr().out
+    assert run([*words, "bf16"]) == 0 and "and cost" in capsys.readouterr().out
+
+
+def test_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_MIXTRAL), encoding="utf-8")
+    assert run(["plan", "--model", str(tmp_path), "--gpus", "8xH100-80", "--train.max_length", "64"]) == 2
+    assert "mixtral has 8 experts a block, which it cannot count yet" in capsys.readouterr().err
