@@ -4,7 +4,9 @@ once."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -123,3 +125,39 @@ def graceful_stop(announce: Callable[[str], None]) -> Iterator[Callable[[], bool
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def prompt_end(seconds: float = 1.0) -> Iterator[None]:
+    """End the process with exit code 3 where a signal to stop is not obeyed within `seconds`.
+
+    A signal raises KeyboardInterrupt only between two Python instructions; a long native call (a product, a
+    factorisation) would hold it back. For commands that a kill at any moment leaves resumable, and in the main thread;
+    elsewhere it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    told, ear = socket.socketpair()
+    told.setblocking(False)
+    finished = threading.Event()
+
+    def wait() -> None:
+        while (heard := ear.recv(1)) and heard[0] not in STOP_SIGNALS:
+            pass
+        if heard and not finished.wait(seconds):
+            words = "flatshift: interrupted: stopped at once; the same command goes on with what was kept"
+            print(words, file=sys.stderr, flush=True)
+            os._exit(3)
+
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    listener = threading.Thread(target=wait, name="prompt-end", daemon=True)
+    listener.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        signal.set_wakeup_fd(before)
+        told.close()
+        listener.join()
+        ear.close()

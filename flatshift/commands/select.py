@@ -103,9 +103,12 @@ def run(argv: list[str]) -> int:
             overrides.append(from_override(key, value, where))
     refuse_contradictions(overrides)
     resolved = load_recipe(flags.recipe, overrides)
-    from experiments.select.select import select
+    from experiments.run.console import prompt_end
 
-    manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
+    with prompt_end():
+        from experiments.select.select import select
+
+        manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
     if flags.json:
         print(json.dumps(manifest, indent=2, ensure_ascii=False))
     else:

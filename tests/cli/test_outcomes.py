@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from flatshift.cli import run
+from tests.patience import HANG_S
 
 SMALL = "--train.steps 4 --train.batch_size 4 --train.max_length 32 --train.max_cut 1 --train.threads 1 "
 SMALL += "--train.precision fp32 --data.train.limit 40 --data.dev.limit 20 --data.test.limit 30 --eval.bootstrap 50"
@@ -61,3 +66,30 @@ def test_a_selection_ends_with_its_first_choices(tmp_path: Path, capsys) -> None
     assert commands[0][-2:] == ["--data.train.files", str(out / "selected.jsonl")]
     more = SMALL.replace("--data.train.limit 40 ", "").split()
     assert run([*commands[0][1:], *more, "--out", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_native_call_does_not_hold_back_the_end_of_a_selection(tmp_path: Path, number: signal.Signals) -> None:
+    """A lock that is taken twice stands for it: no signal ends that call."""
+    short = "warmup --select.budget 20 --select.pool.limit 200 --select.embedder.dim 16 --select.checks false"
+    words = ["select", *short.split(), "--out", str(tmp_path / "picked")]
+    code = f"""
+        import ctypes, sys
+        import experiments.select.select as journey
+        def uninterrupted(*_, **__):
+            print("inside", flush=True)
+            ctypes.CDLL(None).pthread_mutex_lock(lock); ctypes.CDLL(None).pthread_mutex_lock(lock)
+        lock = ctypes.create_string_buffer(64)
+        journey.select_into = uninterrupted
+        from flatshift.cli import main
+        sys.argv = ["flatshift", *{words!r}]
+        main()
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "inside\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=HANG_S)
+    assert process.returncode == 3 and "goes on with what was kept" in said
+    assert run(words) == 0
