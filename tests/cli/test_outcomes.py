@@ -74,10 +74,10 @@ def test_a_native_call_does_not_hold_back_the_end_of_a_selection(tmp_path: Path,
     short = "warmup --select.budget 20 --select.pool.limit 200 --select.embedder.dim 16 --select.checks false"
     words = ["select", *short.split(), "--out", str(tmp_path / "picked")]
     code = f"""
-        import ctypes, sys
+        import ctypes, sys, threading
         import experiments.select.select as journey
         def uninterrupted(*_, **__):
-            print("inside", flush=True)
+            threading.Timer(1, print, ["inside"], {{"flush": True}}).start()
             ctypes.CDLL(None).pthread_mutex_lock(lock); ctypes.CDLL(None).pthread_mutex_lock(lock)
         lock = ctypes.create_string_buffer(64)
         journey.select_into = uninterrupted
