@@ -59,7 +59,7 @@ def judge_tokenizers(
             data, columns=Columns(text=(columns or Columns()).text, id="\0"),
             required=("text", *([group_by] if group_by else [])),
         )  # fmt: skip
-        document = _document(names, require_rows(rows, files=data, what="text"), group_by, reference, parallel, quiet)
+        document = cut_by_each(names, require_rows(rows, files=data, what="text"), group_by, reference, parallel, quiet)
         document |= {"data": list(data), "command": command}
         if out is not None:
             with replacing_directory(out) as temporary:
@@ -99,9 +99,16 @@ def open_tokenizer(name: str) -> Any:
     return found
 
 
-def _document(
-    names: Sequence[str], rows: Sequence[Row], group_by: str | None, reference: str | None, parallel: str, quiet: bool
+def cut_by_each(
+    names: Sequence[str],
+    rows: Sequence[Row],
+    group_by: str | None,
+    reference: str | None,
+    parallel: str,
+    quiet: bool,
+    opened: Callable[[str], Any] = open_tokenizer,
 ) -> dict[str, Any]:
+    """What tokenizers.json says of `rows`, cut by each of `names`, which `opened` makes tokenizers of."""
     texts = [row.values["text"] for row in rows]
     values = [str(row.values[group_by]) if group_by else "all" for row in rows]
     groups = {value: np.flatnonzero([v == value for v in values]) for value in sorted(set(values))}
@@ -113,7 +120,7 @@ def _document(
     console = Console(quiet=quiet)
     for name in names:
         console.say(f"cutting by {name}")
-        vocabulary = Vocabulary(open_tokenizer(name))
+        vocabulary = Vocabulary(opened(name))
         cut = cut_texts(vocabulary, texts)
         found[name] = {
             "vocabulary": len(vocabulary.tokenizer),

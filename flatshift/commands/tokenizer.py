@@ -1,4 +1,4 @@
-"""What tokenizers make of your texts."""
+"""What tokenizers make of your texts, and tokenizers learnt from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from finetune.config import Columns
+from finetune.data.tokenizer_schemes import SCHEMES, Scheme
 from flatshift.command_line import parse
 
 
@@ -18,7 +19,8 @@ class Flags:
     """Cut texts by one or several tokenizers: tokens a word and a byte, words cut up, bytes, unknowns, by language."""
 
     names: Positional[tuple[str, ...]]
-    """Backbones (shipped name, directory, hub name), directories with a tokenizer, or tokenizer.json files."""
+    """Backbones (shipped name, directory, hub name), directories with a tokenizer, or tokenizer.json files; or `train`
+    alone, which learns tokenizers (`flatshift tokenizer train --help`)."""
     data: tuple[str, ...] = ()
     """Files of texts."""
     text_column: str = "text"
@@ -35,8 +37,41 @@ class Flags:
     """Print what tokenizers.json holds."""
 
 
+@dataclass(frozen=True)
+class TrainFlags:
+    """Learn tokenizers from texts by the schemes of the mGPT study, and judge each by small models trained alike."""
+
+    data: tuple[str, ...]
+    """Files of texts."""
+    out: Path
+    """New directory for tokenizers.json, a page, and a folder for each scheme that transformers loads. An unfinished
+    one goes on."""
+    schemes: tuple[Scheme, ...] = SCHEMES
+    """Which; differences are told beside the first."""
+    vocabulary: int = 2048
+    """Tokens of each, at most."""
+    seeds: int = 3
+    """Small models of each; 0: only the tokenizers."""
+    bytes: int = 500_000
+    """Text that each model is shown."""
+    hidden: int = 96
+    """Width of the models, a multiple of 32."""
+    layers: int = 3
+    """Their blocks."""
+    held_out: float = 0.1
+    """Share of the documents to judge on, which nothing else sees (200 kB at most)."""
+    text_column: str = "text"
+    """Column of text."""
+    group_by: str | None = None
+    """A column, for example the language: what the tokenizers make of each of its values."""
+    json: bool = False
+    """Print what tokenizers.json holds."""
+
+
 def run(argv: list[str]) -> int:
     """`flatshift tokenizer`."""
+    if argv[:1] == ["train"]:
+        return _train(argv[1:])
     flags: Flags = parse(Flags, "tokenizer", argv)
     from experiments.report.chapters.tokenizer import page
     from experiments.workflows.tokenizer import judge_tokenizers, render
@@ -54,4 +89,33 @@ def run(argv: list[str]) -> int:
         page=page,
     )
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document))
+    return 0
+
+
+def _train(argv: list[str]) -> int:
+    flags: TrainFlags = parse(TrainFlags, "tokenizer train", argv)
+    from experiments.report.chapters.tokenizer import page
+    from experiments.workflows.tokenizer_schemes import render, train_schemes
+    from finetune.errors import UserError
+    from finetune.train.small_decoder import SmallDecoder
+
+    try:
+        model = SmallDecoder(bytes=flags.bytes, hidden=flags.hidden, layers=flags.layers)
+    except ValueError as error:
+        raise UserError(f"tokenizer train: {error}") from None
+    document = train_schemes(
+        flags.schemes,
+        data=flags.data,
+        out=flags.out,
+        vocabulary=flags.vocabulary,
+        seeds=flags.seeds,
+        held_out=flags.held_out,
+        group_by=flags.group_by,
+        columns=Columns(text=flags.text_column),
+        model=model,
+        command=shlex.join(["flatshift", "tokenizer", "train", *argv]),
+        quiet=flags.json,
+        page=page,
+    )
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document) or flags.out)
     return 0

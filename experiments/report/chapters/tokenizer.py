@@ -58,6 +58,9 @@ def _part(document: Document) -> Part:
         for name, figures in found.items()
     ]
     sections = [Section("All texts", [Table(head, rows, numeric=frozenset(range(1, len(head))))])]
+    if document.get("models"):
+        sections.insert(0, _models(document))
+        finding = _best(document["models"])
     if document["group_by"]:
         sections += [_groups(document, name) for name in found]
     scripts: list[Block] = []
@@ -73,6 +76,38 @@ def _part(document: Document) -> Part:
     ]
     sections.append(Section("What to know", [Notes(notes)]))
     return Part("tokenizers", [finding], tiles[:6], sections, [("texts", f"{sum(document['rows'].values()):,}")])
+
+
+def _best(models: Document) -> str:
+    ranked = sorted(models, key=lambda name: models[name]["bits_per_byte"]["value"])
+    told = f"{ranked[0]} has the fewest bits per byte: {formats.number(models[ranked[0]]['bits_per_byte']['value'])}"
+    return told + (f", before {ranked[1]}." if len(ranked) > 1 else ".")
+
+
+def _models(document: Document) -> Section:
+    """Bits per byte of the small models, scheme by scheme."""
+    models, trained = document["models"], document["trained"]
+    first = next(iter(models))
+    head = ["scheme", "bits per byte", f"beside {first}", "p", "tokens seen"]
+    rows = []
+    for name, found in models.items():
+        beside = found["beside"]
+        p = beside["p"] if beside else None
+        rows.append(
+            [
+                name,
+                formats.with_interval(found["bits_per_byte"]),
+                formats.with_interval(beside) if beside else "–",
+                "–" if p is None else formats.number(p),
+                f"{found['tokens']:,.0f}",
+            ]
+        )
+    caption = (
+        f"{trained['seeds']} decoders each, of {trained['parameters']:,} parameters, trained on the same "
+        f"{trained['bytes']:,} bytes of {trained['documents']:,} documents; judged on {trained['held_out']:,} others. "
+        "Intervals are Student's t over seeds; differences are paired by seed."
+    )
+    return Section("Small models trained alike", [Table(head, rows, caption, frozenset(range(1, len(head))))])
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,51 @@
+"""The five tokenizer schemes of the mGPT study on the shipped pool, each judged by small models trained alike.
+
+    python -m benchmarks.tokenizer_schemes      # resumable
+
+The same as `flatshift tokenizer train --data sample:pool`; a row is the bits per byte of each of the seeds, beside the
+default scheme's of the same seed. A ratio below one is better than it. mGPT reports perplexities of 163M-parameter
+models over many languages; these are English passages and models of half a million parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from benchmarks._harness import RESULTS, ROOT, Benchmark, limit_threads
+from experiments.report.chapters.tokenizer import page
+from experiments.workflows.tokenizer import DOCUMENT
+from experiments.workflows.tokenizer_schemes import train_schemes
+from finetune.train.small_decoder import SmallDecoder
+
+OUT, KEPT = ROOT / ".bench" / "tokenizer_schemes", RESULTS / "tokenizer_schemes"
+MODEL = SmallDecoder(bytes=400_000)
+
+
+def main() -> None:
+    """Train what is not trained yet and write the result."""
+    limit_threads(1)
+    if not (OUT / DOCUMENT).is_file():
+        train_schemes(
+            data=["sample:pool"], out=OUT, model=MODEL, page=page, command="python -m benchmarks.tokenizer_schemes"
+        )
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for name in (DOCUMENT, "report.html"):
+        shutil.copyfile(OUT / name, KEPT / name)
+    document = json.loads((KEPT / DOCUMENT).read_text(encoding="utf-8"))
+    bench = Benchmark("tokenizer_schemes", packages=("torch", "numpy", "tokenizers", "transformers"))
+    first, *others = document["models"]
+    bits = {
+        scheme: [cell["bits_per_byte"] for _, cell in sorted(found["cells"].items())]
+        for scheme, found in document["models"].items()
+    }
+    bench.row(f"{first}, bits per byte", ours=bits[first], unit="bits/byte")
+    for scheme in others:
+        bench.row(f"{scheme}, bits per byte", ours=bits[scheme], peer=bits[first], peer_name=first, unit="bits/byte")
+    for scheme, found in document["tokenizers"].items():
+        bench.row(f"{scheme}, tokens per word", ours=found["all"]["tokens_per_word"], unit="tokens/word")
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

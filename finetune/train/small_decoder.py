@@ -1,0 +1,184 @@
+"""A small Llama decoder trained from its first values, to judge what it reads with: a tokenizer, a pool.
+
+Weights, order and steps come from a seed and from bytes of text, never from tokens: two tokenizers are shown the same
+pieces of the same documents in the same order, and the models that read them have equally many parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ..bounds import check_bounds
+from ..config import Optimizer
+from ..data.example import IGNORE, Example
+from ..errors import UserError
+from ..evaluate.perplexity import document_nats
+from ..seeds import numpy_generator, torch_generator
+from ..tasks import LanguageModel
+from .optimizer import AdapterOptimizer, learning_rate
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallDecoder:
+    """Its shape and its training."""
+
+    hidden: int = 96
+    """Width; a multiple of 32, the width of a head."""
+    layers: int = 3
+    """Blocks."""
+    bytes: int = 500_000
+    """UTF-8 bytes of text that it is shown; the text begins again, in another order, where it ends before."""
+    piece: int = 256
+    """Documents are cut into pieces of at most so many bytes; a piece is a row."""
+    batch_size: int = 8
+    """Pieces of one update."""
+    lr: float = 3e-3
+    """Peak learning rate of AdamW; linear over the first tenth of the updates, then a cosine."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, hidden=(32, None), layers=(1, None), bytes=(1, None), piece=(16, None), batch_size=(1, None))
+        if self.hidden % 32:
+            raise ValueError(f"hidden must be a multiple of 32, got {self.hidden}")
+
+
+def pieces(texts: Sequence[str], size: int) -> list[str]:
+    """`texts` in pieces of at most `size` bytes of UTF-8, cut between characters; in order, none empty."""
+    found = []
+    for text in texts:
+        raw, start = text.encode(), 0
+        while start < len(raw):
+            stop = min(start + size, len(raw))
+            while stop < len(raw) and raw[stop] & 0xC0 == 0x80:  # within a character
+                stop -= 1
+            found.append(raw[start:stop].decode())
+            start = stop
+    return found
+
+
+def schedule(sizes: Sequence[int], budget: int, batch: int, *, seed: int) -> list[np.ndarray]:
+    """The updates: numbers of the pieces of each, drawn without replacement within an epoch, until `budget` bytes.
+
+    sizes: bytes of each piece. The last update is a whole one, so at most one batch more than the budget is seen.
+    """
+    steps: list[np.ndarray] = []
+    seen, epoch, waiting = 0, 0, np.empty(0, dtype=np.int64)
+    lengths = np.asarray(sizes)
+    while seen < budget:
+        if len(waiting) < batch:
+            order = numpy_generator(seed, "small-decoder", "order", epoch).permutation(len(lengths))
+            waiting, epoch = np.concatenate([waiting, order]), epoch + 1
+            continue
+        steps.append(waiting[:batch])
+        waiting = waiting[batch:]
+        seen += int(lengths[steps[-1]].sum())
+    return steps
+
+
+def build(settings: SmallDecoder, *, vocabulary: int, seed: int) -> LlamaForCausalLM:
+    """The decoder in float32 with tied embeddings; its values depend on `seed` and each parameter's name alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.hidden * 8 // 3 // 32 * 32,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.hidden // 32,
+        max_position_embeddings=2 * settings.piece + 2,  # a byte is two tokens at most, of an escape or a capital
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):  # the constructor draws from the global generator; ours replaces it below
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                generator = torch_generator(seed, "small-decoder", "init", name)
+                parameter.normal_(0.0, config.initializer_range, generator=generator)
+    return model
+
+
+def train_and_judge(
+    tokenizer: PreTrainedTokenizerFast,
+    training: Sequence[str],
+    held_out: Sequence[str],
+    settings: SmallDecoder,
+    *,
+    vocabulary: int,
+    seed: int,
+) -> tuple[np.ndarray, int]:
+    """Train a decoder on `training` and read `held_out` by it.
+
+    Arguments:
+        tokenizer: with <bos>; at most `vocabulary` tokens.
+        vocabulary: rows of the embedding, so that models of several tokenizers have the same parameters.
+    Returns:
+        nats (N,) float64 of each held-out document, its pieces summed, and the tokens seen in training.
+    Raises:
+        UserError: a tokenizer of more tokens than `vocabulary`, or fewer pieces than one update takes.
+    """
+    if len(tokenizer) > vocabulary:
+        raise UserError(f"this tokenizer has {len(tokenizer)} tokens, more than the model's {vocabulary}")
+    shown = pieces(training, settings.piece)
+    if len(shown) < settings.batch_size:
+        raise UserError(
+            f"the training texts are {len(shown)} pieces of {settings.piece} bytes, less than one update of "
+            f"{settings.batch_size}; give more text"
+        )
+    examples = _examples(tokenizer, shown)
+    steps = schedule([e.bytes for e in examples], settings.bytes, settings.batch_size, seed=seed)
+    model = build(settings, vocabulary=vocabulary, seed=seed).train()
+    rates = Optimizer(lr=settings.lr, weight_decay=0.1, betas=(0.9, 0.95), warmup=0.1)
+    optimizer = AdapterOptimizer(dict(model.named_parameters()), rates)
+    tokens = 0
+    for step, rows in enumerate(steps):
+        inputs, labels = _padded([examples[i] for i in rows])
+        logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), rates.clip or float("inf"))
+        optimizer.step(learning_rate(step, steps=len(steps), optimizer=rates))
+        tokens += int((labels[:, 1:] != IGNORE).sum())
+    model.eval()
+    parts = [pieces([text], settings.piece) for text in held_out]
+    read = _examples(tokenizer, [piece for part in parts for piece in part])
+    nats, _ = document_nats(model, read, batch_size=settings.batch_size, pad_id=0, task=LanguageModel(), masked=False)
+    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return np.bincount(owner, weights=nats, minlength=len(parts)), tokens
+
+
+def parameters(settings: SmallDecoder, vocabulary: int) -> int:
+    """Of the decoder, the tied embedding once."""
+    return sum(p.numel() for p in build(settings, vocabulary=vocabulary, seed=0).parameters())
+
+
+def _examples(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Example]:
+    """`<bos> text`, every token of the text supervised."""
+    bos = tokenizer.bos_token_id
+    ids = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    return [
+        Example([bos, *own], [IGNORE, *own], str(i), f"piece {i}", bytes=len(text.encode()))
+        for i, (own, text) in enumerate(zip(ids, texts, strict=True))
+    ]
+
+
+def _padded(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels (B, T) int64, padded on the right, where a causal model does not look back at it."""
+    width = max(len(e.input_ids) for e in examples)
+    inputs = torch.zeros(len(examples), width, dtype=torch.int64)
+    labels = torch.full_like(inputs, IGNORE)
+    for row, example in enumerate(examples):
+        inputs[row, : len(example.input_ids)] = torch.tensor(example.input_ids)
+        labels[row, : len(example.input_ids)] = torch.tensor(example.labels)
+    return inputs, labels
