@@ -67,7 +67,7 @@ def train_schemes(
     model = model or SmallDecoder()
     _check(schemes, vocabulary, seeds, held_out)
     console = Console(quiet=quiet)
-    settings = {
+    settings: dict[str, Any] = {
         "schemes": list(schemes), "data": describe(data), "vocabulary": vocabulary, "seeds": seeds,
         "held_out": held_out, "group_by": group_by, "text": (columns or Columns()).text, "model": asdict(model),
     }  # fmt: skip
@@ -81,7 +81,7 @@ def train_schemes(
         apart, training = _split(rows, held_out)
         texts, judged = [row.values["text"] for row in training], [row.values["text"] for row in apart]
         sizes = sum(len(text.encode()) for text in judged)
-        made = {}
+        made: dict[str, Any] = {}
         for scheme in schemes:
             console.say(f"{scheme}: learning at most {vocabulary:,} tokens from {len(texts):,} documents")
             made[scheme] = train_tokenizer(scheme, texts, vocabulary=vocabulary)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import UserError
 
@@ -72,7 +72,8 @@ def _byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokeni
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
-    cuts, reading = [], [decoders.ByteLevel()]
+    cuts: list[Any] = []
+    reading: list[Any] = [decoders.ByteLevel()]
     if scheme in ("case", "combined"):
         letters = capitals(texts)
         flags = [(" " + c, f"{FLAG} {c.lower()}") for c in letters] + [(c, FLAG + c.lower()) for c in letters]

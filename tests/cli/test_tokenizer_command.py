@@ -75,3 +75,76 @@ def test_mistakes_are_one_sentence(words, said, tmp_path, capsys):
     data = str(write_jsonl(tmp_path / "texts.jsonl", ROWS))
     assert run(["tokenizer", *(data if word == "DATA" else word for word in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+LEARN = ["--vocabulary", "300", "--bytes", "3000", "--hidden", "32", "--layers", "1"]
+
+
+def texts(path, count=60):
+    return str(
+        write_jsonl(path, [{"lang": "ab"[i % 2], "text": f"The House number {i} is Red. " * 4} for i in range(count)])
+    )
+
+
+def test_schemes_are_learnt_and_judged(tmp_path, capsys):
+    data, out = texts(tmp_path / "texts.jsonl"), tmp_path / "learnt"
+    words = ["tokenizer", "train", "--data", data, "--out", str(out), *LEARN, "--seeds", "2"]
+    assert run([*words, "--schemes", "default", "case", "--group-by", "lang", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((out / "tokenizers.json").read_text())
+    assert list(found["models"]) == ["default", "case"] and found["models"]["default"]["beside"] is None
+    cells = {name: [cell["bits_per_byte"] for cell in m["cells"].values()] for name, m in found["models"].items()}
+    assert found["models"]["case"]["bits_per_byte"]["value"] == pytest.approx(np.mean(cells["case"]))
+    beside = found["models"]["case"]["beside"]
+    assert beside["value"] == pytest.approx(np.mean(cells["case"]) - np.mean(cells["default"])) and beside["n"] == 2
+    assert set(found["tokenizers"]["case"]["groups"]) <= {"a", "b"}
+    assert found["trained"]["documents"] + found["trained"]["held_out"] == 60
+    page = (out / "report.html").read_text()
+    assert "Small models trained alike" in page and "bits per byte" in page
+    assert run(["tokenizer", str(out / "case"), str(out / "default/tokenizer.json"), "--data", data]) == 0
+    assert run(["report", str(out), "--out", str(tmp_path / "again.html")]) == 0
+    assert run([*words, "--schemes", "default"]) == 2  # it is finished and holds other schemes
+
+
+def test_a_killed_study_goes_on(tmp_path, capsys, monkeypatch):
+    from finetune.train import small_decoder
+
+    data, out = texts(tmp_path / "texts.jsonl"), tmp_path / "learnt"
+    words = ["tokenizer", "train", "--data", data, *LEARN, "--seeds", "2", "--schemes", "default", "--json"]
+    whole, calls = small_decoder.train_and_judge, []
+
+    def counted(*given, seed, **more):
+        calls.append(seed)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*given, seed=seed, **more)
+
+    monkeypatch.setattr(small_decoder, "train_and_judge", counted)
+    assert run([*words, "--out", str(out)]) == 3
+    assert not (out / "tokenizers.json").exists()
+    assert run([*words, "--out", str(out), "--vocabulary", "301"]) == 2  # not what was begun
+    capsys.readouterr()
+    assert run([*words, "--out", str(out)]) == 0
+    assert calls == [0, 1, 1]  # the first seed was kept
+    again = json.loads(capsys.readouterr().out)
+    monkeypatch.undo()
+    assert run([*words, "--out", str(tmp_path / "whole")]) == 0
+    assert json.loads(capsys.readouterr().out)["models"] == again["models"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--vocabulary", "200"], "take 259"),
+        (["--seeds", "-1"], "0 or more"),
+        (["--held-out", "1"], "between 0 and 1"),
+        (["--hidden", "40"], "multiple of 32"),
+        (["--schemes", "case", "case"], "names case twice"),
+        (["--schemes", "words"], "invalid choice"),
+        (["--group-by", "land"], "no column 'land'"),
+    ],
+)
+def test_mistakes_of_learning_are_one_sentence(words, said, tmp_path, capsys):
+    data, out = texts(tmp_path / "texts.jsonl", 8), tmp_path / "learnt"
+    assert run(["tokenizer", "train", "--data", data, "--out", str(out), *words]) == 2
+    assert said in capsys.readouterr().err and not out.exists()
