@@ -21,7 +21,8 @@ TEXTS = [
 ] * 4
 HOSTILE = [
     "", " ", "\r\n\t ", " A", "A", "A A", f"{FLAG}a", f"{FLAG} a", FLAG, "\x0f", "\x0f.", "\x0f,", f"\x0f{FLAG}\x0f,A",
-    f" {FLAG}", "\x0fA", "ẞß İi ıI ǅ Ǆ ſ K", "ΣΣς Σας", "<eos> <bos>A<pad>", "<0x41>", "é\u0301", "\u0000", "\U0001f600👩‍👩‍👧",
+    f" {FLAG}", "\x0fA", "ẞß İi ıI ǅ Ǆ ſ K", "ΣΣς Σας", "<eos> <bos>A<pad>", "<0x41>", "é\u0301", "\u0000",
+    "\U0001f600👩‍👩‍👧",
     "  NASA  Paid 12+3=15 ", "\ue000", "\U0010ffff", "ABCabc" * 50,
 ]  # fmt: skip
 
