@@ -37,7 +37,7 @@ LABELLED = [
     for i in range(32)
 ]
 TIMES = (
-    *("seconds", "time_s", "record_s", "cpu_s", "step_cpu_s", "wall_s", "rates", "tokens_per_s", "mfu"),
+    *("seconds", "time_s", "record_s", "cpu_s", "step_cpu_s", "wall_s", "rates", "plan", "tokens_per_s", "mfu"),
     *("created", "peak_bytes", "attempt", "attempts", "code", "seal"),
 )
 """What differs between two undisturbed runs, or tells of the disturbance."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from experiments.data.lengths import check_memory
@@ -70,18 +71,22 @@ from finetune.data.rows import describe
 from finetune.digests import DONE, FILES, check_files
 from finetune.errors import OutOfMemory, UserError
 from finetune.evaluate.leaks import refuse_leaks
-from finetune.figures import rate_text
+from finetune.figures import beside_text, rate_text
 from finetune.launch import consistency, spawn, watchdog
 from finetune.lock import owned
 from finetune.models.backbone import open_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
-from finetune.planner.memory import mesh_lines, plan_lines
+from finetune.planner.cluster import Cluster, update_seconds
+from finetune.planner.footprint import Sizes
+from finetune.planner.memory import memory_plan, mesh_lines, plan_lines
 from finetune.planner.rules import Settings, check_settings
+from finetune.planner.throughput import device_named
 from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old
 from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import TrainingStage, train_stage
+from finetune.train.peak_memory import PlannedUpdate
 from regularizers import build as build_regularizer
 
 LABEL_NOISE, PREDICTIONS = "label_noise.json", "predictions.parquet"
@@ -321,6 +326,8 @@ def _stage(context: RunContext, plan: StagePlan) -> Path:
     stage = training_stage(context, plan, engine, tokenizer)
     with console.task(plan.name, plan.train.steps, "steps") as bar:
         result = train_stage(engine, tokenizer, dataclasses.replace(stage, on_step=_shows(context, plan, bar)))
+    if context.world.is_main and (beside := beside_text(read_object(done).get("plan") or {})):
+        console.say(f"{plan.name}: {beside}")
     if result.skipped or result.rewinds:
         console.say(
             f"{plan.name}: {result.skipped} updates were left out, "
@@ -373,8 +380,15 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         say(line)
     if prepared.flipped:
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
+    planned = None
     if engine.world.size == 1:
-        fits = plan_lines(engine.model, train=train, optimizer=plan.optimizer)
+        memory = memory_plan(engine.model, train=train, kind=plan.optimizer.kind)
+        planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine))
+        fits = plan_lines(engine.model, train=train, optimizer=plan.optimizer, plan=memory)
+        if planned.seconds is not None:
+            fits.append(
+                f"  an update of the longest rows takes {planned.seconds:.3g} s by the model of `flatshift plan`"
+            )
     else:
         fits = mesh_lines(engine, mesh=recipe.mesh, train=train, optimizer=plan.optimizer)
     for line in fits:
@@ -404,8 +418,22 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         stop=context.stop,
         track=context.trackers.log,
         peak_tflops=context.peak_tflops,
+        planned=planned,
         say=say,
     )
+
+
+def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) -> float | None:
+    """Predicted for one CUDA device whose figures are known; None elsewhere."""
+    if engine.device.type != "cuda":
+        return None
+    about = torch.cuda.get_device_properties(engine.device)
+    name = device_named(about.name, about.total_memory)
+    if name is None:
+        return None
+    cluster = Cluster.parse(f"1x{name}")
+    sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+    return update_seconds(sizes, cluster, Settings(recipe.mesh, train, recipe.adapter, task))
 
 
 def _evaluate(context: RunContext, prepared: Prepared, adapter: Path) -> dict[str, dict[str, Any]]:

@@ -261,7 +261,7 @@ def layouts(
                 continue
             for how in recompute:
                 cut_so = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
-                layout = _priced(mesh, cut_so, sizes, settings.adapter, cluster)
+                layout = priced(mesh, cut_so, sizes, settings.adapter, cluster)
                 key = tuple(getattr(mesh, axis) for axis in AXES)
                 if key not in found or _order(layout) < _order(found[key]):
                     found[key] = layout
@@ -305,7 +305,19 @@ def _meshes(given: Mesh, count: int, free: list[str]) -> Iterator[Mesh]:
             yield dataclasses.replace(mesh, sequence_parallel=True)
 
 
-def _priced(mesh: Mesh, train: Train, sizes: Sizes, adapter: Adapter, cluster: Cluster) -> Layout:
+def update_seconds(sizes: Sizes, cluster: Cluster, settings: Settings) -> float | None:
+    """Of an update of these settings on `cluster`; None for what the formulas do not count, and float32 products."""
+    if settings.train.precision not in ("bf16", "fp16"):
+        return None
+    try:
+        _check_counted(sizes, settings)
+    except UserError:
+        return None
+    return priced(settings.mesh, settings.train, sizes, settings.adapter, cluster).time.total
+
+
+def priced(mesh: Mesh, train: Train, sizes: Sizes, adapter: Adapter, cluster: Cluster) -> Layout:
+    """One layout of all the cluster's devices, with its bytes and seconds."""
     width = WIDTHS[train.precision]
     data = mesh.replicate * mesh.dp
     rows = train.batch_size // data

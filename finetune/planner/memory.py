@@ -57,7 +57,12 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Sum of all causes."""
-        return self.backbone + self.adapter + self.gradients + self.optimizer + self.activations
+        return sum(self.causes.values())
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """By name."""
+        return dict(vars(self))
 
 
 def memory_plan(model: nn.Module, *, train: Train, kind: OptimizerKind = "adamw") -> MemoryPlan:
@@ -127,9 +132,9 @@ def saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
     return total
 
 
-def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer) -> list[str]:
-    """The plan as text, one cause a line, for printing before step 1."""
-    plan = memory_plan(model, train=train, kind=optimizer.kind)
+def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: MemoryPlan | None = None) -> list[str]:
+    """The plan as text, one cause a line, for printing before step 1. plan: as made before; None: made here."""
+    plan = plan or memory_plan(model, train=train, kind=optimizer.kind)
     causes = [
         ("backbone, frozen", plan.backbone, f"{_dtypes(model)}"),
         ("adapter", plan.adapter, f"{sum(p.numel() for p in trainable(model).values()):,} parameters, float32"),

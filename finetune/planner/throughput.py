@@ -8,6 +8,8 @@ rows of 2104.04473, Table 1, alone (A100, full training); what they miss elsewhe
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import dataclass
 
 PRODUCTS = 0.641
@@ -53,6 +55,15 @@ DEVICES = {
     "MI300X-192": Device(192 * GB, 1307e12, 5.3e12, 448 * GB),
 }
 """By name and memory in GB; figures of their data sheets, without sparsity."""
+
+
+def device_named(name: str, memory: int) -> str | None:
+    """The row of `DEVICES` that a device is which calls itself `name` and has so many bytes; None: none of them."""
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    words |= {"".join(pair) for pair in itertools.pairwise(re.findall(r"[a-z0-9]+", name.lower()))}
+    rows = [row for row in DEVICES if row.split("-")[0].lower() in words]
+    near = [row for row in rows if 0.8 < memory / DEVICES[row].memory < 1.1]
+    return min(near, key=lambda row: abs(DEVICES[row].memory - memory), default=None)
 
 
 @dataclass(frozen=True)

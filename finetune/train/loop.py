@@ -44,6 +44,7 @@ from .gauss_newton import GaussNewton
 from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, learning_rate
 from .out_of_memory import Shortage, noted
+from .peak_memory import UpdateMeter
 from .prefetch import fed
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict
@@ -154,6 +155,7 @@ class _Loop:
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=stage.say or stage.run.log
         )
         self.meter = Meter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
+        self.used = UpdateMeter(engine.device) if stage.planned is not None else None
         if self.compiled is not None:
             self.meter.ahead(batches.at(0)[0], task=stage.task, head=self.head, around=self._precision())
             engine.settle()
@@ -196,7 +198,8 @@ class _Loop:
         while state.step < train.steps and not state.stopped_early:
             self.callbacks.step_begin()
             began = time.monotonic()
-            found = self.update()
+            with self.used.during() if self.used is not None else contextlib.nullcontext():
+                found = self.update()
             rates = self.meter.updated(time.monotonic() - began)
             if isinstance(found, Verdict):
                 self.tell()
@@ -440,6 +443,8 @@ class _Loop:
                 self.run.sync_metrics(self.stage.name)
                 told = {"target_steps": self.train.steps, **asdict(result), "attempts": self.keeper.attempt}
                 told["seconds"] = round(state.seconds, 3)
+                if self.used is not None and self.stage.planned is not None:
+                    told["plan"] = self.used.beside(self.stage.planned)
                 write_json(folder / DONE, {**told, "rates": rates, FILES: adapter_sums(folder)})
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []

@@ -22,6 +22,7 @@ from ..models.anatomy import before_text
 from ..models.compiled import Compiled
 from ..parallel.engine import Context, Engine
 from ..run_directory import RunDirectory
+from .peak_memory import PlannedUpdate
 from .throughput import Meter
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class TrainingStage:
     """Takes every line of metrics.jsonl, on the main rank (`finetune.train.trackers`)."""
     peak_tflops: float | None = None
     """Of one device, for the MFU; by default `train.peak_tflops`."""
+    planned: PlannedUpdate | None = None
+    """What was said before step 1, to be put beside what updates take; None: nobody measures that."""
     say: Callable[[str], None] | None = None
     """Told what a CUDA device decided, in lines; by default the run's log."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.report import formats
-from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
+from experiments.report.blocks import Bars, Block, Figures, Notes, Part, Section, Table, Tile
 from experiments.report.charts.training import evaluation, small_multiples, training
 from experiments.results.predictions import Judged, differences
 from experiments.results.run import Run, best_split, headline
 from finetune.evaluate.metrics import metric_of, on_tiles
-from finetune.figures import rate_text
+from finetune.figures import beside_text, gib, rate_text
 from finetune.run_directory import SPIKE
 
 _FIRST = ("lr-", "grad-norm-")
@@ -191,9 +191,28 @@ def training_sections(run: Run) -> list[Section]:
     if notes:
         blocks.append(Notes(notes))
     found = [Section("Training", blocks)]
+    found += _plan_sections(run)
     if rest := [chart for chart in small if chart not in first]:
         found.append(Section("Counters of the regularizer and the machine", [Figures(rest, small=True)], folded=True))
     return found
+
+
+def _plan_sections(run: Run) -> list[Section]:
+    """What was said before step 1 beside what updates took, a table and bars of memory by cause for each stage."""
+    blocks: list[Block] = []
+    for stage, done in run.stages.items():
+        plan = done.get("plan")
+        if not isinstance(plan, dict) or not isinstance(plan.get("bytes"), dict):
+            continue
+        most = max(plan["bytes"].values(), default=0) or 1
+        blocks.append(Bars([(f"{stage}: {cause}", gib(n), n / most) for cause, n in plan["bytes"].items()]))
+        if text := beside_text(plan):
+            blocks.append(Notes([f"{stage}: {text}."]))
+    lead = (
+        "Bars are the plan's bytes by cause. Measured on a CUDA device is what its allocator gave out in updates; on a "
+        "CPU, how much the process's own memory grew in them, sampled, so weights and adapter are not in it."
+    )
+    return [Section("Predicted and measured", blocks, lead)] if blocks else []
 
 
 def _mishaps(run: Run) -> list[str]:

@@ -1,0 +1,137 @@
+"""`train` says its plan before step 1 and puts beside it what updates took: on the terminal, in the run, on the page."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from experiments.report.blocks import Bars, Notes
+from experiments.report.chapters.run import training_sections
+from experiments.results.run import discover
+from experiments.workflows import train as workflow
+from finetune.config import Adapter, Mesh, Train
+from finetune.figures import beside_text
+from finetune.planner.cluster import Cluster, read_sizes, update_seconds
+from finetune.planner.memory import MemoryPlan
+from finetune.planner.rules import Settings
+from finetune.planner.throughput import device_named
+from finetune.tasks import LanguageModel
+from finetune.train import peak_memory
+from finetune.train.peak_memory import PlannedUpdate, UpdateMeter
+from flatshift import cli
+from tests.cli.test_train_contract import SMALL, flags
+
+PLAN = MemoryPlan(backbone=1000, adapter=100, gradients=100, optimizer=200, activations=5 << 20)
+GB = 10**9
+
+
+def test_a_run_tells_both(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert cli.run(["train", "language-model", "--out", str(out), *flags(SMALL)]) == 0
+    said = "".join(capsys.readouterr())
+    before, after = said.index("plan: "), said.index("memory that updates add ")
+    assert before < after and "predicted" in said[after:] and "an update not predicted on this device, " in said
+    plan = json.loads((out / "stages" / "fine-tune" / "done.json").read_text(encoding="utf-8"))["plan"]
+    assert plan["predicted"] == sum(plan["bytes"][name] for name in ("gradients", "optimizer", "activations"))
+    assert plan["what"] == "growth" and plan["measured"] > 0 and plan["measured_s"] > 0 and plan["predicted_s"] is None
+    found = [section for section in training_sections(discover([out])[0]) if section.title == "Predicted and measured"]
+    bars, notes = found[0].blocks
+    assert isinstance(bars, Bars) and [name for name, _, _ in bars.items] == [
+        f"fine-tune: {name}" for name in plan["bytes"]
+    ]
+    assert max(share for _, _, share in bars.items) == 1.0
+    assert isinstance(notes, Notes) and beside_text(plan) in notes.sentences[0]
+
+
+def test_what_an_update_holds_is_seen_and_what_was_there_before_is_not():
+    before = torch.ones(16 << 20, dtype=torch.uint8)
+    meter = UpdateMeter(torch.device("cpu"))
+    for _ in range(2):
+        with meter.during():
+            held = torch.ones(64 << 20, dtype=torch.uint8)
+            meter._sample()  # as the thread does; a busy machine may not let it
+            del held
+    outside = torch.ones(256 << 20, dtype=torch.uint8)
+    found = meter.beside(PlannedUpdate(PLAN))
+    assert found["measured"] == pytest.approx(64 << 20, rel=0.1)
+    assert found["predicted"] == PLAN.gradients + PLAN.optimizer + PLAN.activations and found["measured_s"] > 0
+    assert before.numel() and outside.numel()
+
+
+def test_on_a_cuda_device_the_allocator_is_asked_and_evaluations_are_left_out(monkeypatch):
+    peak = SimpleNamespace(now=10)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(peak, "now", 10))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak.now)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * peak.now)
+    peak.now = 99  # of loading
+    meter = UpdateMeter(torch.device("cuda", 0))
+    with meter.during():
+        peak.now = 50
+    peak.now = 80  # an evaluation
+    with meter.during():
+        pass
+    found = meter.beside(PlannedUpdate(PLAN, seconds=0.5))
+    assert (found["measured"], found["reserved"], found["what"]) == (50, 100, "allocated")
+    assert found["predicted"] == PLAN.total and found["predicted_s"] == 0.5
+
+
+def test_where_nobody_counts_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(peak_memory, "_anonymous", lambda: None)
+    meter = UpdateMeter(torch.device("cpu"))
+    with meter.during():
+        pass
+    assert beside_text(meter.beside(PlannedUpdate(PLAN))) == ""
+
+
+def test_words():
+    plan = {"predicted": 100 << 20, "measured": 110 << 20, "what": "allocated", "reserved": 120 << 20}
+    told = "memory allocated 100.0 MiB predicted, 110.0 MiB measured (+10%); 120.0 MiB reserved"
+    assert beside_text(plan) == told
+    assert beside_text({**plan, "predicted_s": 0.5, "measured_s": 0.25}).endswith(
+        "; an update 0.5 s predicted, 0.25 s measured"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "row"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85 * GB, "H100-80"),
+        ("NVIDIA A100-SXM4-40GB", 42 * GB, "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", 85 * GB, "A100-80"),
+        ("NVIDIA H200", 150 * GB, "H200-141"),
+        ("Tesla T4", 16 * GB, "T4"),
+        ("NVIDIA GeForce RTX 4090", 25 * GB, "RTX4090"),
+        ("NVIDIA L40S", 47 * GB, "L40S"),
+        ("NVIDIA L40", 47 * GB, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * GB, None),
+    ],
+)
+def test_devices_by_their_own_names(name, memory, row):
+    assert device_named(name, memory) == row
+
+
+def test_seconds_are_those_of_plan_or_nothing():
+    sizes, cluster = read_sizes("llama-3.2-3b", Adapter()), Cluster.parse("1xH100-80")
+    settings = Settings(Mesh(), Train(precision="bf16", max_length=1024), Adapter(), LanguageModel())
+    assert update_seconds(sizes, cluster, settings) == pytest.approx(0.5, rel=0.9)
+    fp32 = Settings(Mesh(), Train(precision="fp32"), Adapter(), LanguageModel())
+    assert update_seconds(sizes, cluster, fp32) is None
+    long = Settings(Mesh(), Train(precision="bf16", max_length=10**6), Adapter(), LanguageModel())
+    assert update_seconds(sizes, cluster, long) is None
+
+
+def test_a_known_device_has_its_time_predicted(monkeypatch, tmp_path):
+    from experiments.recipe import load_recipe
+
+    recipe = load_recipe("language-model", []).recipe
+    engine = SimpleNamespace(device=torch.device("cuda", 0))
+    about = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * GB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    train = Train(precision="bf16", max_length=64)
+    found = workflow._update_seconds(recipe, recipe.task, train, engine)
+    assert found is not None and 0 < found < 1
+    about.name = "Somebody's accelerator"
+    assert workflow._update_seconds(recipe, recipe.task, train, engine) is None
