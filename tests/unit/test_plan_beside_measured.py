@@ -1,4 +1,4 @@
-"""`train` says its plan before step 1 and puts beside it what updates took: on the terminal, in the run, on the page."""
+"""`train` says its plan before step 1 and puts what updates took beside it: on terminal, run and page."""
 
 from __future__ import annotations
 
