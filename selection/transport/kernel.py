@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selection.transport.blocks import tiles
 from selection.transport.ranks import Team
 from selection.transport.rows import Rows
 from selection.transport.threads import Crew, flushes
@@ -96,7 +97,7 @@ class Streamed:
         self.rows = rows
         self.epsilon = epsilon
         self.passes = 0
-        self._team = team or Team()
+        self._team = (team or Team()).over(len(rows.a))
         self._crew = Crew(rows.device)
         allowed = TILE_BYTES.get(rows.device.type, TILE_BYTES["cpu"])
         self._step = tile_rows(len(rows.b), rows.dtype, chunk, min(allowed, tile_bytes or allowed))
@@ -110,6 +111,7 @@ class Streamed:
         away for float32 get their maxima.
         """
         rows, n, m = self.rows, len(self.rows.a), len(self.rows.b)
+        total_rows = self._team.rows_of_all
         rows.prepare(g, self.epsilon)
         f = torch.empty(n, dtype=torch.float64, device=rows.device)
         found = torch.empty(n, dtype=torch.int32, device=rows.device) if nearest else None
@@ -136,14 +138,13 @@ class Streamed:
                 total = tile.sum(1)
             f[low:high] = shift.double() + total.double().log2()
             # n·a keeps the weights near one, where float32 is at its best, whatever the size of the pool.
-            return ((n * rows.a[low:high] / total).to(rows.dtype) @ tile).double()
+            return ((total_rows * rows.a[low:high] / total).to(rows.dtype) @ tile).double()
 
-        column = self._crew.each(n, self._step, work, self._on_rows)
-        assert column is not None
+        tree = self._crew.tree(n, self._step, work, self._on_rows, self._team.first_block)
         self.passes += 1
         f.mul_(-self.epsilon * math.log(2.0)).add_(rows.squared)
-        column = self._team.sum(column / n)
-        value = self._team.total(float(rows.a @ f)) + float(rows.b @ g)
+        column = self._team.fold(tree) / total_rows
+        value = self._team.dot(rows.a.cpu().numpy(), f.cpu().numpy()) + float(rows.b @ g)
         return Evaluation(g, f, column, value, float((column - rows.b).abs().sum()), found)
 
     def nearest(self, g: Tensor) -> Tensor:
@@ -156,8 +157,7 @@ def _nearest(rows: Rows, g: Tensor, epsilon: float, step: int) -> Tensor:
     rows.prepare(g, epsilon)
     found = torch.empty(n, dtype=torch.int64, device=rows.device)
     buffer = torch.empty(min(step, n), len(rows.b), dtype=rows.dtype, device=rows.device)
-    for low in range(0, n, step):
-        high = min(low + step, n)
+    for low, high in tiles(0, n, step):
         tile = buffer[: high - low]
         rows.tile(low, high, tile)
         found[low:high] = _largest(tile)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from selection.errors import SelectionError, TooLittleMemory
+from selection.transport.blocks import BLOCK, block_sums
 from selection.transport.dense import inverse_hessian, solve_dense
 from selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
 from selection.transport.problem import Problem
@@ -115,7 +116,7 @@ class _Large:
     def sample(self) -> StreamedRows | DenseRows:
         problem = self.problem
         if self.size == problem.total:
-            alone = self.team.size == 1
+            alone = self.team.group is None
             part = self.rows if alone else self.rows.gather(np.arange(len(problem.a)), problem.a)
         else:
             drawn = stratified(problem.a, self.size, self.settings.seed, self.team)
@@ -332,12 +333,21 @@ def stratified(a: np.ndarray, size: int, seed: int, team: Team) -> np.ndarray:
     """Sorted row numbers of this process, one from each of `size` equal slices of the whole pool's mass that lies in
     its shard; repeats are likely. The same rows of the pool however it is divided."""
     generator = np.random.Generator(np.random.PCG64([seed, 0x5AB5A3]))
-    edges = np.cumsum(a)
-    masses = team.gather(float(edges[-1]))
-    start = sum(masses[: team.rank])
-    places = (np.arange(size) + generator.random(size)) / size * sum(masses) - start
-    mine = (places >= 0.0) & ((places < edges[-1]) | (team.rank == team.size - 1))
-    return np.minimum(np.searchsorted(edges, places[mine], side="right"), len(a) - 1)
+    masses = np.concatenate(team.gather(block_sums(a, np.ones_like(a))))
+    edges = np.cumsum(masses)
+    places = (np.arange(size) + generator.random(size)) / size * edges[-1]
+    # Mass is counted from the start of its block, so that roundings are the same wherever a shard begins.
+    blocks = np.minimum(np.searchsorted(edges, places, side="right"), len(edges) - 1)
+    first = team.first_block
+    drawn = []
+    own = np.arange(first, first + -(-len(a) // BLOCK) + 1)
+    borders = np.searchsorted(blocks, own)
+    for low, start, end in zip(range(0, len(a), BLOCK), borders[:-1], borders[1:], strict=True):
+        block = first + low // BLOCK
+        inside = np.cumsum(a[low : low + BLOCK])
+        rows = np.searchsorted(inside, places[start:end] - (edges[block] - masses[block]), side="right")
+        drawn.append(low + np.minimum(rows, len(inside) - 1))
+    return np.concatenate(drawn)
 
 
 def _mixed(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:

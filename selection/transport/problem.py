@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from selection.errors import BadRow, SelectionError
+from selection.transport.blocks import Tree
 from selection.transport.ranks import Team
 from selection.transport.threads import Crew
 from selection.validation import feature_matrix, no_overflow, real_weights, same_width
@@ -114,25 +115,32 @@ def pose(
     Raises SelectionError, in a team on every process.
     """
     team = team or Team()
-    checked: Problem | None = None
+    found: tuple[Problem, Tree] | None = None
     mistake: SelectionError | None = None
     try:
-        checked = _read(x, y, a, b, chunk, progress, cost == "cosine", team)
+        x = feature_matrix(x, "pool")
     except SelectionError as error:
         mistake = error
     team.agree(mistake)
-    assert checked is not None
+    team = team.over(len(x))
+    try:
+        found = _read(x, y, a, b, chunk, progress, cost == "cosine", team)
+    except SelectionError as error:
+        mistake = error
+    team.agree(mistake)
+    assert found is not None
+    checked, sums = found
     team.same("target features, their weights or the width of the pool", checked.y, checked.b, checked.x.shape[1])
     if team.size > 1 and len(set(team.gather(a is None))) > 1:
         raise SelectionError("some processes give pool weights and some do not; give them on all or on none")
-    total = int(team.total(len(checked.a)))
-    mass = team.total(float(checked.a.sum()))
+    total = team.rows_of_all
+    mass = team.dot(checked.a, np.ones_like(checked.a))
     if not 0 < mass < np.inf:
         raise SelectionError(f"pool weights sum to {mass}; at least one must be positive")
     weights = checked.a / mass
     with np.errstate(over="ignore", invalid="ignore"):
-        rows_part = team.total(float(weights @ checked.x_squared))
-        mean = np.asarray(team.gather(checked.mean / mass)).sum(0)
+        rows_part = team.dot(weights, checked.x_squared)
+        mean = team.fold(sums).numpy() / mass
         y_squared = np.einsum("ij,ij->i", checked.y, checked.y)
         shift = checked.b @ checked.y  # what rounding the centre left over
         mean_cost = float(rows_part + checked.b @ y_squared - 2.0 * (shift @ mean))
@@ -149,9 +157,9 @@ def _read(
     progress: Progress | None,
     cosine: bool,
     team: Team,
-) -> Problem:
-    """This process's part of `pose`: weights not yet scaled to sum 1, `mean` and `mean_cost` not yet final."""
-    x = feature_matrix(x, "pool")
+) -> tuple[Problem, Tree]:
+    """This process's part of `pose`: weights not yet scaled to sum 1, `mean` and `mean_cost` not yet known; and the sums
+    of its rows, times their weights."""
     target = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
     same_width(x, target)
     finite_rows(target, "target", 0)
@@ -190,12 +198,11 @@ def _read(
 
     step = chunk or max(16, _READ_BYTES // (8 * d))
     told = (lambda done, count: progress("reading the pool", done, count)) if progress else None
-    summed = Crew(torch.device("cpu")).each(n, step, work, told)
-    assert summed is not None
-    mean = summed.numpy()
-    return Problem(
-        x, target, pool_weights, target_weights, centre, x_squared, 0.0, mean, scale, 0.5 if cosine else 1.0, team, n
+    sums = Crew(torch.device("cpu")).tree(n, step, work, told, team.first_block)
+    found = Problem(
+        x, target, pool_weights, target_weights, centre, x_squared, 0.0, centre, scale, 0.5 if cosine else 1.0, team, n
     )
+    return found, sums
 
 
 def native(rows: Any) -> Tensor:

@@ -1,20 +1,22 @@
 """The processes that share a pool: each holds a shard of its rows, all hold the same target.
 
 What travels: sums of M numbers, scalars, the subsample's rows once, and messages of refusal. With no group every method
-is the identity. Without torch.distributed the class is the same with one member.
+is the identity. Without torch.distributed the class is the same with one member. Where every member but the last holds
+whole blocks of rows (`selection.transport.blocks`), no sum depends on how many members there are, to the bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from selection.errors import SelectionError
+from selection.transport.blocks import BLOCK, Tree, block_sums
 
 
 class Team:
@@ -23,20 +25,32 @@ class Team:
     def __init__(self, group: Any = None):
         self.group = group
         self.rank, self.size = 0, 1
+        self.first_block = self.rows_of_all = 0
         if group is not None:
             import torch.distributed as dist
 
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum of every member's tensor; `value` itself is left as it is."""
-        if self.size == 1:
-            return value
-        import torch.distributed as dist
+    def over(self, count: int) -> Self:
+        """The team with what each member's `count` rows make of it: the number of this one's `first_block`, and
+        `rows_of_all`."""
+        counts = self.gather(count)
+        team = type(self)(self.group)
+        team.first_block = sum(-(-n // BLOCK) for n in counts[: self.rank])
+        team.rows_of_all = sum(counts)
+        return team
 
-        total = value.clone()
-        dist.all_reduce(total, group=self.group)
-        return total
+    def fold(self, tree: Tree) -> Tensor:
+        """The sum of every member's blocks."""
+        if self.size == 1:
+            return tree.total()
+        device = tree.nodes[0][2].device
+        told = self.gather([(level, number, value.cpu()) for level, number, value in tree.nodes])
+        return Tree(node for nodes in told for node in nodes).total().to(device)
+
+    def dot(self, values: np.ndarray, factors: np.ndarray) -> float:
+        """Σ values·factors over every member's two arrays (n_r,) float64."""
+        return math.fsum(np.concatenate(self.gather(block_sums(values, factors))).tolist())
 
     def gather(self, value: Any) -> list[Any]:
         """Every member's small object, by rank."""

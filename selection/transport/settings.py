@@ -158,6 +158,11 @@ def _schedule(relative: float) -> list[float]:
 
 
 def free_bytes(problem: Problem, settings: Settings) -> float:
-    """What is left of the cap beside the vectors of N: potentials of two answers, norms, weights, scores, sorting."""
+    """What is left of the cap beside the vectors of N: potentials of two answers, norms, weights, scores, sorting.
+
+    In a group these are not counted: what is left decides the subsample, which no number of processes may change.
+    """
+    if problem.team.group is not None:
+        return settings.allowance
     per_row = 56 + 8 * (problem.scale is not None) + 8 * (settings.overlap is not None)
     return settings.allowance - per_row * len(problem.a)

@@ -123,7 +123,9 @@ def sinkhorn_potentials(
     on after a kill (`selection.transport.state`); unless method is "streamed", problems that fit into memory leave
     none, nor do those with more targets than rows. device: "cpu" or "cuda…", where tiles are computed. group: a
     torch.distributed group; then x and a are this process's shard of the pool (shards follow one another by rank), y, b
-    and all settings are the same everywhere, and rows are streamed.
+    and all settings are the same everywhere, and rows are streamed. Where shards are whole blocks of
+    `selection.transport.blocks` and torch has one thread everywhere, the answer's bits are those of one process with a
+    group of its own, whatever the number of processes; memory_bytes then excludes some 56 bytes for each row of a shard.
 
     Raises SelectionError on shapes that do not match, empty or non-finite input, and settings out of range.
     """
@@ -240,7 +242,7 @@ def _missing_cuda() -> str:
 def _solve(problem: Problem, settings: Settings, method: str | None, nearest: bool) -> Solved:
     """By the method asked for, or the one that suits size, memory and company. Solved for the smaller side."""
     n, m = problem.shape
-    alone = problem.team.size == 1
+    alone = problem.team.group is None
     if method is None and alone and n * m <= EXACT_PAIRS and exact_bytes(n, m) <= settings.allowance:
         method = "exact"
     if method == "exact":
@@ -273,7 +275,7 @@ def _potentials(problem: Problem, settings: Settings, solved: Solved) -> Potenti
     return Potentials(
         f=f,
         g=at.g.cpu().numpy() * unit,
-        scores=f - problem.team.total(float(problem.a @ f)),
+        scores=f - problem.team.dot(problem.a, f),
         nearest=None if at.nearest is None else at.nearest.cpu().numpy().astype(np.int64),
         marginal_error=at.error,
         dual_value=at.value * unit,
@@ -300,7 +302,7 @@ def _coincident(problem: Problem, settings: Settings, nearest: bool) -> Potentia
     return Potentials(
         f=f,
         g=np.zeros(m),
-        scores=f - problem.team.total(float(problem.a @ f)),
+        scores=f - problem.team.dot(problem.a, f),
         nearest=np.zeros(n, dtype=np.int64) if nearest else None,
         marginal_error=0.0,
         dual_value=0.0,

@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 from torch import Tensor
 
+from selection.transport.blocks import BLOCK, Node, Tree, tiles
+
 
 class Crew:
     """As many threads as torch uses here (on CUDA one: the device is parallel by itself)."""
@@ -64,6 +66,34 @@ class Crew:
             torch.set_num_threads(threads)
         found = [part for part in parts if part is not None]
         return torch.stack(found).sum(0) if found else None
+
+
+    def tree(
+        self,
+        n: int,
+        step: int,
+        work: Callable[[int, int], Tensor],
+        on_rows: Callable[[int, int], None] | None = None,
+        first: int = 0,
+    ) -> Tree:
+        """As `each`, with tiles of at most `step` rows that lie inside blocks; what `work` returns is added up as
+        `selection.transport.blocks` says. first: the number of the block that row 0 begins."""
+        found: list[list[Node]] = []
+        own = threading.local()
+
+        def block(low: int, high: int) -> None:
+            total: Tensor | None = None
+            for tile in tiles(low, high, step):
+                part = work(*tile)
+                total = part if total is None else total.add_(part)
+            assert total is not None
+            if not hasattr(own, "tree"):
+                own.tree = Tree()
+                found.append(own.tree.nodes)
+            own.tree.add(first + low // BLOCK, total)
+
+        self.each(n, BLOCK, block, on_rows)
+        return Tree(node for nodes in found for node in nodes)
 
 
 _thread = threading.local()
