@@ -13,6 +13,7 @@ from typing import Any
 from experiments.recipe.config import Recipe, WarmUp, warm_up_task
 from finetune.errors import UserError
 from finetune.planner.rules import Settings, check_settings
+from selection.config import GotD
 
 COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
 """Those whose compiled steps are compared with eager ones in the tests."""
@@ -148,6 +149,23 @@ CELL_RULES: tuple[Rule, ...] = (
     ),
 )
 """What a cell of a sweep or study cannot be beside."""
+SPLIT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "select.method.kind: {it} is not divided among processes, only gotd is, whose passes over the pool need no more "
+        "of each other than sums; leave --processes out, or take gotd",
+        lambda r: r.select is not None and not isinstance(r.select.method, GotD) and r.select.method.kind,
+    ),
+    Rule(
+        "select.method.rounds: {it} rounds are solved in one process; set it to 1, or leave --processes out",
+        lambda r: r.select is not None and isinstance(r.select.method, GotD) and r.select.method.rounds > 1
+        and r.select.method.rounds,
+    ),
+    Rule(
+        "select.method.debiased: the pool's potential to itself is found in one process; leave it or --processes out",
+        lambda r: r.select is not None and isinstance(r.select.method, GotD) and r.select.method.debiased,
+    ),
+)  # fmt: skip
+"""What a selection over several processes cannot be."""
 
 
 def check_rules(recipe: Recipe) -> None:
@@ -158,6 +176,11 @@ def check_rules(recipe: Recipe) -> None:
 def check_cell(recipe: Recipe) -> None:
     """Refuse what a cell of a sweep or study cannot be, though a run can. Raises UserError."""
     _check(CELL_RULES, recipe)
+
+
+def check_split(recipe: Recipe) -> None:
+    """Refuse what a selection over several processes cannot be. Raises UserError."""
+    _check(SPLIT_RULES, recipe)
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -49,20 +49,27 @@ from finetune.run_directory import disk_full_interrupts, write_provenance
 from finetune.seeds import derive
 from selection import Pool, build_selector
 from selection.config import Auto, GotD, needs
-from selection.methods.base import Selector
+from selection.methods.base import Progress, Selector
 
 _LONG_S = 10.0
 """Fits that took longer are kept until the selection is whole."""
 
 
-def select(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None) -> dict[str, Any]:
+Fit = Callable[[Selector, Pool, Pool, Progress], Any]
+"""Fits a selector: as (selector, pool, target, progress)."""
+
+
+def select(
+    resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None, fit: Fit | None = None
+) -> dict[str, Any]:
     """Run a recipe's `select` block into the new directory `out` (whole or not at all) and return its manifest.
 
     Called again after a kill, with the same recipe, it goes on with what `out`/state has: a long transport solve from
     its last full pass, to the same bits; a model's vectors and losses from their last shard; with any method, scores
     that took long are not computed again.
 
-    draw: draws its page, which comes with the directory.
+    draw: draws its page, which comes with the directory. fit: fits the selector, if not its own `fit` does
+    (`experiments.select.ranks`).
     Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
     the pool.
     """
@@ -79,7 +86,7 @@ def select(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | N
         console.log = _appender(directory / "log.txt")
         if work.continued:
             console.say(f"going on with the unfinished selection in {out}")
-        manifest = select_into(recipe, directory, console, state=work.state)
+        manifest = select_into(recipe, directory, console, state=work.state, fit=fit)
         page = draw(directory).name if draw is not None else None
     console.log = None  # the log has moved with its directory
     if page is not None:
@@ -95,10 +102,12 @@ def _appender(path: Path) -> Callable[[str], None]:
     return append
 
 
-def select_into(recipe: Recipe, directory: Path, console: Console, state: Path | None = None) -> dict[str, Any]:
+def select_into(
+    recipe: Recipe, directory: Path, console: Console, state: Path | None = None, fit: Fit | None = None
+) -> dict[str, Any]:
     """Score the pool, choose, and write scores.parquet, selected.jsonl and manifest.json into `directory`.
 
-    state: where a long transport solve leaves what it needs to go on after a kill; None: nowhere.
+    state: where a long transport solve leaves what it needs to go on after a kill; None: nowhere. fit: as in `select`.
     """
     spec = recipe.select
     assert spec is not None
@@ -113,7 +122,7 @@ def select_into(recipe: Recipe, directory: Path, console: Console, state: Path |
     _embed(recipe, sides, vectors, console)
     _tokenise(recipe, sides, directory, console)
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
-    selector = _fitted(recipe, sides, vectors, console, state)
+    selector = _fitted(recipe, sides, vectors, console, state, fit)
     order = np.asarray(selector.select(len(sides.pool.rows)))
     if ties := selector.ties(spec.budget):
         console.say(f"warning: {ties:,} records tie at the cut; file order decides which of them are chosen")
@@ -240,7 +249,9 @@ def _tokenise(recipe: Recipe, sides: Sides, directory: Path, console: Console) -
     sides.tokens = pool, TokenRows.of(tokenize([row.values["text"] for row in sides.target.rows]), size)
 
 
-def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, state: Path | None) -> Selector:
+def _fitted(
+    recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
+) -> Selector:
     """The recipe's selector, fitted: what it warned of is said."""
     spec = recipe.select
     assert spec is not None
@@ -280,7 +291,10 @@ def _fitted(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, st
         kept = None if state is None else KeptScores(state, sides)
         if kept is None or not kept.restore(selector):
             began = time.monotonic()
-            selector.fit(pool, target, progress=progress, **more)
+            if fit is not None:
+                fit(selector, pool, target, progress)
+            else:
+                selector.fit(pool, target, progress=progress, **more)
             if kept is not None and time.monotonic() - began > _LONG_S:
                 kept.save(selector)
     _say(caught, console)

@@ -64,6 +64,20 @@ class Cause:
     """Seconds that the others get to end by themselves."""
 
 
+_again = "the last checkpoint is kept, continue with `flatshift train --resume`"
+
+
+def goes_on(words: str) -> None:
+    """Set what the user of this process is told about an interrupted job, where it is not one of `train`."""
+    global _again
+    _again = words
+
+
+def again() -> str:
+    """How an interrupted job is gone on with, as a clause."""
+    return _again
+
+
 def several() -> bool:
     """Whether this process is one rank of several."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -133,7 +147,7 @@ def speak_of(error: Exception, missing: Callable[[], list[str]]) -> int:
         other = ", ".join(missing()) or "another rank"
         return speak(
             f"flatshift: interrupted: {who}lost contact with {other}, which ended or cannot be reached "
-            f"({first_line(error)}); the last checkpoint is kept, continue with `flatshift train --resume`",
+            f"({first_line(error)}); {again()}",
             3,
         )
     text = traceback.format_exc().rstrip()

@@ -45,7 +45,7 @@ _TICK = 0.05
 _KILL_SECONDS = 5.0
 _RANK_BYTES = 1 << 28
 """What a rank takes before it has a model: the interpreter and torch."""
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THREADS = ("OMP_NUMTHREADS", "MKL_NUMTHREADS", "OPENBLAS_NUMTHREADS")
 _BY_ITSELF = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 """Signals by which a rank more often ends because of another than of its own accord."""
 
@@ -80,6 +80,7 @@ class _Job:
     board: FolderBoard
     ranks: list[subprocess.Popen[bytes]]
     resume: Path | None
+    again: str | None = None
     signals: int = 0
     """How often the user asked to stop."""
     asked_at: float = 0.0
@@ -88,7 +89,14 @@ class _Job:
     """What has been done to the ranks that stay: nothing, SIGTERM, SIGKILL."""
 
 
-def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, threads: int | None = None) -> int:
+def spawn(
+    command: Sequence[str],
+    *,
+    ranks: int,
+    resume: Path | None = None,
+    threads: int | None = None,
+    again: str | None = None,
+) -> int:
     """Run `sys.executable *command` as `ranks` processes of one job and return the job's exit code.
 
     Rank 0 has the terminal; what the others print is kept in a file each and lands in `resume / "ranks"` if the job
@@ -96,6 +104,7 @@ def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, thr
 
     Args:
         resume: run directory, named in messages about an interruption.
+        again: how the user goes on with an interrupted job that is none of `train`, as a clause.
         threads: CPU threads of each rank; by default its share of the cores, unless the environment sets it.
     """
     memory = machine_memory()
@@ -108,7 +117,7 @@ def spawn(command: Sequence[str], *, ranks: int, resume: Path | None = None, thr
         (folder / "board").mkdir()
         with _held_port() as held:
             processes = _start(command, ranks, threads, folder, held)
-        job = _Job(folder, FolderBoard(folder / "board"), processes, resume)
+        job = _Job(folder, FolderBoard(folder / "board"), processes, resume, again)
         try:
             with _forwarding(job):
                 while any(process.poll() is None for process in processes):
@@ -136,7 +145,7 @@ def _start(
     command: Sequence[str], ranks: int, threads: int | None, folder: Path, held: socket.socket
 ) -> list[subprocess.Popen[bytes]]:
     share = threads or max(1, _cores() // ranks)
-    shared = {name: str(threads or os.environ.get(name, share)) for name in _THREADS}
+    shared = {name: str(threads or os.environ.get(name, share)) for name in THREADS}
     shared |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     shared |= growing_segments(os.environ)
     if sys.platform == "linux":
@@ -234,7 +243,7 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> Cause:
     process = job.ranks[rank]
     where = f" {job.resume}" if job.resume is not None else ""
     if job.signals:
-        message = f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{where}`"
+        message = job.again or f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{where}`"
         return Cause(3, f"flatshift: interrupted: {message}", rank)
     if process.returncode >= 0:
         words = _kept(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
@@ -243,9 +252,10 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> Cause:
         return Cause(process.returncode, "" if rank == 0 else message, rank)  # rank 0 has the terminal itself
     number = signal.Signals(-process.returncode)
     reason = "; the kernel ends processes so when memory runs out" if number == signal.SIGKILL else ""
+    then = job.again or f"the last checkpoint is kept: continue with `flatshift train --resume{where}`"
     message = (
         f"flatshift: interrupted: rank {rank} (pid {process.pid}) was killed by signal {number:d} ({number.name})"
-        f"{reason}; the last checkpoint is kept: continue with `flatshift train --resume{where}`"
+        f"{reason}; {then}"
     )
     return Cause(3, message, rank)
 

@@ -24,14 +24,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .failure import Cause, claim_cause, rank, read_cause, several
+from .failure import Cause, again, claim_cause, rank, read_cause, several
 from .rendezvous import Board, Silent, hosted_by_agent, job_board
 
 BEAT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 WATCHMEN = 3
 _FIRST_UPDATES = 2
 _FIRST_LIMIT = 600.0
-_CONTINUE = "the last checkpoint is kept, continue with `flatshift train --resume`"
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class Watch:
 
     def _report(self, who: int | None, beat: Beat, what: str) -> None:
         place = f"rank {who} ({beat.host}:{beat.pid}) " if who is not None else ""
-        message = f"flatshift: interrupted: {place}{what}; {_CONTINUE}"
+        message = f"flatshift: interrupted: {place}{what}; {again()}"
         claim_cause(self.board, Cause(3, message, who, grace=0.0))
         if who is not None and beat.host == socket.gethostname():
             _end_sibling(beat.pid)
@@ -215,7 +214,7 @@ class Watch:
         if not self.board.local and self.rank == 1:
             host = "the launcher" if hosted_by_agent() else "rank 0"
             print(
-                f"flatshift: interrupted: {host} has not answered for {self.silence:.0f} s; {_CONTINUE}",
+                f"flatshift: interrupted: {host} has not answered for {self.silence:.0f} s; {again()}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
-from experiments.recipe import from_override, load_recipe, refuse_contradictions
+from experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
+from experiments.recipe.rules import check_split
 from finetune.errors import UserError
+from finetune.launch import failure, spawn
 from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import parse, split_overrides
+
+
+AGAIN = "what was reached is kept; run the same command again"
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class Flags:
     """Entropic regularisation, as a multiple of the mean cost (gotd)."""
     memory: float | None = None
     """What the transport solver may hold beside the features, GiB (gotd)."""
+    processes: int | None = None
+    """Divide the passes over the pool among so many processes of this machine, one thread each (gotd); under torchrun
+    its processes are taken. The selection is the same on any number."""
     seed: int | None = None
     """Seed of every random draw."""
     text_column: str | None = None
@@ -103,14 +112,44 @@ def run(argv: list[str]) -> int:
             overrides.append(from_override(key, value, where))
     refuse_contradictions(overrides)
     resolved = load_recipe(flags.recipe, overrides)
+    if spawn.launched():
+        return _on_ranks(flags, resolved)
+    if flags.processes is not None:
+        if flags.processes < 1:
+            raise UserError(f"--processes must be at least 1, got {flags.processes}")
+        check_split(resolved.recipe)
+        command = ["-m", "flatshift", "select", *argv]
+        return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)
     from experiments.run.console import prompt_end
 
     with prompt_end():
         from experiments.select.select import select
 
         manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
-    if flags.json:
+    _say(manifest, flags.out, flags.json)
+    return 0
+
+
+def _on_ranks(flags: Flags, resolved: Resolved) -> int:
+    """This process's part, as one that a launcher started."""
+    started = int(os.environ["WORLD_SIZE"])
+    if flags.processes not in (None, started):
+        raise UserError(
+            f"--processes {flags.processes}: the launcher started {started}; leave --processes out under a launcher"
+        )
+    failure.goes_on(AGAIN)
+    os.environ.update(dict.fromkeys(spawn.THREADS, "1"))
+    from experiments.select.ranks import select_on_ranks
+
+    assert flags.out is not None
+    manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw)
+    if manifest is not None:
+        _say(manifest, flags.out, flags.json)
+    return 0
+
+
+def _say(manifest: dict[str, Any], out: Path, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(manifest, indent=2, ensure_ascii=False))
     else:
-        outcome.of_selection(flags.out)
-    return 0
+        outcome.of_selection(out)

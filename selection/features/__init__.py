@@ -18,6 +18,7 @@ _HOME = {
     "normalised": "pooling",
     "pool_features": "pooling",
     "read_layout": "pooling",
+    "sent_rows": "matrix",
     "transformer_folder": "pooling",
 }
 __all__ = sorted(_HOME)

@@ -115,6 +115,31 @@ class TakenRows(_LazyRows):
         return np.asarray(self.source[self.index[rows]])
 
 
+class RowRange(_LazyRows):
+    """Rows [low, high) of another matrix, fetched when they are asked for."""
+
+    def __init__(self, source: Any, low: int, high: int):
+        self.source = source
+        self.low = low
+        self.shape = (high - low, source.shape[1])
+        self.dtype = source.dtype
+
+    def _span(self, low: int, high: int) -> np.ndarray:
+        return np.asarray(self.source[self.low + low : self.low + high])
+
+    def _gather(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.source[rows + self.low])
+
+
+def sent_rows(x: Any, low: int, high: int) -> Any:
+    """Rows [low, high) of `x` as another process can be sent them: what lies on disk by the name of its files."""
+    if isinstance(x, TakenRows):
+        return TakenRows(sent_rows(x.source, 0, len(x.source)), x.index[low:high])
+    if isinstance(x, np.memmap):
+        x = ShardedRows([Path(str(x.filename)).resolve()], [len(x)], x.shape[1], x.dtype)
+    return RowRange(x, low, high) if isinstance(x, _LazyRows) else np.asarray(x[low:high])
+
+
 def load_features(path: str | Path, *, rows: int | None = None, flag: str = "features") -> np.ndarray:
     """A `.npy` matrix as a read-only memory map; nothing in it is executed.
 

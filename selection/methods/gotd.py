@@ -78,8 +78,8 @@ class GotDSelector(Selector):
     epsilon: multiple of the exact weighted mean cost. tolerance: marginal L1 error, None for 1e-9 up to N·M = 1e7 and
     1e-3 above. seed: of the subsample that large pools start from, and of what is held out. chunk: rows per tile, None
     to choose. memory_bytes: what the solver of large pools may hold. `nearest_target_` is the target that receives
-    most of a row's mass; `potentials_` the whole solution (of the first round). cost, device, state: as in
-    `sinkhorn_potentials`; in rounds, `state` has a folder for each solve. budget: how many will be selected, if that
+    most of a row's mass; `potentials_` the whole solution (of the first round). cost, device, state, group: as in
+    `sinkhorn_potentials`, with a group all rows are this process's; in rounds, `state` has a folder for each solve. budget: how many will be selected, if that
     is known; the overlap that the solver measures is then about it.
 
     rounds above 1: `selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a round are
@@ -106,6 +106,7 @@ class GotDSelector(Selector):
         memory_bytes: int = 1 << 30,
         device: str = "cpu",
         state: str | None = None,
+        group: Any = None,
     ):
         self.epsilon = epsilon
         self.tolerance = tolerance
@@ -121,11 +122,12 @@ class GotDSelector(Selector):
         self.memory_bytes = memory_bytes
         self.device = device
         self.state = state
+        self.group = group
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs features on both sides. Warns (ConvergenceWarning) where the tolerance was not reached."""
         self._check()
-        if self.budget is not None:
+        if self.budget is not None and self.group is None:
             checked_budget(self.budget, len(pool))
         if self.rounds > 1:
             return self._fit_rounds(pool, target, progress)
@@ -214,9 +216,12 @@ class GotDSelector(Selector):
             budget=self.budget,
             state=state,
             device=self.device,
+            group=self.group,
         )
 
     def _check(self) -> None:
+        if self.group is not None and (self.rounds > 1 or self.debiased):
+            raise SelectionError("gotd in rounds or debiased is for one process; set rounds to 1, debiased to false")
         for name in ("rounds", "self_sample"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

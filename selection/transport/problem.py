@@ -181,19 +181,19 @@ def _read(
     x_squared = np.empty(n)
     scale = np.empty(n) if cosine else None
 
-    scratch, shift = Scratch(), torch.from_numpy(centre)
+    scratch, shift, before = Scratch(), torch.from_numpy(centre), team.first_row
 
     def work(low: int, high: int) -> Tensor:
         wide = scratch.widened(scratch.read(x, low, high))
         rows = wide.numpy()
         if scale is not None:
-            finite_rows(rows, "pool", low)
-            scale[low:high] = 1.0 / _lengths(rows, "pool", low)
+            finite_rows(rows, "pool", before + low)
+            scale[low:high] = 1.0 / _lengths(rows, "pool", before + low)
             rows *= scale[low:high, None]
         wide -= shift
         x_squared[low:high] = np.einsum("ij,ij->i", rows, rows)
         if not np.isfinite(x_squared[low:high].sum()):
-            finite_rows(rows, "pool", low)
+            finite_rows(rows, "pool", before + low)
         return native(pool_weights[low:high]) @ wide
 
     step = chunk or max(16, _READ_BYTES // (8 * d))

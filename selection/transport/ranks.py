@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selection.errors import SelectionError
+from selection.errors import BadRow, SelectionError, TooLittleMemory
 from selection.transport.blocks import BLOCK, Tree, block_sums
 
 
@@ -25,17 +25,18 @@ class Team:
     def __init__(self, group: Any = None):
         self.group = group
         self.rank, self.size = 0, 1
-        self.first_block = self.rows_of_all = 0
+        self.first_row = self.first_block = self.rows_of_all = 0
         if group is not None:
             import torch.distributed as dist
 
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def over(self, count: int) -> Self:
-        """The team with what each member's `count` rows make of it: the number of this one's `first_block`, and
-        `rows_of_all`."""
+        """The team with what each member's `count` rows make of it: the numbers of this one's `first_row` and
+        `first_block`, and `rows_of_all`."""
         counts = self.gather(count)
         team = type(self)(self.group)
+        team.first_row = sum(counts[: self.rank])
         team.first_block = sum(-(-n // BLOCK) for n in counts[: self.rank])
         team.rows_of_all = sum(counts)
         return team
@@ -95,15 +96,23 @@ class Team:
     def agree(self, error: SelectionError | OSError | None) -> None:
         """Raise on every member what the first member that has an error found wrong; else nothing happens.
 
-        A process alone raises `error` itself; a team a SelectionError, or an OSError with the number of the first.
+        A process alone raises `error` itself; so does a team where it names its place itself (BadRow,
+        TooLittleMemory), else a SelectionError, or an OSError with the number of the first.
         """
         if self.size == 1:
             if error is not None:
                 raise error
             return
-        told = self.gather(None if error is None else (str(error), getattr(error, "errno", None)))
+        plain = isinstance(error, BadRow | TooLittleMemory)
+        told = self.gather(
+            None if error is None
+            else (type(error), vars(error)) if plain
+            else (str(error), getattr(error, "errno", None))
+        )  # fmt: skip
         for rank, found in enumerate(told):
             if found is not None:
+                if isinstance(found[0], type):
+                    raise found[0](**found[1])
                 message = f"process {rank} of {self.size}: {found[0]}"
                 raise SelectionError(message) if found[1] is None else OSError(found[1], message)
 

@@ -99,7 +99,7 @@ def test_two_processes_equal_one(tmp_path: Path):
 
     told = results[0]["refusals"]
     assert told == results[1]["refusals"]
-    assert told[0] == "process 1 of 2: pool features: row 3 holds a NaN or an infinity; drop or mend it"
+    assert told[0] == f"pool features: row {SPLIT + 3} holds a NaN or an infinity; drop or mend it"
     assert "differ in target features" in told[1] and "differ in settings" in told[2]
     assert "weights" in told[3] and "too little" in told[4] and 'group needs method "streamed"' in told[5]
     every = np.sort(np.concatenate([result["smallest"][1] for result in results]))

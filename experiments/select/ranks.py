@@ -1,0 +1,176 @@
+"""A selection over several processes: rank 0 reads, cleans, embeds, chooses and writes, and every rank maps its part of
+the rows in each pass of the transport solver.
+
+The rows are found by the names of their files, on a disk that all ranks see; features of a small pool are sent. What a
+pass sends is what `selection.transport.ranks` says: M sums, scalars, and once the subsample. Every rank computes on one
+thread, so that the answer has the same bits on any number of them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.recipe import Resolved
+from experiments.recipe.rules import check_split
+from experiments.run.console import Draw
+from experiments.select.select import select
+from finetune.config import Mesh
+from finetune.errors import UserError
+from finetune.launch import consistency, spawn, watchdog
+from selection import Pool
+from selection.features import sent_rows
+from selection.methods.base import Progress, Selector
+from selection.methods.gotd import GotDSelector
+from selection.transport.blocks import BLOCK
+
+if TYPE_CHECKING:
+    from finetune.parallel.mesh import World
+
+_LAGS = 1.5
+"""A rank that needs so many times the others' median for its rows is named."""
+
+
+def select_on_ranks(
+    resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None
+) -> dict[str, Any] | None:
+    """`select` as one of the processes that a launcher started; the manifest on rank 0, None on the others. Collective.
+
+    Raises what `select` raises, and UserError for a method that is not divided, ranks that differ in their recipe, or
+    more ranks than blocks of rows.
+    """
+    import torch
+    import torch.distributed as dist
+
+    recipe = resolved.recipe
+    check_split(recipe)
+    torch.set_num_threads(1)
+    size = int(os.environ["WORLD_SIZE"])
+    world = spawn.join(Mesh(dp=size, stall=recipe.mesh.stall), recipe.train.device)
+    if size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    consistency.require_agreement(world, consistency.intentions(recipe))
+    manifest = None
+    if world.rank == 0:
+        manifest = select(resolved, out, quiet=quiet, draw=draw, fit=_Ranks(world).fit)
+    else:
+        _Ranks(world).serve()
+    spawn.leave(world)
+    return manifest
+
+
+@dataclass
+class _Job:
+    """What a rank maps."""
+
+    settings: dict[str, Any]
+    """Of the selector."""
+    rows: Any
+    """(n, d): its part of the pool's features."""
+    weights: np.ndarray | None
+    target: Pool
+
+
+class _Ranks:
+    def __init__(self, world: World):
+        self.world = world
+
+    def fit(self, selector: Selector, pool: Pool, target: Pool, progress: Progress) -> None:
+        """On rank 0: `selector` is fitted by all ranks together."""
+        assert isinstance(selector, GotDSelector)
+        count, size = len(pool), self.world.size
+        blocks = -(-count // BLOCK)
+        if size > blocks:
+            raise UserError(
+                f"--processes {size}: {count:,} records are {blocks} blocks of {BLOCK:,} rows, and each process takes "
+                f"whole ones; take {blocks} or fewer"
+            )
+        edges = [min(count, BLOCK * (blocks * rank // size)) for rank in range(size + 1)]
+        settings = {name: value for name, value in selector.get_params().items() if name not in ("group", "device")}
+        seen = Pool(features=np.asarray(target.features), weights=target.weights)
+        weights = None if pool.weights is None else np.asarray(pool.weights, dtype=np.float64)
+        parts = list(zip(edges[:-1], edges[1:], strict=True))
+        jobs = [
+            _Job(settings, sent_rows(pool.features, a, b), None if weights is None else weights[a:b], seen)
+            for a, b in parts
+        ]
+        mine, figures = self._map(self._handed(jobs), progress)
+        scores, f = np.empty(count), np.empty(count)
+        nearest = np.empty(count, dtype=np.int64)
+        own: tuple[Any, ...] = (mine.scores_, mine.potentials_.f, mine.nearest_target_)
+        for rank, (low, high) in enumerate(parts):
+            for whole, part in zip((scores, f, nearest), own, strict=True):
+                whole[low:high] = part if rank == 0 else self._received(high - low, whole.dtype, rank)
+        selector.scores_, selector.nearest_target_ = scores, nearest
+        selector.potentials_ = replace(mine.potentials_, f=f, scores=scores, nearest=nearest)
+        selector.diagnostics_ = mine.diagnostics_ | {"processes": size}
+        if size > 1 and (slow := _lagging(figures)) is not None:
+            warnings.warn(slow, UserWarning, stacklevel=2)
+
+    def serve(self) -> None:
+        """On every other rank: map the part that rank 0 hands out, and send its scores."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rank 0 says it
+            fitted, _ = self._map(self._handed(None), None)
+        for part in (fitted.scores_, fitted.potentials_.f, fitted.nearest_target_):
+            self._send(np.ascontiguousarray(part))
+
+    def _map(self, job: _Job, progress: Progress | None) -> tuple[GotDSelector, list[tuple[str, float]]]:
+        """The selector of this rank's rows; and of every rank its place and its CPU seconds a row."""
+        import torch.distributed as dist
+
+        steps, began = 0, time.process_time()
+
+        def told(stage: str, done: int, total: int) -> None:
+            nonlocal steps
+            steps += 1
+            watchdog.progress(steps, stage)
+            if progress is not None:
+                progress(stage, done, total)
+
+        selector = GotDSelector(**job.settings, device=str(self.world.device), group=dist.group.WORLD)
+        with watchdog.unhurried("transport"):
+            selector.fit(Pool(features=job.rows, weights=job.weights), job.target, progress=told)
+        own = f"{socket.gethostname()}:{os.getpid()}", (time.process_time() - began) / len(job.rows)
+        figures: list[Any] = [None] * self.world.size
+        dist.all_gather_object(figures, own)
+        return selector, figures
+
+    def _handed(self, jobs: list[_Job] | None) -> _Job:
+        import torch.distributed as dist
+
+        found: list[Any] = [None]
+        dist.scatter_object_list(found, jobs, src=0)
+        assert isinstance(found[0], _Job)
+        return found[0]
+
+    def _send(self, array: np.ndarray) -> None:
+        import torch
+        import torch.distributed as dist
+
+        dist.send(torch.from_numpy(array), dst=0)
+
+    def _received(self, count: int, dtype: np.dtype[Any], rank: int) -> np.ndarray:
+        import torch
+        import torch.distributed as dist
+
+        found = torch.from_numpy(np.empty(count, dtype=dtype))
+        dist.recv(found, src=rank)
+        return found.numpy()
+
+
+def _lagging(figures: list[tuple[str, float]]) -> str | None:
+    """A sentence about the slowest rank, where it is much slower than the others."""
+    seconds = [each for _, each in figures]
+    usual = float(np.median(seconds))
+    rank = int(np.argmax(seconds))
+    if seconds[rank] <= _LAGS * usual:
+        return None
+    return f"rank {rank} ({figures[rank][0]}) lags: {seconds[rank] / usual:.1f} times the CPU time a row of the median"

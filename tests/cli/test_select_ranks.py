@@ -1,0 +1,142 @@
+"""`flatshift select` over several processes: the same files on any number, kills, torchrun, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.select.ranks import _lagging
+from flatshift import cli
+from tests.patience import HANG_S
+
+ROWS, TARGETS = 30_000, 400
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pool")
+    r = np.random.default_rng(0)
+    centres = 2 * r.standard_normal((6, 48))
+    np.save(folder / "x.npy", (centres[r.integers(0, 6, ROWS)] + r.standard_normal((ROWS, 48))).astype(np.float16))
+    np.save(folder / "y.npy", centres[r.integers(0, 3, TARGETS)] + 0.8 * r.standard_normal((TARGETS, 48)))
+    for name, count in (("pool", ROWS), ("target", TARGETS)):
+        rows = (json.dumps({"id": f"{name}-{i}", "text": f"{name} {i} {i * 7 % 13}"}) for i in range(count))
+        (folder / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return folder
+
+
+def flags(folder, out, *more):
+    given = {"pool": "pool.jsonl", "target": "target.jsonl", "pool-features": "x.npy", "target-features": "y.npy"}
+    named = [word for name, file in given.items() for word in (f"--{name}", str(folder / file))]
+    settings = ["--select.method.tolerance", "1e-7", "--select.checks", "false"]
+    return ["select", *named, "--budget", "200", "--out", str(out), *settings, *more]
+
+
+def started(arguments, *launcher):
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "flatshift", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def done(process):
+    said, _ = process.communicate(timeout=HANG_S)
+    return process.returncode, said
+
+
+def files(out):
+    return [(Path(out) / name).read_bytes() for name in ("scores.parquet", "selected.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def alone(inputs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone") / "out"
+    code, said = done(started(flags(inputs, out, "--processes", "1")))
+    assert code == 0, said
+    return out
+
+
+def test_three_processes_and_torchrun_write_the_files_of_one(inputs, alone, tmp_path):
+    code, said = done(started(flags(inputs, tmp_path / "three", "--processes", "3")))
+    assert code == 0, said
+    assert files(tmp_path / "three") == files(alone)
+    assert json.loads((tmp_path / "three" / "manifest.json").read_text())["selection"]["processes"] == 3
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    code, said = done(started(flags(inputs, tmp_path / "torchrun"), *torchrun))
+    assert code == 0, said
+    assert files(tmp_path / "torchrun") == files(alone)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_and_the_same_command_goes_on_to_the_same_bits(inputs, alone, tmp_path, rank):
+    command = flags(inputs, tmp_path / "out", "--processes", "2")
+    process = started(command)
+    reached = tmp_path / "out" / "state" / "kept" / "pass-0001-process-1.npz"
+    deadline = time.monotonic() + HANG_S
+    while not reached.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(child(process.pid, rank), signal.SIGKILL)
+    code, said = done(process)
+    assert code == 3, said
+    assert f"rank {rank} (pid " in said and "run the same command again" in said and "train --resume" not in said
+    code, said = done(started(command))
+    assert code == 0, said
+    assert "going on with the unfinished selection" in said and "the transport solve went on after pass" in said
+    assert files(tmp_path / "out") == files(alone)
+
+
+def child(launcher, rank):
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((place / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == launcher and f"RANK={rank}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                return int(place.name)
+        except OSError:
+            continue
+    raise AssertionError(f"rank {rank} of {launcher} is not there")
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--processes", "2", "--method", "knn"), "select.method.kind: knn is not divided among processes"),
+        (("--processes", "2", "--select.method.rounds", "3"), "select.method.rounds: 3 rounds are solved in one"),
+        (("--processes", "2", "--select.method.debiased", "true"), "select.method.debiased: "),
+        (("--processes", "0"), "--processes must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_one_sentence(inputs, tmp_path, capsys, more, told):
+    given = [word for word in flags(inputs, tmp_path / "out", *more) if word not in ("--select.method.tolerance", "1e-7")]
+    assert cli.run(given) == 2
+    said = capsys.readouterr().err
+    assert told in said and len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_processes_than_blocks_and_bad_rows_are_told_by_record(inputs, tmp_path):
+    code, said = done(started(flags(inputs, tmp_path / "out", "--processes", "9")))
+    assert code == 2 and "--processes 9: 30,000 records are 8 blocks of 4,096 rows" in said, said
+    x = np.load(inputs / "x.npy")
+    x[20_000, 3] = np.nan
+    np.save(tmp_path / "x.npy", x)
+    bad = ["--pool-features", str(tmp_path / "x.npy")]
+    code, said = done(started([*flags(inputs, tmp_path / "out", "--processes", "2"), *bad]))
+    assert code == 2 and "pool features: row 20000 holds a NaN" in said and "'pool-20000'" in said, said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_that_lags_is_named():
+    assert _lagging([("a:1", 1.0), ("b:2", 1.2), ("a:3", 1.1)]) is None
+    assert _lagging([("a:1", 1.0), ("b:2", 3.0), ("a:3", 1.0)]) == (
+        "rank 1 (b:2) lags: 3.0 times the CPU time a row of the median"
+    )
