@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.recipe.rules import CELL_RULES
+from experiments.recipe.rules import CELL_RULES, SPLIT_RULES
 from experiments.recipe.rules import RULES as RECIPE_RULES
 from finetune.config import Adapter, Mesh, Train
 from finetune.models.families import context_families, pipeline_families, tensor_plans
@@ -157,6 +157,8 @@ def page() -> str:
         *(f"- {rule.says.format(it='…')}" for rule in RECIPE_RULES),
         "\nIn the cells of a sweep or a comparison:\n",
         *(f"- {rule.says.format(it='…')}" for rule in CELL_RULES),
+        "\nIn a selection over several processes (`flatshift select --processes N`, or under torchrun):\n",
+        *(f"- {rule.says.format(it='…')}" for rule in SPLIT_RULES),
         "\nCells of a sweep that share a task share forward passes (`--stack`). A cell runs alone, and the sweep says",
         "why, where its task says so, or for one of these reasons:\n",
         *(f"- {reason.says.format(it='…')}" for reason in REASONS if reason.says != "{it}"),

@@ -151,8 +151,8 @@ CELL_RULES: tuple[Rule, ...] = (
 """What a cell of a sweep or study cannot be beside."""
 SPLIT_RULES: tuple[Rule, ...] = (
     Rule(
-        "select.method.kind: {it} is not divided among processes, only gotd is, whose passes over the pool need no more "
-        "of each other than sums; leave --processes out, or take gotd",
+        "select.method.kind: {it} is not divided among processes, only gotd is, whose passes over the pool need no "
+        "more of each other than sums; leave --processes out, or take gotd",
         lambda r: r.select is not None and not isinstance(r.select.method, GotD) and r.select.method.kind,
     ),
     Rule(

@@ -8,6 +8,7 @@ thread, so that the answer has the same bits on any number of them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -24,8 +25,8 @@ from experiments.run.console import Draw
 from experiments.select.select import select
 from finetune.config import Mesh
 from finetune.errors import UserError
-from finetune.launch import consistency, spawn, watchdog
-from selection import Pool
+from finetune.launch import consistency, failure, spawn, watchdog
+from selection import Pool, SelectionError
 from selection.features import sent_rows
 from selection.methods.base import Progress, Selector
 from selection.methods.gotd import GotDSelector
@@ -96,7 +97,7 @@ class _Ranks:
         settings = {name: value for name, value in selector.get_params().items() if name not in ("group", "device")}
         seen = Pool(features=np.asarray(target.features), weights=target.weights)
         weights = None if pool.weights is None else np.asarray(pool.weights, dtype=np.float64)
-        parts = list(zip(edges[:-1], edges[1:], strict=True))
+        parts = list(itertools.pairwise(edges))
         jobs = [
             _Job(settings, sent_rows(pool.features, a, b), None if weights is None else weights[a:b], seen)
             for a, b in parts
@@ -118,7 +119,11 @@ class _Ranks:
         """On every other rank: map the part that rank 0 hands out, and send its scores."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rank 0 says it
-            fitted, _ = self._map(self._handed(None), None)
+            try:
+                fitted, _ = self._map(self._handed(None), None)
+            except SelectionError:  # all have it, and rank 0 knows the records
+                failure.wait_for_cause()
+                raise
         for part in (fitted.scores_, fitted.potentials_.f, fitted.nearest_target_):
             self._send(np.ascontiguousarray(part))
 

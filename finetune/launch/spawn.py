@@ -243,7 +243,9 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> Cause:
     process = job.ranks[rank]
     where = f" {job.resume}" if job.resume is not None else ""
     if job.signals:
-        message = job.again or f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{where}`"
+        message = (
+            job.again or f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{where}`"
+        )
         return Cause(3, f"flatshift: interrupted: {message}", rank)
     if process.returncode >= 0:
         words = _kept(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]

@@ -18,7 +18,6 @@ from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import parse, split_overrides
 
-
 AGAIN = "what was reached is kept; run the same command again"
 
 

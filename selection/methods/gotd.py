@@ -79,8 +79,8 @@ class GotDSelector(Selector):
     1e-3 above. seed: of the subsample that large pools start from, and of what is held out. chunk: rows per tile, None
     to choose. memory_bytes: what the solver of large pools may hold. `nearest_target_` is the target that receives
     most of a row's mass; `potentials_` the whole solution (of the first round). cost, device, state, group: as in
-    `sinkhorn_potentials`, with a group all rows are this process's; in rounds, `state` has a folder for each solve. budget: how many will be selected, if that
-    is known; the overlap that the solver measures is then about it.
+    `sinkhorn_potentials`, with a group all rows are this process's; in rounds, `state` has a folder for each solve.
+    budget: how many will be selected, if that is known; the overlap that the solver measures is then about it.
 
     rounds above 1: `selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a round are
     its calibrated gradients, lowered by a constant where that is needed to come before the next round's (a gradient

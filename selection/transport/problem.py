@@ -158,8 +158,8 @@ def _read(
     cosine: bool,
     team: Team,
 ) -> tuple[Problem, Tree]:
-    """This process's part of `pose`: weights not yet scaled to sum 1, `mean` and `mean_cost` not yet known; and the sums
-    of its rows, times their weights."""
+    """This process's part of `pose`: weights not yet scaled to sum 1, `mean` and `mean_cost` not yet known; and the
+    sums of its rows, times their weights."""
     target = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
     same_width(x, target)
     finite_rows(target, "target", 0)

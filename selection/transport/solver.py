@@ -125,7 +125,7 @@ def sinkhorn_potentials(
     torch.distributed group; then x and a are this process's shard of the pool (shards follow one another by rank), y, b
     and all settings are the same everywhere, and rows are streamed. Where shards are whole blocks of
     `selection.transport.blocks` and torch has one thread everywhere, the answer's bits are those of one process with a
-    group of its own, whatever the number of processes; memory_bytes then excludes some 56 bytes for each row of a shard.
+    group of its own, whatever the number of processes; memory_bytes then excludes some 56 bytes a row.
 
     Raises SelectionError on shapes that do not match, empty or non-finite input, and settings out of range.
     """

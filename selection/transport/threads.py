@@ -67,7 +67,6 @@ class Crew:
         found = [part for part in parts if part is not None]
         return torch.stack(found).sum(0) if found else None
 
-
     def tree(
         self,
         n: int,

@@ -1,6 +1,7 @@
 """A transport solve has the same bits on one, two and four processes, and sums in blocks have them on any division."""
 
 import hashlib
+import itertools
 
 import numpy as np
 import pytest
@@ -105,6 +106,6 @@ def test_the_subsample_is_the_same_rows_however_the_pool_is_divided():
     assert (np.diff(whole) >= 0).all() and len(whole) == 900 and (a[whole] > 0).all()
     for cuts in ((2,), (1, 4)):
         edges = [0, *(BLOCK * cut for cut in cuts), len(a)]
-        parts = [a[low:high] for low, high in zip(edges, edges[1:], strict=False)]
+        parts = [a[low:high] for low, high in itertools.pairwise(edges)]
         drawn = [stratified(part, 900, 7, Member(parts, i)) + edges[i] for i, part in enumerate(parts)]
         assert (np.concatenate(drawn) == whole).all()

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from flatshift.command_line import parse, split_overrides
+from flatshift.commands.select import Flags
 from tests.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +85,7 @@ def test_the_array_and_its_merge_make_one_sweep(tmp_path: Path) -> None:
     script.write_text(blocks("bash")[0].replace("--array=1-8", "--array=1-2"), encoding="utf-8")
     ours = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m flatshift "$@" {SMALL}\n'
     environment = _cluster(tmp_path, ours)
-    for line in "".join(blocks("console")).splitlines():
+    for line in blocks("console")[0].splitlines():
         done = subprocess.run(
             line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S
         )
@@ -93,3 +95,12 @@ def test_the_array_and_its_merge_make_one_sweep(tmp_path: Path) -> None:
     assert sorted(whole["cell"]) == sorted(parts[0]["cell"] + parts[1]["cell"]) and len(whole["cell"]) == 4
     assert set(whole["status"]) == {"done"}
     assert not (tmp_path / "asked").exists()
+
+
+def test_the_commands_of_a_selection_over_processes_are_ours() -> None:
+    block = blocks("console")[1].replace("\\\n", " ")
+    for line in block.strip().splitlines():
+        words = shlex.split(line)
+        flags = words[words.index("select") + 1 :]
+        own, overrides = split_overrides(flags, Flags)
+        assert parse(Flags, "select", own).out == Path("selection") and not overrides

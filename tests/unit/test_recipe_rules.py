@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 
 from experiments.recipe.config import Recipe, Select, WarmUp
-from experiments.recipe.rules import CELL_RULES, RULES, check_cell, check_rules
+from experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_cell, check_rules, check_split
 from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
 from finetune.errors import UserError
 from finetune.stacked.refusing import REASONS
 from finetune.tasks import LanguageModel
 from regularizers.config import SAM
+from selection.config import KNN, GotD
 
 BASE = Recipe(task=LanguageModel())
 COMPILED = Train(compile=True)
@@ -70,5 +71,12 @@ def test_a_cell_is_not_tracked():
         check_cell(broken(tracker=Tracker(kinds=("wandb",))))
 
 
+def test_what_is_not_divided_among_processes():
+    for method, told in ((KNN(), "kind: knn"), (GotD(rounds=3), "rounds: 3"), (GotD(debiased=True), "debiased")):
+        with pytest.raises(UserError, match=rf"select\.method\.{told}"):
+            check_split(broken(select=Select(method=method)))
+    check_split(broken(select=Select()))
+
+
 def test_sentences_are_short():
-    assert all(len(rule.says) <= 300 for rule in (*RULES, *CELL_RULES, *REASONS))
+    assert all(len(rule.says) <= 300 for rule in (*RULES, *CELL_RULES, *SPLIT_RULES, *REASONS))
