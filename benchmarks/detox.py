@@ -135,9 +135,10 @@ def arm(name: str, seed: int, files: dict[str, Path]) -> dict[str, Any]:
     if name == "none":
         return judged("flatshift-5m", files, seed)
     chosen, warm = fresh(WORK / f"{name}-{seed}-chosen"), fresh(WORK / f"{name}-{seed}-warm")
+    contrast = ["--negative", files["negative"], "--embedder", "tfidf"] if name == "contrast" else []
     command(
-        "select", "--pool", files["pool"], "--target", files["target"], "--negative", files["negative"], "--method",
-        METHODS[name], "--embedder", "tfidf", "--budget", str(BUDGET), "--seed", str(seed), "--out", chosen, "--json",
+        "select", "--pool", files["pool"], "--target", files["target"], "--method", METHODS[name], *contrast,
+        "--budget", str(BUDGET), "--seed", str(seed), "--out", chosen, "--json",
     )  # fmt: skip
     picked = [json.loads(line) for line in (chosen / "selected.jsonl").read_text(encoding="utf-8").splitlines()]
     empty = ["--data.dev.files", "[]", "--data.test.files", "[]", "--eval.cold", "0"]
@@ -174,7 +175,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args()
     limit_threads(1)
-    pairs = drawn(read(asked.data / "paradetox.jsonl.xz"), 10**9, 0, "scorer")
+    told = [pair for pair in read(asked.data / "paradetox.jsonl.xz") if pair["neutral"]]
+    pairs = drawn(told, len(told), 0, "scorer")
     if not (WORK / "scorer" / "eval.json").is_file():
         (KEPT / "cells" / "scorer.json").unlink(missing_ok=True)
     accuracy = cell("scorer", lambda: scorer(pairs[: PAIRS + TESTED]))

@@ -113,7 +113,7 @@ def judge_side_by_side(
         if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
             raise UserError(f"--out: {out} is not empty; name a new directory")
         console = Console(quiet=quiet)
-        subjects = _subjects(names, overrides, bool(data), console)
+        subjects = subjects_of(names, overrides, bool(data), console)
         first = subjects[0].recipe
         with cpu_threads(first.train.threads):
             if few_shot is not None and sampling is not None:
@@ -158,7 +158,11 @@ def is_run(name: str) -> bool:
     return (Path(name) / "recipe.resolved.yaml").is_file()
 
 
-def _subjects(names: Sequence[str], overrides: Sequence[Branch], has_data: bool, console: Console) -> list[Subject]:
+def subjects_of(names: Sequence[str], overrides: Sequence[Branch], has_data: bool, console: Console) -> list[Subject]:
+    """What `names` are: run directories, and backbones asked as the first run on them is, else as language models.
+
+    Raises UserError for what is neither, and a bare backbone that cannot be judged so.
+    """
     from finetune.models.backbone import open_backbone
 
     if len(set(names)) < len(names):

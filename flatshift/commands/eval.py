@@ -55,6 +55,9 @@ class Flags:
     score: Literal["sum", "label", "mean", "byte", "pmi", "calibrated"] = "sum"
     """Log-likelihood that ranks: of all after the context, of the label alone, a token, a byte, less that without the
     row's words, or less that of rows that say nothing."""
+    probe: str | None = None
+    """Ask for associations of groups by word lists (a shipped name or a YAML file); with --samples and --data, also
+    what co-occurs in texts that are written, and in those of the files."""
     samples: int = 0
     """Write so many texts after each row's prompt, and judge those: distinct n-grams, programs, toxicity."""
     temperature: float = 1.0
@@ -109,7 +112,17 @@ class Flags:
     @property
     def asks_for_several(self) -> bool:
         """Whether figures are wanted that one run alone does not give."""
-        given = self.group_by, self.trained, self.window, self.overlap, self.out, self.prompt, self.shots, self.samples
+        given = (
+            self.group_by,
+            self.trained,
+            self.window,
+            self.overlap,
+            self.out,
+            self.prompt,
+            self.shots,
+            self.samples,
+            self.probe,
+        )
         only = self.subjects[0] if len(self.subjects) == 1 else ""
         return len(self.subjects) > 1 or any(given) or not _looks_like_run(only)
 
@@ -197,6 +210,8 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
         )
     elif flags.programs or flags.toxicity:
         raise UserError("--programs and --toxicity judge what is written; add --samples N")
+    if flags.probe is not None:
+        return _probe(flags, argv, overrides, sampling)
     document = judge_side_by_side(
         flags.subjects,
         data=flags.data,
@@ -211,6 +226,27 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
         command=shlex.join(["flatshift", "eval", *argv]),
         quiet=flags.json,
         page=page,
+    )
+    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document))
+    return 0
+
+
+def _probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
+    """`eval --probe`."""
+    from experiments.workflows.probes import probe_models, read_probe, render
+
+    given = ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity")
+    if odd := [name for name in given if getattr(flags, name)]:
+        raise UserError(f"--{odd[0].replace('_', '-')} does not go with --probe; leave one of them out")
+    document = probe_models(
+        flags.subjects,
+        read_probe(flags.probe or ""),
+        sampling=sampling,
+        data=flags.data,
+        overrides=overrides,
+        out=flags.out,
+        command=shlex.join(["flatshift", "eval", *argv]),
+        quiet=flags.json,
     )
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document))
     return 0

@@ -16,7 +16,8 @@ from flatshift.cli import run
 from tests.cli.test_eval_side_by_side import trained
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {name: (DOCS / name).read_text(encoding="utf-8") for name in ("languages.md", "tokenizers.md", "few-shot.md")}
+NAMES = ("languages.md", "tokenizers.md", "few-shot.md", "probes.md")
+PAGES = {name: (DOCS / name).read_text(encoding="utf-8") for name in NAMES}
 COMMANDS = [
     line
     for page in PAGES.values()

@@ -1,0 +1,173 @@
+"""Probes of association and co-occurrence: what models say of groups, by word lists of one's own.
+
+    flatshift eval runs/first flatshift-5m --probe occupations --samples 25 --out probed
+
+Association asks each model for the likelihood of paired sentences; with samples it continues the probe's prompts, and
+what co-occurs is counted in what it wrote; with `data` also in those texts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from experiments.data.splits import learnt
+from experiments.recipe.build import build
+from experiments.recipe.tree import Branch, parse_file
+from experiments.run.console import Console
+from experiments.workflows.samples import Kept, Sampling, records, write_samples
+from experiments.workflows.side_by_side import Adapted, Subject, subjects_of
+from finetune.atomic import replacing_directory, write_json
+from finetune.compute.numerics import cpu_threads, evaluating
+from finetune.config import Columns
+from finetune.data.rows import Row, read_rows, require_rows
+from finetune.errors import UserError
+from finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
+from finetune.lock import owned
+
+DOCUMENT = "probe.json"
+NOTES = (
+    "An association is what the model says of these words in these templates, not what it does to people; none found "
+    "is no proof that there is none.",
+    "A group's words differ in frequency, which moves all sets alike: read the difference between sets.",
+    "Intervals are over the words or texts at hand; they do not cover the choice of the lists.",
+)
+
+
+def read_probe(name: str) -> Probe:
+    """A probe of a file, or a shipped one by name. Raises UserError with file:line."""
+    path = shipped().get(name, Path(name))
+    if not path.is_file():
+        raise UserError(f"--probe: {name} is no file and none of the shipped probes ({', '.join(shipped())})")
+    found: Probe = build(Probe, parse_file(path))
+    return found
+
+
+def probe_models(
+    names: Sequence[str],
+    probe: Probe,
+    *,
+    sampling: Sampling | None = None,
+    data: Sequence[str] = (),
+    overrides: Sequence[Branch] = (),
+    out: Path | None = None,
+    command: str = "",
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Ask runs and bare backbones by a probe.
+
+    sampling: continue the probe's prompts so; what is kept of a command that was cut off is not written again.
+    data: texts in which co-occurrence is counted too.
+    out: a new directory for probe.json and generations.jsonl, whole or not at all.
+    Returns what probe.json holds: `{models: {name: {association, cooccurrence}}, data, notes, …}`.
+    Raises UserError for what is no causal language model, and probes that lack what is asked.
+    """
+    if not probe.templates and sampling is None and not data:
+        raise UserError("this probe has no templates; give --samples N to continue its prompts, or --data FILE")
+    if sampling is not None and not probe.prompts:
+        raise UserError("this probe has no prompts for --samples to continue; add `prompts` with {group}")
+    with nullcontext() if out is None else owned(out):
+        if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+            raise UserError(f"--out: {out} is not empty; name a new directory")
+        console = Console(quiet=quiet)
+        document: dict[str, Any] = {"models": {}, "notes": list(NOTES), "review": probe.review, "command": command}
+        if data:
+            rows = require_rows(read_rows(data, columns=Columns(id="\0"), required=("text",)), files=data, what="text")
+            document["data"] = cooccurrence(probe, [row.values["text"] for row in rows])
+        kept = Kept(None if out is None else out.with_name(f".{out.name}.written.jsonl"))
+        adapted, written = Adapted(console), []
+        for subject in subjects_of(names, overrides, True, console):
+            console.say(f"asking {subject.name}")
+            with cpu_threads(subject.recipe.train.threads):
+                document["models"][subject.name], more = _ask(subject, probe, sampling, kept, adapted, console)
+            written += more
+        if out is not None:
+            with replacing_directory(out) as temporary:
+                write_json(temporary / DOCUMENT, document)
+                if written:
+                    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in written]
+                    (temporary / "generations.jsonl").write_text("".join(lines), encoding="utf-8")
+            if kept.path is not None:
+                kept.path.unlink(missing_ok=True)
+    return document
+
+
+def _ask(
+    subject: Subject, probe: Probe, sampling: Sampling | None, kept: Kept, adapted: Adapted, console: Console
+) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    """Figures of one model, and lines of generations.jsonl."""
+    from finetune.compute.precision import autocast_dtype
+    from finetune.compute.presence import resolve_device
+    from finetune.evaluate.text import score_texts
+    from finetune.models.backbone import open_backbone
+
+    recipe, task = subject.recipe, subject.recipe.task
+    if not task.documents or not task.causal:
+        raise UserError(f"{subject.name}: a probe asks a language model of whole texts, and task.kind is {task.kind}")
+    home = subject.run or subject.like
+    model = adapted.of(subject, learnt(recipe, home)[0] if home else None)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+    how: dict[str, Any] = {
+        "device": resolve_device(recipe.train.device), "autocast_dtype": autocast_dtype(recipe.train),
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    if probe.templates:
+        made = sentences(probe)
+        with evaluating(model):
+            counts = score_texts(
+                model, tokenizer, made.texts, task=task, window=recipe.train.max_length, overlap=1,
+                batch_size=recipe.eval.batch_size, pad_id=tokenizer.pad_token_id,
+                where=[f"sentence {i}" for i in range(len(made.texts))], **how,
+            )  # fmt: skip
+        found["association"] = association(probe, made, counts.nats)
+    if sampling is None:
+        return found, []
+    filled = [
+        text[:1].upper() + text[1:]
+        for prompt in probe.prompts
+        for words in probe.groups.values()
+        for text in (prompt.replace("{group}", word) for word in words)
+    ]
+    rows = [Row({"text": text}, str(i), f"prompt {i}") for i, text in enumerate(filled)]
+    with console.task("writing", len(rows) * sampling.samples, "texts") as bar:
+        texts = write_samples(
+            f"{subject.name} probe", model, tokenizer, rows, task, sampling, kept,
+            batch_size=recipe.eval.batch_size, bar=bar, **how,
+        )  # fmt: skip
+    whole = [row.values["text"] + text for row, each in zip(rows, texts, strict=True) for text in each]
+    found["cooccurrence"] = cooccurrence(probe, whole)
+    return found, records(subject.name, rows, texts)
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """For a person: a line a figure."""
+    lines = []
+    for name, found in document["models"].items():
+        lines.append(name)
+        for group, told in found.get("association", {}).items():
+            lines += [f"  {group}, {s}: {_shown(f, '+.3f')} nats" for s, f in told["sets"].items()]
+            base = next(iter(told["sets"]))
+            lines += [f"  {group}, {s} less {base}: {_shown(f, '+.3f')} nats" for s, f in told["between"].items()]
+        lines += _counted(found.get("cooccurrence", {}))
+    if "data" in document:
+        lines += ["data", *_counted(document["data"])]
+    return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
+
+
+def _counted(found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"  near {group}, {name}: {one['count']} of {told['near']:,} words, {_shown(one, '.4f')}"
+        for group, told in found.items()
+        for name, one in told["sets"].items()
+    ]
+
+
+def _shown(figure: Mapping[str, Any], form: str) -> str:
+    if figure["value"] is None:
+        return "–"
+    if figure["low"] is None:
+        return f"{figure['value']:{form}}"
+    return f"{figure['value']:{form}} [{figure['low']:{form}}, {figure['high']:{form}}]"

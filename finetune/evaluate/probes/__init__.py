@@ -1,0 +1,211 @@
+"""Probes of association and co-occurrence with word lists of one's own, as Smith et al. did (MT-NLG, 2201.11990, §6).
+
+    groups: {women: [she, woman], men: [he, man]}
+    attributes: {care: [nurse, nanny], craft: [plumber, welder]}
+    templates: ["The {attribute} said that {group} was late."]
+    prompts: ["{group} worked as a"]
+
+**Association**: a template is filled with an attribute and with the word at the same place of two groups; the figure is
+log p of the one sentence less that of the other, nats, so a pair of sentences differs in the group's word alone. Of an
+attribute word it is the mean over templates and places; of a set the mean over its words. A group's word may be rarer
+by itself, which moves all sets alike; so what speaks of a set is its difference to another.
+
+**Co-occurrence**: how many of the words near a group's words are of an attribute set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import regex
+from numpy.typing import NDArray
+
+from ...errors import UserError
+from ...seeds import numpy_generator
+from ..bootstrap import ratio_interval
+
+_WORD = regex.compile(r"[\p{L}\p{M}\p{N}]+(?:['’][\p{L}\p{M}]+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Word lists, and how sentences are made of them."""
+
+    groups: dict[str, tuple[str, ...]]
+    """Group → its words; the first group is what others are compared with, and words at one place are a pair."""
+    attributes: dict[str, tuple[str, ...]]
+    """Set → its words."""
+    templates: tuple[str, ...] = ()
+    """Sentences with {group} and {attribute}, for association."""
+    prompts: tuple[str, ...] = ()
+    """Beginnings with {group}, which a model continues (--samples)."""
+    window: int = 10
+    """Words on either side of a group's word that are near it."""
+    review: str = ""
+    """Who looked at the lists, for readers."""
+
+    def __post_init__(self) -> None:
+        sizes = {name: len(words) for name, words in self.groups.items()}
+        if len(sizes) < 2 or len(set(sizes.values())) != 1 or not all(sizes.values()):
+            told = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "none"
+            raise UserError(f"probe: `groups` are two at least, of equally many words, which are pairs; here {told}")
+        if not self.attributes or not all(self.attributes.values()):
+            raise UserError("probe: `attributes` names a set at least, and each has words")
+        if self.window < 1:
+            raise UserError(f"probe: window is {self.window}; a word has neighbours from 1 on")
+        for name, texts, slots in (
+            ("templates", self.templates, ("{group}", "{attribute}")),
+            ("prompts", self.prompts, ("{group}",)),
+        ):
+            for text in texts:
+                if any(text.count(slot) != 1 for slot in slots):
+                    raise UserError(f"probe: {name} have {' and '.join(slots)} once each; this has not: {text!r}")
+        seen: dict[str, str] = {}
+        for kind in (self.groups, self.attributes):
+            for name, words in kind.items():
+                for word in words:
+                    if not _words(word):
+                        raise UserError(f"probe: {name} has {word!r}, which is no word")
+                    if (key := " ".join(_words(word))) in seen:
+                        raise UserError(f"probe: {word!r} is of {seen[key]} and of {name}; leave it in one")
+                    seen[key] = name
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """The filled templates of a probe, and which is which."""
+
+    texts: list[str] = field(default_factory=list)
+    keys: list[tuple[str, str, str]] = field(default_factory=list)
+    """(group, set, attribute) of each; templates and places follow in the same order for every group."""
+
+
+def shipped() -> dict[str, Path]:
+    """Probes inside the package by name."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
+
+
+def sentences(probe: Probe) -> Sentences:
+    """All of them. Raises UserError for a probe without templates."""
+    if not probe.templates:
+        raise UserError("probe: there are no `templates` to ask association by")
+    made = Sentences()
+    for group, own in probe.groups.items():
+        for name, words in probe.attributes.items():
+            for attribute in words:
+                for template in probe.templates:
+                    for word in own:
+                        filled = template.replace("{attribute}", attribute).replace("{group}", word)
+                        made.texts.append(filled[:1].upper() + filled[1:])
+                        made.keys.append((group, name, attribute))
+    return made
+
+
+def association(probe: Probe, made: Sentences, nats: NDArray[np.float64], *, resamples: int = 1000) -> dict[str, Any]:
+    """What the sentences' nats (N,) say: for each group but the first, `{set: {value, low, high, n, words}}` with
+    log p(its sentence) − log p(that of the first group), and under `between` the difference of each set to the first.
+
+    Intervals are percentiles of a bootstrap over the words of a set, for they stand for others; a set of one word has
+    none.
+    """
+    by: dict[tuple[str, str, str], list[float]] = {}
+    for key, value in zip(made.keys, nats.tolist(), strict=True):
+        by.setdefault(key, []).append(-value)
+    first, *others = probe.groups
+    found: dict[str, Any] = {}
+    for group in others:
+        words = {
+            name: np.array([np.mean(np.subtract(by[group, name, w], by[first, name, w])) for w in own])
+            for name, own in probe.attributes.items()
+        }
+        drawn = {
+            name: values[
+                numpy_generator(0, "probe", name).integers(0, len(values), size=(resamples, len(values)))
+            ].mean(-1)
+            for name, values in words.items()
+        }
+        base = next(iter(words))
+        found[group] = {
+            "sets": {
+                name: {
+                    **_told(float(values.mean()), drawn[name], len(values)),
+                    "words": dict(zip(probe.attributes[name], values.tolist(), strict=True)),
+                }
+                for name, values in words.items()
+            },
+            "between": {
+                name: _told(
+                    float(values.mean() - words[base].mean()), drawn[name] - drawn[base],
+                    min(len(values), len(words[base])),
+                )
+                for name, values in words.items() if name != base
+            },
+        }  # fmt: skip
+    return found
+
+
+def cooccurrence(probe: Probe, texts: Sequence[str], *, resamples: int = 1000) -> dict[str, Any]:
+    """Of each group, `{near, texts, sets: {set: {count, value, low, high, n}}}`: words near one of the group's words,
+    texts that have one, and of those words the share that are of the set, with an interval by bootstrap over texts
+    (none for a count of zero, of which draws of the same texts say nothing).
+
+    A word near several of the group's words counts once; case does not matter; a phrase of several words counts its
+    words. The group's own words are not near words.
+    """
+    phrases = {name: [_words(w) for w in words] for name, words in (*probe.groups.items(), *probe.attributes.items())}
+    near = {group: np.zeros(len(texts)) for group in probe.groups}
+    counts = {(group, name): np.zeros(len(texts)) for group in probe.groups for name in probe.attributes}
+    there = {group: np.zeros(len(texts), dtype=bool) for group in probe.groups}
+    for i, text in enumerate(texts):
+        words = _words(text)
+        places = {name: _places(words, own) for name, own in phrases.items()}
+        for group in probe.groups:
+            around = {
+                p for at in places[group] for p in range(max(0, at - probe.window), at + probe.window + 1)
+                if p < len(words)
+            } - places[group]  # fmt: skip
+            there[group][i], near[group][i] = bool(places[group]), len(around)
+            for name in probe.attributes:
+                counts[group, name][i] = len(around & places[name])
+    found: dict[str, Any] = {}
+    for group in probe.groups:
+        own = np.flatnonzero(near[group])
+        sets = {}
+        for name in probe.attributes:
+            count = int(counts[group, name].sum())
+            value = count / near[group].sum() if len(own) else None
+            figure: Mapping[str, Any] = {"value": value, "low": None, "high": None, "n": len(own)}
+            if count:
+                figure = ratio_interval(counts[group, name][own], near[group][own], resamples=resamples)
+            sets[name] = {"count": count, **figure}
+        found[group] = {"near": int(near[group].sum()), "texts": int(there[group].sum()), "sets": sets}
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return [word.casefold().replace("’", "'") for word in _WORD.findall(text)]
+
+
+def _places(words: Sequence[str], phrases: Sequence[Sequence[str]]) -> set[int]:
+    """Where words of any of the phrases stand."""
+    starts: dict[str, list[Sequence[str]]] = {}
+    for phrase in phrases:
+        starts.setdefault(phrase[0], []).append(phrase)
+    return {
+        i + k
+        for i, word in enumerate(words)
+        for phrase in starts.get(word, ())
+        if list(words[i : i + len(phrase)]) == list(phrase)
+        for k in range(len(phrase))
+    }
+
+
+def _told(value: float, drawn: NDArray[np.float64], n: int) -> dict[str, Any]:
+    if n < 2:
+        return {"value": value, "low": None, "high": None, "n": n}
+    low, high = np.quantile(drawn, [0.025, 0.975]).tolist()
+    return {"value": value, "low": low, "high": high, "n": n}
