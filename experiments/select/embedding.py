@@ -22,8 +22,9 @@ from finetune.errors import UserError, user_path
 from finetune.seeds import derive
 from selection.config import Backbone, Encoder, Features, Gradients, Static, TfIdf, TokenNgrams, needs
 from selection.errors import BadRow
-from selection.features import FeatureCache, TakenRows, in_shards, load_features
+from selection.features import FeatureCache, TakenRows, in_shards, load_features, open_directory
 from selection.features.cache import SHARD_ROWS
+from selection.features.directory import FeatureDirectory
 from selection.validation import same_width
 
 HELD_BYTES = 256 << 20
@@ -291,13 +292,31 @@ def _texts(records: Records) -> list[str]:
 
 def _own(path: str, records: Records, index: np.ndarray, name: str) -> Any:
     """The user's features at `index`: row i of the file belongs to record i before any filter."""
-    matrix = load_features(path)
+    directory = open_directory(path, f"--{name}-features") if user_path(path).is_dir() else None
+    matrix: Any = load_features(path) if directory is None else directory
     if len(matrix) != records.total:
         raise UserError(
             f"--{name}-features: {path} has {len(matrix)} rows for {records.total} records; "
             "they must be in file order, one row per record"
         )
+    if directory is not None and directory.has_ids:
+        _same_ids(directory, records, name)
     taken = TakenRows(matrix, index)
     if taken.nbytes <= HELD_BYTES:
         return np.asarray(taken)
     return matrix if len(index) == len(matrix) and (index[:-1] < index[1:]).all() else taken
+
+
+def _same_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
+    """Refuse shards whose ids are not those of the records that were kept, each in its place. Raises UserError."""
+    place, found, ids = -1, "", directory.ids()
+    for row in records.rows:
+        if row.index < place:  # rows that were drawn in another order
+            place, ids = -1, directory.ids()
+        while place < row.index:
+            place, found = place + 1, next(ids)
+        if found not in (row.id, row.id.rpartition("#")[0]):  # a piece is called <id>#<k>
+            raise UserError(
+                f"--{name}-features: row {place} of {directory.directory} is of {found!r}, and the record there "
+                f"({row.where}) is {row.id!r}; write the shards in the order of the files"
+            )

@@ -15,6 +15,8 @@ _HOME = {
     "TfIdfEmbedder": "tfidf",
     "in_shards": "cache",
     "load_features": "matrix",
+    "open_directory": "directory",
+    "seal": "directory",
     "normalised": "pooling",
     "pool_features": "pooling",
     "read_layout": "pooling",

@@ -18,7 +18,7 @@ class Features:
 
     kind: Literal["features"] = "features"
     pool: str = ""
-    """`.npy` file, N×d."""
+    """`.npy` file, N×d, or a directory of feature shards with its `manifest.json` (docs/feature-shards.md)."""
     target: str = ""
     """`.npy` file, M×d."""
     negative: str = ""
