@@ -239,6 +239,10 @@ class Train:
 
     steps: int = 200
     """Optimizer updates."""
+    epochs: float | None = None
+    """How often the fine-tune goes through its training rows (packed rows where those are packed), instead of `steps`;
+    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`. Not
+    for sources mixed by weight, nor for cells of a sweep or study."""
     batch_size: int = 16
     """Rows of one micro-batch, over all data-parallel ranks together."""
     accumulate: int = 1
@@ -321,7 +325,8 @@ class Train:
             self, seed=(0, 2**63 - 1), skip_nonfinite=(0, None), threads=(1, None), max_dropped=(0, 1), max_cut=(0, 1)
         )
         check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
-        check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096))
+        check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096), epochs=(0, None))
+        refuse_zero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
         if self.max_dropped is not None and self.overlong != "drop":
             raise ValueError("max_dropped is of what `overlong: drop` leaves out; set that, or leave max_dropped out")
         if self.spikes is not None and self.save_every == 0:

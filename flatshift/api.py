@@ -70,7 +70,10 @@ def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolv
     if isinstance(recipe, str | Path):
         return load_recipe(recipe, overrides)
     if isinstance(recipe, Recipe):
-        recipe = resolve_tree(from_mapping({k: v for k, v in vars(recipe).items()}, "Recipe"), (), name="recipe")
+        given: dict[str, Any] = dict(vars(recipe))
+        if recipe.train.epochs is not None:  # a Train has steps always, said or not
+            given["train"] = {k: v for k, v in vars(recipe.train).items() if k != "steps"}
+        recipe = resolve_tree(from_mapping(given, "Recipe"), (), name="recipe")
     if not isinstance(recipe, Resolved):
         raise _wrong(function, "recipe", "what load_recipe returns, a Recipe, a shipped name or a file", recipe)
     if not overrides:

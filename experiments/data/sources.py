@@ -285,16 +285,23 @@ def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | No
     """
     if mixture is None or not mixture.strict:
         return
+    supply(batches_ahead(recipe, train, mixture, seed=seed), mixture, recipe.train.steps)
+
+
+def batches_ahead(recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int) -> Batches:
+    """The stage's batches for counting, before there is a model: which rows come when, padded with zeros.
+
+    seed: of the stage. Raises UserError as `Batches`.
+    """
     from finetune.models.backbone import open_backbone
 
     settings, task = recipe.train, recipe.task
     masking = task.masking(open_backbone(recipe.backbone).tokenizer) if task.hides_tokens else None
-    batches = Batches(
+    return Batches(
         train, task=recipe.task, batch_size=settings.batch_size, accumulate=settings.accumulate,
         seed=seed, max_length=settings.max_length, pad_id=0, mixture=mixture,
         group=settings.group, masking=masking,
     )  # fmt: skip
-    supply(batches, mixture, settings.steps)
 
 
 def padding_line(batches: Batches, train: Train) -> str:

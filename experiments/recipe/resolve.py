@@ -20,6 +20,8 @@ from selection.config import Features
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
+_LENGTHS = ("steps", "epochs")
+"""Of `train`: both say how long; the upper layer's word counts."""
 _MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.device", "data.cache")
 
 
@@ -85,7 +87,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
             base_path = _locate(base.value, path)
         except UserError as error:
             raise UserError(f"{base.where}: {error}") from None
-        tree = merge(_read(base_path, (*seen, path)), tree)
+        tree = lay(_read(base_path, (*seen, path)), (tree,))
     return tree
 
 
@@ -108,10 +110,42 @@ def recipe_tree(reference: str) -> Branch:
 
 def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
     """Lay overrides over a tree and build it, as `load_recipe`."""
+    origins: Origins = {}
+    recipe = build(of, lay(tree, overrides), origins=origins)
+    if recipe.train.epochs is not None and "train.steps" in origins:
+        raise UserError(
+            f"{origins['train.epochs']}: train.epochs and train.steps ({origins['train.steps']}) both say how long to "
+            "train; leave one of them out"
+        )
+    return Resolved(_anchored(recipe), name, origins)
+
+
+def lay(tree: Tree, overrides: Sequence[Tree]) -> Tree:
+    """`tree` with all of `overrides` laid over it, later ones on top.
+
+    Where these say how long to train, by `train.steps` or by `train.epochs`, what `tree` says of it in the other way
+    goes.
+    """
+    given = {key for override in overrides for key in _LENGTHS if _train(override).get(key) is not None}
+    if len(given) == 1 and isinstance(tree, Branch):
+        (key,) = given
+        train = {name: child for name, child in _train(tree).items() if name == key or name not in _LENGTHS}
+        if len(train) < len(_train(tree)):
+            block = tree.children["train"]
+            assert isinstance(block, Branch)
+            tree = dataclasses.replace(
+                tree, children={**tree.children, "train": dataclasses.replace(block, children=train)}
+            )
     for override in overrides:
         tree = merge(tree, override)
-    origins: Origins = {}
-    return Resolved(_anchored(build(of, tree, origins=origins)), name, origins)
+    return tree
+
+
+def _train(tree: Tree) -> dict[str, Tree]:
+    """What a recipe's tree says of training; a null says nothing of how long."""
+    block = tree.children.get("train") if isinstance(tree, Branch) else None
+    said = dict(block.children) if isinstance(block, Branch) else {}
+    return {k: v for k, v in said.items() if not (k in _LENGTHS and isinstance(v, Leaf) and v.value is None)}
 
 
 def _anchored(recipe: Recipe) -> Recipe:
@@ -281,6 +315,8 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
         child_path = f"{path}.{field.name}" if path else field.name
         if child_path == "extends":
             continue  # already laid under; the resolved file stands alone
+        if child_path == "train.steps" and value.epochs is not None:
+            continue  # nobody knows them yet
         if dataclasses.is_dataclass(child):
             lines.append(f"{pad}{field.name}:")
             lines += _dump(child, origins, child_path, depth + 1)

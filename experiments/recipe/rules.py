@@ -77,6 +77,11 @@ RULES: tuple[Rule, ...] = (
         lambda r: r.task.pack and r.train.group,
     ),
     Rule(
+        "train.epochs: sources mixed by weight come round at different times, so that none of them ends an epoch; give "
+        "train.steps",
+        lambda r: r.train.epochs is not None and r.data.train.sources is not None,
+    ),
+    Rule(
         "data.train.sources.{it}.when_over: refuse cannot be promised with train.spikes, which leaves batches out and "
         "reads on; set it to repeat, or leave spikes out",
         lambda r: r.train.spikes is not None and _strict_source(r),
@@ -146,6 +151,10 @@ CELL_RULES: tuple[Rule, ...] = (
     Rule(
         "tracker.kinds: the cells of a sweep or study are not tracked; leave the block out",
         lambda r: bool(r.tracker.kinds),  # there would be one run for each of hundreds of cells
+    ),
+    Rule(
+        "train.epochs: the cells of a sweep or study are planned before their rows are counted; give train.steps",
+        lambda r: r.train.epochs is not None,
     ),
 )
 """What a cell of a sweep or study cannot be beside."""

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 from experiments.recipe import Resolved
 from experiments.recipe.build import nearest
 from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import recipe_tree, resolve_tree
-from experiments.recipe.tree import Branch, Tree, merge
+from experiments.recipe.resolve import lay, recipe_tree, resolve_tree
+from experiments.recipe.tree import Branch
 from experiments.results.cells import read_result
 from experiments.run.console import Console
 from experiments.studies.cell import Cell
@@ -64,9 +64,7 @@ def study_recipe(
     """
     from experiments.recipe.precision import settled_tree
 
-    tree: Tree = recipe_tree(reference)
-    for override in overrides:
-        tree = merge(tree, override)
+    tree = lay(recipe_tree(reference), overrides)
     name = Path(reference).stem
     tree = settled_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=of)
     resolved = resolve_tree(tree, (), name=name, of=of)

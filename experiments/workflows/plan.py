@@ -11,6 +11,7 @@ from typing import Any
 
 from experiments.recipe import load_recipe
 from experiments.recipe.tree import Branch
+from finetune.errors import UserError
 from finetune.planner.cluster import Cluster, layouts, read_sizes, table
 from finetune.planner.rules import Settings
 
@@ -39,6 +40,8 @@ def plan(
     """
     found = load_recipe(recipe, overrides).recipe
     train = found.train
+    if train.epochs is not None and tokens is None:
+        raise UserError("train.epochs: plan reads no rows to count; give --tokens or train.steps")
     if train.precision == "auto":
         train = dataclasses.replace(train, precision=_AUTO)  # type: ignore[arg-type]
     cluster = Cluster.parse(gpus, node=node, link=link, network=network)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import yaml
 
+from experiments.data.epochs import in_steps
 from experiments.data.lengths import check_memory
 from experiments.data.sources import check_supply, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
@@ -112,6 +113,10 @@ def train(
         resolved = settled(resolved, say=said.append)
         recipe = resolved.recipe
         prepared = prepare(recipe)
+        if recipe.train.epochs is not None:
+            resolved = in_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
+            recipe = resolved.recipe
+            said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
         manifest = _manifest(recipe, prepared)

@@ -28,6 +28,7 @@ def strict():
 
 RECIPES = {
     "train.group: length": broken(task=LanguageModel(pack=True), train=Train(group="length")),
+    "train.epochs: sources mixed by weight": broken(data=strict().data, train=Train(epochs=2.0)),
     "data.train.sources.wiki.when_over": strict(),
     "optimizer.kind: adamw-8bit": broken(optimizer=Optimizer(kind="adamw-8bit"), mesh=Mesh(auto=True)),
     "optimizer.kind: gauss-newton solves least squares": broken(optimizer=Optimizer(kind="gauss-newton", clip=None)),
@@ -76,6 +77,11 @@ def test_what_is_not_divided_among_processes():
         with pytest.raises(UserError, match=rf"select\.method\.{told}"):
             check_split(broken(select=Select(method=method)))
     check_split(broken(select=Select()))
+
+
+def test_a_cell_has_no_epochs():
+    with pytest.raises(UserError, match=r"train\.epochs: the cells"):
+        check_cell(broken(train=Train(epochs=2.0)))
 
 
 def test_sentences_are_short():

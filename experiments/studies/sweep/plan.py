@@ -11,8 +11,8 @@ from typing import Any
 
 from experiments.recipe import Resolved, from_override
 from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import get_dotted, recipe_tree, resolve_tree
-from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse
+from experiments.recipe.resolve import get_dotted, lay, recipe_tree, resolve_tree
+from experiments.recipe.tree import Branch, Leaf, Tree, parse
 from experiments.studies.cell import Cell, cell_of, label_of
 from experiments.studies.sweep.axes import Axes, Design, Range, Values, points_of
 from finetune.errors import UserError
@@ -48,8 +48,7 @@ class Base:
     def of(cls, recipe: str | Resolved, overrides: Sequence[Branch]) -> Base:
         """The recipe file, shipped recipe or resolved recipe with `overrides` laid over it."""
         tree: Tree = parse(recipe.to_yaml(), recipe.name) if isinstance(recipe, Resolved) else recipe_tree(recipe)
-        for override in overrides:
-            tree = merge(tree, override)
+        tree = lay(tree, overrides)
         name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
