@@ -62,6 +62,14 @@ class Sizes:
     """Elements of a block's matrices."""
     experts: int = 0
     """Of a block; 0: every token meets all weights."""
+    head: int = 0
+    """Channels of an attention head."""
+    normed: bool = False
+    """Whether queries and keys are normed by head (Qwen3)."""
+    ranks: tuple[int, int] = (0, 0)
+    """Sum of the ranks of a block's adapted layers: in attention, elsewhere."""
+    trained: tuple[int, int] = (0, 0)
+    """Elements of a block's adapters: in attention, elsewhere."""
     positions: int | None = None
     """Tokens of the longest row that the backbone was made for; None: it does not say."""
 
@@ -84,7 +92,8 @@ class Sizes:
     ) -> Sizes:
         """The sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
-        ends, trained, inputs, multiplied, gated, adapted = [], 0, 0, 0, False, set()
+        ends, trained, inputs, multiplied, gated, adapted, normed = [], [0, 0], 0, 0, False, set(), False
+        ranks = [0, 0]
         for name, shape in shapes.items():
             place = _BLOCK.match(name)
             if place is None:
@@ -96,9 +105,12 @@ class Sizes:
             blocks[key] = blocks.get(key, 0) + math.prod(shape)
             multiplied += math.prod(shape) if len(shape) == 2 else 0
             gated |= bool(re.search(r"gate_proj|wi_1|w1\.weight", name))
+            normed |= bool(re.search(r"\bq_norm\.weight", name))
             if len(shape) == 2 and _adapted(name, adapter):
                 rank = by_pattern(adapter.ranks, name.removesuffix(".weight"), adapter.rank)
-                trained += rank * sum(shape) + (shape[0] if adapter.dora else 0)
+                outside = not re.search(r"attn|attention", name, re.IGNORECASE)
+                trained[outside] += rank * sum(shape) + (shape[0] if adapter.dora else 0)
+                ranks[outside] += rank
                 inputs += shape[1]
                 adapted.add(key[1])
         if not blocks:
@@ -115,10 +127,14 @@ class Sizes:
             wide=4 if gated else 5 if "gelu_new" in config.values() else 3,
             blocks=tuple(blocks.values()),
             ends=tuple(sorted(ends, reverse=True)),
-            adapter=trained,
+            adapter=sum(trained),
             inputs=inputs // len(blocks),
             below=min(adapted, default=0),
             products=multiplied // len(blocks),
+            head=_first(config, "head_dim", default=hidden // heads),
+            normed=normed,
+            ranks=(ranks[0] // len(blocks), ranks[1] // len(blocks)),
+            trained=(trained[0] // len(blocks), trained[1] // len(blocks)),
             experts=max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0),
             positions=next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None),
         )
@@ -180,7 +196,8 @@ def footprint(backbone: Sizes, *, mesh: Mesh, adapter: Adapter, train: Train, ro
         weights=stage // (shards if mesh.zero == 3 else 1),
         gathered=gathered,
         adapter=_STATE_BYTES * backbone.adapter // (mesh.pp * held),
-        activations=int(_activations(backbone, mesh, adapter, train, width) * _in_flight(mesh, train, rows)),
+        activations=int(_activations(backbone, mesh, adapter, train, width) * _in_flight(mesh, train, rows))
+        + _casts(backbone, mesh, train),
         logits=min(_LOGITS_BYTES, 4 * tokens * backbone.vocabulary),
     )
 
@@ -188,14 +205,18 @@ def footprint(backbone: Sizes, *, mesh: Mesh, adapter: Adapter, train: Train, ro
 def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, width: int) -> float:
     """Bytes that the blocks of one rank keep for backward of one row.
 
-    In units of T·D bytes a block keeps: two norms' inputs in float32; query, key, value and the attention's result;
-    of the feed-forward what its activation needs and its result; the inputs of the adapters. Within 5 % of what
-    autograd keeps for Llama blocks, within 15 % for Qwen3 and GPT-2.
+    In units of T·D bytes a block keeps: two norms' inputs in float32; query, key, value and the attention's result,
+    and inputs of their norms in float32; of the feed-forward what its activation needs and its result; the inputs of
+    the adapters, and what comes out of their A; the sums of softmax and norms. Within 0.5 % of what autograd keeps for
+    Llama, Qwen2 and Qwen3 blocks with all linear layers adapted (tests/unit/test_plan_trace.py); with fewer it is too
+    much.
     """
-    whole = 8.0 + 2 * width
-    cut = (4 + backbone.wide * backbone.feed_forward / backbone.hidden) * width
-    if train.checkpointing == "selective":
-        cut -= 4 * width
+    hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
+    whole = 8.0 + 2 * width + (8 + width * (backbone.ranks[0] * attends + backbone.ranks[1])) / hidden
+    cut = backbone.wide * backbone.feed_forward / hidden * width
+    if attends:
+        cut += (4 * width * heads * backbone.head + 4 * heads) / hidden
+        cut += 4 * (heads + backbone.groups) * (backbone.head + 1) / hidden if backbone.normed else 0
     if adapter.dropout > 0:
         whole += (width + 1) * backbone.inputs / backbone.hidden
     block = (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
@@ -203,6 +224,15 @@ def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, wi
     between = width / (mesh.tp if mesh.sequence_parallel else 1)  # what a recomputed block begins with
     kept = between * layers + block if train.checkpointing == "full" else block * layers
     return kept * train.max_length * backbone.hidden / mesh.cp
+
+
+def _casts(backbone: Sizes, mesh: Mesh, train: Train) -> int:
+    """Bytes of the copies in fewer bits that autocast keeps of float32 adapters, once for all rows."""
+    if train.precision == "fp32" or train.adapter_precision == "bf16":
+        return 0
+    attention, rest = backbone.trained
+    layers = 1 if train.checkpointing == "full" else math.ceil(len(backbone.blocks) / mesh.pp)
+    return 2 * layers * (rest + (attention if train.checkpointing != "selective" else 0))
 
 
 def _in_flight(mesh: Mesh, train: Train, rows: int) -> float:

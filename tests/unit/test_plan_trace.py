@@ -1,0 +1,105 @@
+"""The closed form of activations beside a trace: the real model and PEFT's own LoRA on fake tensors, nothing computed.
+
+Two and four blocks at three lengths: their difference is a block, and the parabola through the lengths parts what is of
+the adapters' copies (constant), of tokens (linear) and of the dense mask that only the CPU's attention keeps (T², left
+out: on CUDA rows padded on the right take the kernel's own causal mask).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.compute.numerics import without_input_casts
+from finetune.compute.precision import autocast
+from finetune.config import Adapter, Mesh, Train
+from finetune.parallel.activation_checkpoint import checkpoint_activations
+from finetune.planner.cluster import KNOWN
+from finetune.planner.footprint import Sizes, footprint
+
+_SMALL = {"vocab_size": 5000, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama": KNOWN["llama-3.2-3b"],
+    "llama, as many keys as queries": KNOWN["llama-2-7b"],
+    "mistral": KNOWN["mistral-7b"],
+    "qwen2": KNOWN["qwen2.5-0.5b"],
+    "qwen3": {**_SMALL, "model_type": "qwen3", "intermediate_size": 3072, "head_dim": 128},
+}
+LENGTHS = (256, 512, 1024)
+
+
+def _model(shape: Mapping[str, Any], blocks: int) -> Any:
+    config = transformers.CONFIG_MAPPING[shape["model_type"]].from_dict({**shape, "num_hidden_layers": blocks})
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def _sizes(shape: Mapping[str, Any], blocks: int, adapter: Adapter) -> Sizes:
+    model = _model(shape, blocks)
+    return Sizes.of(model.config.to_dict(), {name: tuple(p.shape) for name, p in model.named_parameters()}, adapter)
+
+
+def _saved(shape: Mapping[str, Any], blocks: int, tokens: int, adapter: Adapter, train: Train) -> int:
+    """Bytes that autograd keeps of one row."""
+    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+    config = peft.LoraConfig(r=adapter.rank, target_modules=adapter.targets, task_type="CAUSAL_LM")
+    model: Any = peft.get_peft_model(_model(shape, blocks).to(dtype), config, low_cpu_mem_usage=True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    checkpoint_activations(model, train.checkpointing)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu").train()
+        own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        kept = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage  # held, so that no other gets its place
+            return tensor.detach()
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with autocast(train, torch.device("cpu")), without_input_casts(model, train), hooks:
+            logits = model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits
+        assert logits.shape[1] == tokens
+        return sum(storage.nbytes() for storage in kept.values())
+
+
+def _cases() -> list[Any]:
+    """All families in bf16, each way and precision once for Llama; the rest is slow."""
+    cases = []
+    for name, how, precision in itertools.product(SHAPES, ("none", "selective", "full"), ("bf16", "fp32")):
+        quick = (how, precision) == ("none", "bf16") or (name == "llama" and (how != "none") != (precision == "fp32"))
+        cases.append(pytest.param(name, how, precision, marks=() if quick else pytest.mark.slow))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "checkpointing", "precision"), _cases())
+def test_a_block_keeps_what_the_trace_says(name: str, checkpointing: Any, precision: Any) -> None:
+    shape, adapter = SHAPES[name], Adapter(rank=16)
+
+    def trained(tokens: int) -> Train:
+        return Train(precision=precision, checkpointing=checkpointing, max_length=tokens, batch_size=1)
+
+    def closed(blocks: int, tokens: int) -> int:
+        sizes = _sizes(shape, blocks, adapter)
+        return footprint(sizes, mesh=Mesh(), adapter=adapter, train=trained(tokens)).activations
+
+    traced = [
+        (_saved(shape, 4, n, adapter, trained(n)) - _saved(shape, 2, n, adapter, trained(n))) / 2 for n in LENGTHS
+    ]
+    square, slope, constant = np.polyfit(LENGTHS, traced, 2)
+    width = 2 if precision == "bf16" else 4
+    assert square == pytest.approx(width if checkpointing == "none" else 0, abs=1e-3)
+    for tokens in LENGTHS:
+        said = (closed(4, tokens) - closed(2, tokens)) / 2
+        assert said == pytest.approx(slope * tokens + constant, rel=0.005)
