@@ -32,6 +32,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "mistral": KNOWN["mistral-7b"],
     "qwen2": KNOWN["qwen2.5-0.5b"],
     "qwen3": {**_SMALL, "model_type": "qwen3", "intermediate_size": 3072, "head_dim": 128},
+    "gpt2": {
+        **{"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_positions": 1024, "vocab_size": 5000},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    },
 }
 LENGTHS = (256, 512, 1024)
 
@@ -78,7 +82,13 @@ def _cases() -> list[Any]:
     """All families in bf16, each way and precision once for Llama; the rest is slow."""
     cases = []
     for name, how, precision in itertools.product(SHAPES, ("none", "selective", "full"), ("bf16", "fp32")):
-        quick = (how, precision) == ("none", "bf16") or (name == "llama" and (how != "none") != (precision == "fp32"))
+        if name == "gpt2" and precision == "bf16":  # a CPU's autocast keeps LayerNorm in bf16, a CUDA device's does not
+            continue
+        quick = (
+            name == "gpt2"
+            or (how, precision) == ("none", "bf16")
+            or (name == "llama" and (how != "none") != (precision == "fp32"))
+        )
         cases.append(pytest.param(name, how, precision, marks=() if quick else pytest.mark.slow))
     return cases
 
