@@ -172,8 +172,8 @@ class Run:
 
     @cached_property
     def predictions(self) -> dict[str, Predictions]:
-        """What it said of each row, by split; empty where that was not kept."""
-        return read_predictions(self.path)
+        """What it said of each row, by split; empty where that was not kept, or is of several models."""
+        return {} if self.evaluation else read_predictions(self.path)
 
     @cached_property
     def cold(self) -> dict[str, Judged]:

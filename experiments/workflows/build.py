@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,9 @@ def judge_splits(
             )  # fmt: skip
             say(f"{split}: {', '.join(shown(result[split]))}")
             if keep is not None and split != "train":
-                kept[split] = {"row": _places(examples), "text": _texts(examples, tokenizer), **said}
+                kept[split] = {"row": places_of(examples), "text": texts_of(examples, tokenizer), **said}
     if keep is not None and engine.is_main and kept:
-        write_predictions(keep, kept)
+        write_predictions(keep, kept.items())
     return result
 
 
@@ -146,42 +146,50 @@ def judge_cold(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepare
         recipe, engine, tokenizer, some, task=recipe.task, split=split, label_names=prepared.label_names, said=said
     )
     if engine.is_main:
-        write_predictions(folder / "cold.parquet", {split: {"row": _places(some), **said}})
+        write_predictions(folder / "cold.parquet", [(split, {"row": places_of(some), **said})])
         write_json(folder / "cold.json", {split: found})
 
 
-_SHOWN, _LONGEST = 2000, 600
+TEXTS_KEPT, _LONGEST = 2000, 600
 """Rows of a split whose text is kept beside what was said of them, and characters of each."""
 
 
-def _places(examples: Sequence[Example]) -> list[str]:
+def places_of(examples: Sequence[Example]) -> list[str]:
     """File and line, the file by its name: the same rows elsewhere are the same."""
     return [example.where.rpartition("/")[2] for example in examples]
 
 
-def _texts(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
+def texts_of(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
     """What the model read of each of the first examples, up to its answer where there is one."""
     found: list[str | None] = [None] * len(examples)
-    for place, example in enumerate(examples[:_SHOWN]):
+    for place, example in enumerate(examples[:TEXTS_KEPT]):
         ids, labels = example.input_ids, example.labels
         if example.prompt is not None:
             ids = example.prompt
         elif isinstance(labels, list) and example.decoder_ids is None and IGNORE in labels and example.words is None:
             answer = next((i for i, label in enumerate(labels) if label != IGNORE), len(ids))
             ids = ids[:answer] if answer > 1 else ids  # one token before it: the beginning of a text
-        text = " ".join(str(tokenizer.decode(ids[:_LONGEST], skip_special_tokens=True)).split())
-        found[place] = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+        found[place] = shortened_text(str(tokenizer.decode(ids[:_LONGEST], skip_special_tokens=True)))
     return found
 
 
-def write_predictions(path: Path, splits: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
-    """What was said of each row: `split, row, text`, and the columns of `finetune.evaluate.judge.Judge.said`."""
+def shortened_text(text: str) -> str:
+    """One line of at most 600 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+
+
+def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Sequence[Any]]]]) -> None:
+    """What was said of each row: `split, row, text`, and the columns of `finetune.evaluate.judge.Judge.said`.
+
+    splits: pairs of a split's name and its columns, of as many entries as the split has rows.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     tables = [
         pa.table({"split": [split] * len(columns["row"]), **{k: pa.array(v) for k, v in columns.items()}})
-        for split, columns in splits.items()
+        for split, columns in splits
     ]
     with replacing(path) as temporary:
         pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary)

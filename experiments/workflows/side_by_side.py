@@ -28,7 +28,13 @@ from experiments.recipe.precision import settled
 from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import Branch, from_override, merge
 from experiments.run.console import Console
-from experiments.workflows.build import shown
+from experiments.workflows.build import (
+    TEXTS_KEPT,
+    shortened_text,
+    shown,
+    texts_of,
+    write_predictions,
+)
 from experiments.workflows.few_shot import FewShot, Ranked, mcnemar, rank_rows, read_shots
 from experiments.workflows.generate import adapted_recipe, alone
 from experiments.workflows.initial_adapter import check_run
@@ -76,6 +82,8 @@ class Findings:
     """How a subject answered a split, where it was asked by a prompt."""
     written: list[Mapping[str, Any]] = field(default_factory=list)
     """Lines of generations.jsonl."""
+    said: list[tuple[str, Mapping[str, Sequence[Any]]]] = field(default_factory=list)
+    """A split and the columns of predictions.parquet, of each subject in turn."""
 
 
 def judge_side_by_side(
@@ -104,7 +112,8 @@ def judge_side_by_side(
     few_shot: put the rows by a prompt, and rank its candidates, instead of what the subjects' tasks do.
     sampling: write several texts after each row as a prompt, and ask those.
     overrides: as a recipe's, for bare backbones that no run is beside; of runs only `train.device`.
-    out: a new directory for evaluation.json, eval.json and, by `page`, report.html; whole or not at all.
+    out: a new directory for evaluation.json, eval.json, predictions.parquet (of written samples: generations.jsonl)
+        and, by `page`, report.html; whole or not at all.
     Returns what evaluation.json holds.
     Raises UserError for what is neither a run nor a backbone, subjects that cannot be judged on these rows, and a
     column that rows lack.
@@ -130,6 +139,8 @@ def judge_side_by_side(
                 if found[0].written:
                     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in found[0].written]
                     (temporary / "generations.jsonl").write_text("".join(lines), encoding="utf-8")
+                if found[0].said:
+                    write_predictions(temporary / "predictions.parquet", found[0].said)
                 if page is not None:
                     (temporary / "report.html").write_text(page(document), encoding="utf-8")
             if how.kept.path is not None:
@@ -367,6 +378,7 @@ def _judge_one(
     }
     for split, rows in splits.items():
         into: dict[str, Figure] = {}
+        said: dict[str, Any] = {}
         seed = derive(recipe.train.seed, "bootstrap", split)
         draw: dict[str, Any] = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence, "seed": seed}
         if asked.few_shot is not None:
@@ -377,6 +389,7 @@ def _judge_one(
                 name: group_interval(figure, [every], **draw) for name, figure in into.items()
             }
             found.ranked[subject.name, split] = ranked
+            said |= {"text": _heads(rows), "predicted": ranked.predictions[0], "accuracy": ranked.right.mean(axis=0)}
             found.notes += [note for note in ranked.notes if note not in found.notes]
             places = [row.where for row in rows]
         elif asked.sampling is not None:
@@ -394,7 +407,7 @@ def _judge_one(
             places = [row.where for row in rows]
         elif task.documents and recipe.adapter.projector is None:
             found.intervals.setdefault(subject.name, {})[split] = _documents(
-                model, tokenizer, rows, recipe, asked, how, into, draw, found.notes
+                model, tokenizer, rows, recipe, asked, how, into, draw, found.notes, said
             )
             places = [row.where for row in rows]
         else:
@@ -421,11 +434,22 @@ def _judge_one(
                 label_names=names,
                 seed=seed,
                 figures=into,
+                said=said,
                 **how,
             )
             places = [example.where for example in examples]
+            said["text"] = texts_of(examples, tokenizer)
         found.figures[subject.name, split] = into
         found.rows[subject.name, split] = places
+        if said:
+            named = {"subject": [subject.name] * len(places), "row": [where.rpartition("/")[2] for where in places]}
+            found.said.append((split, {**named, "text": said.pop("text"), **said}))
+
+
+def _heads(rows: Sequence[Row]) -> list[str | None]:
+    """The beginning of the first rows' texts; None of the others."""
+    texts = [shortened_text(str(row.values.get("text", ""))) for row in rows[:TEXTS_KEPT]]
+    return [*texts, *[None] * (len(rows) - len(texts))]
 
 
 def _documents(
@@ -438,6 +462,7 @@ def _documents(
     into: dict[str, Figure],
     draw: Mapping[str, Any],
     notes: list[str],
+    said: dict[str, Any],
 ) -> dict[str, Any]:
     from finetune.evaluate.text import dictionary_missing, score_texts
 
@@ -456,6 +481,7 @@ def _documents(
             where=[row.where for row in rows],
             **how,
         )
+    said |= {"text": _heads(rows), "loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
     if (note := dictionary_missing(texts)) and note not in notes:
         notes.append(note)
     return counts.figures(into=into, **draw)

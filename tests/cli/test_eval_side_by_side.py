@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
@@ -39,6 +40,17 @@ def asked(capsys: pytest.CaptureFixture, *words: object) -> dict:
     capsys.readouterr()
     assert run(["eval", *map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def kept(out: Path, split: str = "data") -> dict[str, dict[str, list]]:
+    """What predictions.parquet says of a split, by subject."""
+    found: dict[str, dict[str, list]] = {}
+    for row in pq.read_table(out / "predictions.parquet").to_pylist():
+        if row["split"] == split:
+            for column, value in row.items():
+                found.setdefault(row["subject"], {}).setdefault(column, []).append(value)
+    assert len(found) > 1
+    return found
 
 
 def test_runs_and_backbone_over_one_load(runs, tmp_path, capsys, monkeypatch):
@@ -77,12 +89,20 @@ def test_runs_and_backbone_over_one_load(runs, tmp_path, capsys, monkeypatch):
     flat = json.loads((out / "eval.json").read_text())
     assert f"{names[0]} data lang=de" in flat
     assert run(["report", str(out), "--out", str(tmp_path / "again.html")]) == 0
+    for name, said in kept(out).items():
+        assert len(said["row"]) == len(ROWS) and said["row"][0] == "texts.jsonl:1" and all(said["text"])
+        loss = sum(said["loss"]) / sum(said["loss.count"])
+        assert loss == pytest.approx(found["figures"][name]["data"]["loss"]["value"])
 
 
 def test_ranked_completions_have_groups_and_a_bare_backbone(tmp_path, capsys):
     words = {"data.dev.limit": 4, "data.test.limit": 20, "train.steps": 1}
     path = trained(tmp_path / "rank", "classify", **words, **{"task.kind": "completion", "task.score": "rank"})
-    found = asked(capsys, path, "flatshift-5m", "--group-by", "label")
+    out = tmp_path / "judged"
+    found = asked(capsys, path, "flatshift-5m", "--group-by", "label", "--out", out)
+    for name, said in kept(out, "test").items():
+        hits = [label == predicted for label, predicted in zip(said["label"], said["predicted"], strict=True)]
+        assert sum(hits) / 20 == pytest.approx(found["figures"][name]["test"]["accuracy"]["value"])
     assert {"accuracy", "f1_macro", "matthews"} <= set(found["figures"]["flatshift-5m"]["test"])
     difference = found["differences"][f"{path} − flatshift-5m"]["test"]
     assert "accuracy" in difference and "majority_floor" not in difference
@@ -149,6 +169,9 @@ def test_few_shot_by_a_prompt_with_its_page(runs, tmp_path, capsys):
     assert set(few["subjects"]["flatshift-5m"]["data"]["by_score"]) == {"sum", "label", "mean", "byte", "calibrated"}
     assert 0 <= few["mcnemar"][f"{runs[0]} − flatshift-5m"]["data"]["p"] <= 1
     assert found["figures"]["flatshift-5m"]["data"]["chance"]["value"] == pytest.approx(1 / 3)
+    for name, said in kept(out).items():
+        assert set(said["predicted"]) <= {"entailment", "neutral", "contradiction"} and said["text"][5] == "A man 5"
+        assert sum(said["accuracy"]) / 6 == pytest.approx(found["figures"][name]["data"]["accuracy"]["value"])
     assert "How it was asked" in (out / "report.html").read_text()
     mistakes = (
         (["--shots", "2"], "need --prompt"),

@@ -12,7 +12,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from experiments.report import build_report
 from experiments.report.blocks import Table
-from experiments.report.chapters import predictions, selection
+from experiments.report.chapters import predictions, selection, sweep_verdicts
 from experiments.results.predictions import Predictions
 from experiments.results.run import read_run
 
@@ -87,9 +87,32 @@ def test_choices_show_their_targets_and_can_be_searched(tmp_path: Path) -> None:
     assert 'type="search"' in text and "first &lt;target&gt;" in text
 
 
+def test_choices_that_are_not_on_the_page_are_counted_and_their_file_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("experiments.results.run._SHOWN", 12)
+    ids = [f"r{i}" for i in range(20)]
+    table = {"id": ids, "score": np.arange(20.0) - 30, "rank": range(1, 21), "selected": [True] * 18 + [False] * 2}
+    pq.write_table(pa.table(table), tmp_path / "scores.parquet")
+    lines = [{"id": i, "text": f"text of {i}", "score": -1.0, "rank": n} for n, i in enumerate(ids[:18], 1)]
+    (tmp_path / "selected.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sections = {section.title: section for section in selection.part(read_run(tmp_path)).sections}
+    found = sections["The first 12 of 18 choices"]
+    assert len(found.blocks[0].rows) == 12 and "All choices" not in sections
+    assert "The other 6 are not on this page" in found.lead and "selected.jsonl has all" in found.lead
+
+
 def test_empty_columns_are_left_out() -> None:
     table = Table(["a", "b", "c", "d"], [["", "–", "1", ""], ["", "", "2", "x"]], numeric=frozenset({2, 3})).shown()
     assert (table.columns, table.rows, table.numeric) == (["a", "c", "d"], [["", "1", ""], ["", "2", "x"]], {1, 2})
+
+
+def test_a_caption_of_verdicts_explains_the_columns_that_are_there(monkeypatch) -> None:
+    monkeypatch.setattr(sweep_verdicts, "_row", lambda judged: judged)
+    bare = sweep_verdicts.verdict_table([["rank", "–", "undecided", *["–"] * 6]], 0.01)
+    assert bare.columns == ["along", "verdict"] and bare.caption.startswith("One verdict per curve")
+    words = ("Height", "80 % power", "Threshold", "Training loss p")
+    assert not any(word in bare.caption for word in words)
+    full = sweep_verdicts.verdict_table([["rank", "a = 1", "peak", "0.01", "4", "0.2", "0.1", "8", "0.5"]], 0.01)
+    assert all(word in full.caption for word in words) and "crosses 0.01" in full.caption
 
 
 def test_the_page_says_what_the_adapter_changed(tmp_path: Path) -> None:

@@ -120,8 +120,14 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
         )
         sections.append(Section("First choices", [Cards(cards)], lead))
     if len(selection.top) > len(cards):
-        lead = f"The first {len(selection.top):,} in rank order, to be searched; selected.jsonl has all, whole."
-        sections.append(Section("All choices", [_lookup(run, selection)], lead, folded=True))
+        taken = max(len(selection.top), selection.taken if selection.table is not None else 0)
+        where = f"{(selection.path / 'selected.jsonl').relative_to(run.path)} has"
+        title, lead = "All choices", f"All {taken:,} in rank order, to be searched; {where} their whole records."
+        if taken > len(selection.top):
+            title = f"The first {len(selection.top):,} of {taken:,} choices"
+            lead = f"In rank order, to be searched. The other {taken - len(selection.top):,} are not on this page; "
+            lead += f"{where} all of them, whole."
+        sections.append(Section(title, [_lookup(run, selection)], lead, folded=True))
     if facts:
         sections.append(Section("Solver and features", [Pairs(facts)], folded=True))
     return sections

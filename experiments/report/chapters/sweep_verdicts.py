@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -23,19 +24,27 @@ def verdict_table(judged: Sequence[Judged], epsilon: float) -> Table | None:
     if not judged:
         return None
     rows = [_row(j) for j in judged]
-    return Table(
+    table = Table(
         [
             "along", "setting", "verdict", "peak test p", "peak at", "height", "found with 80 % power", "threshold",
             "training loss p",
         ],
         rows,
+        numeric=frozenset({3, 5, 6, 7, 8}),
+    ).shown()  # fmt: skip
+    of_columns = {
+        "height": "Height: above the higher flank, with its 95 % interval, in the units of the curve; no peak was "
+        "found where none is given.",
+        "found with 80 % power": "Found with 80 % power: at the inner point where runs scatter most.",
+        "threshold": f"Threshold: where the mean train error crosses {epsilon:g}, between points.",
+        "training loss p": "Training loss p: of a peak of the training loss, which is no double descent.",
+    }
+    caption = (
         "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
-        "evenly spread on a log axis. Height: above the higher flank, with its 95 % interval, in the units of the "
-        "curve; no peak was found where none is given. Found with 80 % power: at the inner point where runs scatter "
-        f"most. Threshold: where the mean train error crosses {epsilon:g}, between points. Training loss "
-        "p: of a peak of the training loss, which is no double descent.",
-        frozenset({3, 5, 6, 7, 8}),
-    )  # fmt: skip
+        "evenly spread on a log axis."
+    )
+    told = [sentence for column, sentence in of_columns.items() if column in table.columns]
+    return dataclasses.replace(table, caption=" ".join([caption, *told]))
 
 
 def _row(judged: Judged) -> list[str]:
