@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -136,7 +137,7 @@ def main() -> None:
     if asked.rank_of is not None:
         solve(asked.rows, asked.rank_of)
         return
-    bench = Benchmark("scale")
+    bench = Benchmark("scale", command=" ".join(["python -m benchmarks.scale", *sys.argv[1:]]))
     runs: dict[int, list[dict[str, Any]]] = {count: [] for count in COUNTS}
     for repeat in range(asked.repeats):
         for count in COUNTS if repeat % 2 == 0 else COUNTS[::-1]:
