@@ -210,6 +210,7 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
     """Shapes of the model that a configuration describes, built on meta."""
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
@@ -228,6 +229,13 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
             if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
                 auto = transformers.AutoModel
             model = auto.from_config(made)
+    except StrictDataclassError as error:  # sizes that contradict each other, perhaps by a default
+        names = transformers.CONFIG_MAPPING[kind].attribute_map
+        absent = [name for name in _NEEDED if not {name, names.get(name)} & config.keys()]
+        hint = f"; it lacks {absent[0]}" if absent else ""
+        raise UserError(
+            f"{where}: its config.json does not describe a model ({error.__cause__ or error}){hint}"
+        ) from None
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise UserError(f"{where}: its config.json does not describe a model ({str(error).splitlines()[0]})") from None
     if lacks:
