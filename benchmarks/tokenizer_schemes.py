@@ -19,7 +19,7 @@ from experiments.workflows.tokenizer_schemes import train_schemes
 from finetune.train.small_decoder import SmallDecoder
 
 OUT, KEPT = ROOT / ".bench" / "tokenizer_schemes", RESULTS / "tokenizer_schemes"
-MODEL = SmallDecoder(bytes=400_000)
+MODEL = SmallDecoder(bytes=150_000)
 
 
 def main() -> None:
