@@ -22,7 +22,8 @@ _WRITES = {"chat", "completion", "seq2seq"}
 def say(table: str, commands: Sequence[Sequence[str]]) -> None:
     """Print `table` and `commands`, one a line, as a shell takes them."""
     lines = [*table.splitlines(), "next:", *(f"  {shlex.join(words)}" for words in commands)]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    text = "\n".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")  # half a surrogate pair is no text
+    print(text, file=sys.stderr, flush=True)
 
 
 def of_training(path: Path) -> None:

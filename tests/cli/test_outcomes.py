@@ -74,7 +74,8 @@ def test_a_native_call_does_not_hold_back_the_end_of_a_selection(tmp_path: Path,
     short = "warmup --select.budget 20 --select.pool.limit 200 --select.embedder.dim 16 --select.checks false"
     words = ["select", *short.split(), "--out", str(tmp_path / "picked")]
     code = f"""
-        import ctypes, sys, threading
+        import ctypes, signal, sys, threading
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
         import experiments.select.select as journey
         def uninterrupted(*_, **__):
             threading.Timer(1, print, ["inside"], {{"flush": True}}).start()

@@ -215,6 +215,7 @@ _MAY_ASK = {
     "launch/spawn.py": "sets a process up",
     "planner/devices.py": "counts devices",
     "train/out_of_memory.py": "says whose memory was short",
+    "train/peak_memory.py": "asks the one who counts: the allocator, or the kernel",
     "planner/memory.py": "prints the type",
     "parallel/mesh.py": "names the mesh's type",
     "parallel/fsdp.py": "names a mesh's type",
