@@ -32,6 +32,7 @@ from experiments.studies.directory import at_work, await_orphans, results_of
 from experiments.studies.progress import Progress
 from finetune.atomic import sweep_leftovers
 from finetune.errors import Interrupted
+from finetune.launch.spawn import THREADS
 from finetune.run_directory import RunDirectory, disk_full_interrupts
 
 Unit = tuple[Cell, ...]
@@ -370,8 +371,7 @@ def start_worker(parent: int, threads: int) -> None:
     The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait
     for each other (evaluation was eight times slower). An orphan must not write into a study that somebody restarted.
     """
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = str(threads)
+    os.environ.update(dict.fromkeys(THREADS, str(threads)))
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -45,7 +45,7 @@ _TICK = 0.05
 _KILL_SECONDS = 5.0
 _RANK_BYTES = 1 << 28
 """What a rank takes before it has a model: the interpreter and torch."""
-THREADS = ("OMP_NUMTHREADS", "MKL_NUMTHREADS", "OPENBLAS_NUMTHREADS")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _BY_ITSELF = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 """Signals by which a rank more often ends because of another than of its own accord."""
 

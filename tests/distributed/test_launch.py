@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from finetune.launch.rendezvous import FolderBoard
+from finetune.launch.spawn import spawn
 from finetune.launch.watchdog import Beat, Watch
 from tests.patience import HANG_S
 
@@ -245,3 +246,14 @@ def test_a_board_of_files(tmp_path: Path) -> None:
     board.put("a", "2")
     assert board.get("a") == "2" and not board.claim("a", "3") and board.claim("b", "4")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_ranks_get_the_threads_that_they_are_to_have(tmp_path: Path) -> None:
+    """In the environment, before torch and BLAS look."""
+    code = f"""
+import os, pathlib
+names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names))
+"""
+    assert spawn(["-c", code], ranks=2, threads=3) == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["3 3 3"] * 2
