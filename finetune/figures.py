@@ -16,6 +16,15 @@ def per_second(rate: float, unit: str) -> str:
     return f"{rate:,.0f} {unit}/s" if rate >= 99.5 else f"{rate:.3g} {unit}/s"
 
 
+def interval_text(figure: Mapping[str, Any], form: str) -> str:
+    """`0.52 [0.49, 0.55]` of `{value, low, high}` by a format; without an interval the value alone, or a dash."""
+    if figure["value"] is None:
+        return "–"
+    if figure["low"] is None:
+        return f"{figure['value']:{form}}"
+    return f"{figure['value']:{form}} [{figure['low']:{form}}, {figure['high']:{form}}]"
+
+
 def beside_text(plan: Mapping[str, Any]) -> str:
     """Predicted beside measured of a stage (`plan` of its done.json): `memory of updates 80.0 MiB predicted, 84.0 MiB
     measured (+5 %)`; empty where nothing was measured."""

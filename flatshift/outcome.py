@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.tasks import KINDS
+
 if TYPE_CHECKING:
     from experiments.results.run import Run
 
 _TOP, _VERDICTS, _TEXT = 3, 6, 64
-_WRITES = {"chat", "completion", "seq2seq"}
-"""Kinds of task whose runs can be talked to."""
 
 
 def say(table: str, commands: Sequence[Sequence[str]]) -> None:
@@ -49,7 +49,8 @@ def after_run(run: Run) -> list[list[str]]:
     if files:
         found.append(["flatshift", "predict", path, "--data", files[0], "--out", f"{run.path.name}-predictions.csv"])
     task = run.recipe.get("task")
-    if isinstance(task, dict) and task.get("kind") in _WRITES:
+    kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
+    if kind is not None and (made := kind()).writes and not made.documents:
         found.insert(0, ["flatshift", "chat", path])
     return [*found, ["flatshift", "merge", path], ["flatshift", "export", path]]
 

@@ -26,6 +26,7 @@ from finetune.config import Columns
 from finetune.data.rows import Row, read_rows, require_rows
 from finetune.errors import UserError
 from finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
+from finetune.figures import interval_text
 from finetune.lock import owned
 
 DOCUMENT = "probe.json"
@@ -148,9 +149,11 @@ def render(document: Mapping[str, Any]) -> str:
     for name, found in document["models"].items():
         lines.append(name)
         for group, told in found.get("association", {}).items():
-            lines += [f"  {group}, {s}: {_shown(f, '+.3f')} nats" for s, f in told["sets"].items()]
+            lines += [f"  {group}, {s}: {interval_text(f, '+.3f')} nats" for s, f in told["sets"].items()]
             base = next(iter(told["sets"]))
-            lines += [f"  {group}, {s} less {base}: {_shown(f, '+.3f')} nats" for s, f in told["between"].items()]
+            lines += [
+                f"  {group}, {s} less {base}: {interval_text(f, '+.3f')} nats" for s, f in told["between"].items()
+            ]
         lines += _counted(found.get("cooccurrence", {}))
     if "data" in document:
         lines += ["data", *_counted(document["data"])]
@@ -159,15 +162,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 def _counted(found: Mapping[str, Any]) -> list[str]:
     return [
-        f"  near {group}, {name}: {one['count']} of {told['near']:,} words, {_shown(one, '.4f')}"
+        f"  near {group}, {name}: {one['count']} of {told['near']:,} words, {interval_text(one, '.4f')}"
         for group, told in found.items()
         for name, one in told["sets"].items()
     ]
-
-
-def _shown(figure: Mapping[str, Any], form: str) -> str:
-    if figure["value"] is None:
-        return "–"
-    if figure["low"] is None:
-        return f"{figure['value']:{form}}"
-    return f"{figure['value']:{form}} [{figure['low']:{form}}, {figure['high']:{form}}]"

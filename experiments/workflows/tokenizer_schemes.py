@@ -27,6 +27,7 @@ from finetune.config import Columns
 from finetune.data.rows import Row, describe, read_rows, require_rows
 from finetune.data.tokenizer_schemes import LEAST, SCHEMES, Scheme, train_tokenizer
 from finetune.errors import UserError
+from finetune.figures import interval_text
 from finetune.lock import owned
 from finetune.seeds import numpy_generator
 
@@ -118,18 +119,11 @@ def render(document: Mapping[str, Any]) -> str:
     """For a person: a line for each scheme."""
     lines = []
     for scheme, found in document.get("models", {}).items():
-        told = f"{scheme:12} {_with(found['bits_per_byte'])} bits per byte"
+        told = f"{scheme:12} {interval_text(found['bits_per_byte'], '.4f')} bits per byte"
         if found["beside"]:
-            told += f", {_with(found['beside'], '+')} beside {next(iter(document['models']))}"
+            told += f", {interval_text(found['beside'], '+.4f')} beside {next(iter(document['models']))}"
         lines.append(f"{told}; {found['tokens']:,.0f} tokens seen")
     return "\n".join(lines)
-
-
-def _with(figure: Mapping[str, Any], sign: str = "") -> str:
-    value = f"{figure['value']:{sign}.4f}"
-    if figure["low"] is None:
-        return value
-    return f"{value} [{figure['low']:{sign}.4f}, {figure['high']:{sign}.4f}]"
 
 
 def _check(schemes: Sequence[str], vocabulary: int, seeds: int, held_out: float) -> None:

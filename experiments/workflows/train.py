@@ -113,9 +113,9 @@ def train(
         resolved = settled(resolved, say=said.append)
         recipe = resolved.recipe
         prepared = prepare(recipe)
-        if recipe.train.epochs is not None:
-            resolved = in_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
-            recipe = resolved.recipe
+        counted = in_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
+        if counted is not resolved:
+            resolved, recipe = counted, counted.recipe
             said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
@@ -388,9 +388,10 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     planned = None
     if engine.world.size == 1:
         memory = memory_plan(engine.model, train=train, kind=plan.optimizer.kind)
-        planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine))
+        if not context.cell:  # of a cell nobody reads it
+            planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine))
         fits = plan_lines(engine.model, train=train, optimizer=plan.optimizer, plan=memory)
-        if planned.seconds is not None:
+        if planned is not None and planned.seconds is not None:
             fits.append(
                 f"  an update of the longest rows takes {planned.seconds:.3g} s by the model of `flatshift plan`"
             )

@@ -28,6 +28,7 @@ from ..models.quantize import scales
 from ..parallel.layout import local
 from ..planner.memory import MemoryPlan, memory_plan, state_bytes
 from .checkpoint import steps
+from .peak_memory import process_bytes
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
@@ -89,10 +90,7 @@ def measure(device: torch.device) -> Measured:
 
 
 def _measured_host() -> Measured:
-    held, total = 0, None
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        text = Path("/proc/self/status").read_text(encoding="utf-8")
-        held = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmRSS:"))
+    held, total = process_bytes("VmRSS") or 0, None
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         total = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))

@@ -43,7 +43,7 @@ class UpdateMeter:
         self._first = True
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._base = _anonymous()
+        self._base = process_bytes("RssAnon")
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
@@ -83,7 +83,7 @@ class UpdateMeter:
             self._sample()
 
     def _sample(self) -> None:
-        now = _anonymous()
+        now = process_bytes("RssAnon")
         if now is not None and self._base is not None:
             self._peak = max(self._peak or 0, now - self._base)
 
@@ -106,10 +106,11 @@ class UpdateMeter:
         }
 
 
-def _anonymous() -> int | None:
-    """Bytes of this process's anonymous memory, mapped files apart; None where the kernel does not say."""
+def process_bytes(field: str) -> int | None:
+    """Of this process by /proc/self/status: VmRSS all that is resident, RssAnon without mapped files; None where the
+    kernel does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("RssAnon:"):
+            if line.startswith(f"{field}:"):
                 return int(line.split()[1]) << 10
     return None

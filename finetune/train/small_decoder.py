@@ -19,6 +19,7 @@ from ..config import Optimizer
 from ..data.example import IGNORE, Example
 from ..errors import UserError
 from ..evaluate.perplexity import document_nats
+from ..evaluate.writing import padded
 from ..seeds import numpy_generator, torch_generator
 from ..tasks import LanguageModel
 from .optimizer import AdapterOptimizer, learning_rate
@@ -143,7 +144,9 @@ def train_and_judge(
     optimizer = AdapterOptimizer(dict(model.named_parameters()), rates)
     tokens = 0
     for step, rows in enumerate(steps):
-        inputs, labels = _padded([examples[i] for i in rows])
+        # On the right: a causal model does not look back at it.
+        inputs, _ = padded([examples[i].input_ids for i in rows], 0, left=False)
+        labels, _ = padded([examples[i].labels for i in rows], IGNORE, left=False)
         logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
         loss.backward()
@@ -171,14 +174,3 @@ def _examples(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[
         Example([bos, *own], [IGNORE, *own], str(i), f"piece {i}", bytes=len(text.encode()))
         for i, (own, text) in enumerate(zip(ids, texts, strict=True))
     ]
-
-
-def _padded(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels (B, T) int64, padded on the right, where a causal model does not look back at it."""
-    width = max(len(e.input_ids) for e in examples)
-    inputs = torch.zeros(len(examples), width, dtype=torch.int64)
-    labels = torch.full_like(inputs, IGNORE)
-    for row, example in enumerate(examples):
-        inputs[row, : len(example.input_ids)] = torch.tensor(example.input_ids)
-        labels[row, : len(example.input_ids)] = torch.tensor(example.labels)
-    return inputs, labels
