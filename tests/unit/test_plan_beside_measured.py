@@ -79,7 +79,7 @@ def test_on_a_cuda_device_the_allocator_is_asked_and_evaluations_are_left_out(mo
 
 
 def test_where_nobody_counts_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(peak_memory, "_anonymous", lambda: None)
+    monkeypatch.setattr(peak_memory, "process_bytes", lambda field: None)
     meter = UpdateMeter(torch.device("cpu"))
     with meter.during():
         pass
