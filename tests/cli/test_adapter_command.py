@@ -63,7 +63,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_and_resumed_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
     shutil.copytree(finished, stopped)
-    for name in ("adapter", "eval.json", "report.html", "stages/fine-tune/adapter", "stages/fine-tune/done.json"):
+    stage = "stages/fine-tune"
+    for name in ("done.json", "adapter", "eval.json", "report.html", f"{stage}/adapter", f"{stage}/done.json"):
         shutil.rmtree(stopped / name) if (stopped / name).is_dir() else (stopped / name).unlink()
     shutil.rmtree(stopped / "state" / "step-6")
     assert (stopped / "state" / "step-4").is_dir()
@@ -106,6 +107,7 @@ def test_start_takes_over_values_and_head(finished: Path, tmp_path: Path, capsys
     edited = json.loads((first / "manifest.json").read_text(encoding="utf-8"))
     edited["backbone"] = {"name": "another-model", "fingerprint": "0" * 64}
     (first / "manifest.json").write_text(json.dumps(edited), encoding="utf-8")
+    (first / "done.json").unlink()  # it tells of the manifest as it was
     assert train(tmp_path / "fourth", adapter__start=first) == 2
     assert "was trained on another-model, which is not the backbone" in capsys.readouterr().err
 
