@@ -74,6 +74,7 @@ def train(out: Path, *, model: str | Path, mesh: dict[str, int], limit: int | No
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "MALLOC_MMAP_THRESHOLD_": str(128 << 10),
+            "ARROW_DEFAULT_MEMORY_POOL": "system",  # Arrow's own reserves 1 GiB of addresses, which hides the weights
         },
         preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))) if limit else None,
         stdout=subprocess.DEVNULL,
