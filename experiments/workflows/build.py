@@ -24,6 +24,9 @@ from finetune.parallel.mesh import World
 from finetune.seeds import derive
 from finetune.tasks import Task
 
+Laid = tuple[Engine, Any]
+"""A backbone with an adapter, ready for use, and its tokenizer."""
+
 
 def lay_out(
     recipe: Recipe,
@@ -35,7 +38,7 @@ def lay_out(
     say: Callable[[str], None] = lambda line: None,
     initial: Path | None = None,
     calibration: Calibration | None = None,
-) -> tuple[Engine, Any]:
+) -> Laid:
     """The frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
 
     adapter: a saved one to put in place; None leaves the fresh one, which changes nothing. initial, calibration: what
