@@ -111,7 +111,7 @@ def backbone_surprise(
 
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
-    from finetune.compute.precision import autocast_dtype, settled
+    from finetune.compute.precision import autocast_dtype, read_precision
     from finetune.compute.presence import resolve_device
     from finetune.data.encoding import encode
     from finetune.evaluate.perplexity import document_nats
@@ -123,7 +123,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
     tokenizer = open_backbone(recipe.backbone).tokenizer
     model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    dtype = autocast_dtype(settled(recipe.train, model))
+    dtype = autocast_dtype(read_precision(recipe.train, model))
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]

@@ -85,9 +85,7 @@ def sweep(
         console = Console(quiet=quiet)
         for line in said:
             console.say(line)
-        before = claim(out, asked.document(cells), asked.base.resolved)
-        if before == 1:
-            console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")
+        claim(out, asked.document(cells), asked.base.resolved)
         if _could_record(asked):
             console.say(
                 "cells record nothing along the steps; --record.steps log adds curves over the steps, norms, effective "
