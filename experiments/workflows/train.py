@@ -327,15 +327,14 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
     adapter, done = (path / "stages" / plan.name / name for name in ("adapter", DONE))
     if done.is_file() and read_object(done, "target_steps")["target_steps"] == plan.train.steps:
         return Trained(adapter)
-    initial, rows = beginning(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
+    begins = beginning(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
     engine, tokenizer = context.lay_out(
         recipe,
         plan.task,
         plan.prepared.label_names,
         world=context.world,
         say=console.say,
-        initial=initial,
-        calibration=rows,
+        beginning=begins,
     )
     if plan.previous is not None:
         engine.load_adapter(plan.previous, partial=True)
