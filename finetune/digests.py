@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,14 @@ def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True)
                 f"{file} is not what was saved (SHA-256 {now[:12]}…, in {DONE} {before[:12]}…); restore it, or make it "
                 "anew"
             )
+
+
+def copy_sealed(folder: Path, to: Path) -> None:
+    """Copy what `folder`/done.json lists, and it itself, into the directory `to`. Raises UserError as `check_files`."""
+    check_files(folder)
+    for name in (*read_object(folder / DONE, FILES)[FILES], DONE):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, to / name)
 
 
 def check_adapter(directory: Path) -> None:

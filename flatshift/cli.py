@@ -21,6 +21,7 @@ from flatshift import commands, installation
 
 _KEEPS = {"demo", "select", "train", "sweep", "compare"}
 """Commands that go on with what an earlier try left in their directory."""
+_INTERRUPTED = 3
 _USERS_PATH = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -169,6 +170,9 @@ def main() -> None:
     if "RANK" not in os.environ:
         code = run(sys.argv[1:])
         sys.stdout.flush()
+        sys.stderr.flush()
+        if code == _INTERRUPTED:  # somebody waits, all is put away, and the libraries' own ending takes a CPU-second
+            os._exit(code)
         raise SystemExit(code)
     from finetune.launch import failure, spawn
 

@@ -69,21 +69,24 @@ def of_directory(path: Path) -> None:
     say("", after_run(read_run(path)))
 
 
-def of_selection(path: Path) -> None:
-    """The first choices. Raises UserError for a selection that cannot be read."""
+def of_selection(path: Path, recipe: str | None) -> None:
+    """The first choices. recipe: by which they were made; one with a warm-up goes on with them. Raises UserError for a
+    selection that cannot be read."""
     from experiments.report.formats import aligned, number
     from experiments.results.run import read_run
     from finetune.errors import shortened
 
-    rows = []
-    chosen = read_run(path).selection
+    rows, made = [], read_run(path)
+    chosen = made.selection
     for place, record in enumerate(chosen.top[:_TOP] if chosen is not None else [], 1):
         text = next((v for k, v in record.items() if isinstance(v, str) and k not in ("id", "domain", "source")), "")
         score = record.get("score")
         shown = number(float(score)) if isinstance(score, int | float) else "–"
         rows.append([str(record.get("rank", place)), shown, shortened(" ".join(text.split()), _TEXT)])
-    trained = ["flatshift", "train", "language-model", "--data.train.files", str(path / "selected.jsonl")]
-    say(aligned(["rank", "score", "text"], rows, right={0, 1}), [trained, ["flatshift", "report", str(path)]])
+    commands = [["flatshift", "train", "language-model", "--data.train.files", str(path / "selected.jsonl")]]
+    if recipe is not None and made.recipe.get("warmup") is not None:
+        commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path)])
+    say(aligned(["rank", "score", "text"], rows, right={0, 1}), [*commands, ["flatshift", "report", str(path)]])
 
 
 def of_sweep(path: Path, argv: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from experiments.recipe.config import Recipe
+from experiments.recipe.tree import key_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 HEAD = """# Recipes
@@ -54,7 +55,7 @@ def rows(cls: type, path: str = "", *, tagged: bool = False) -> list[str]:
     docs = field_docs(cls)
     out = []
     for field in dataclasses.fields(cls):
-        key = f"{path}.{field.name}" if path else field.name
+        key = f"{path}.{key_of(field.name)}" if path else field.name
         hint = hints[field.name]
         options = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
         components = [option for option in options if dataclasses.is_dataclass(option)]

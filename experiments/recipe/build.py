@@ -9,7 +9,7 @@ import types
 import typing
 from typing import Any, Literal, Union
 
-from experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree
+from experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree, key_of
 from finetune.errors import UserError, shortened
 
 Origins = dict[str, str]
@@ -40,7 +40,7 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
     if not isinstance(tree, Branch):
         raise UserError(f"{tree.where}: {path or 'a recipe'} must be a mapping of settings, got {_shown(tree)}")
     hints = _hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
+    names = {key_of(f.name): f.name for f in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
     for key, child in tree.children.items():
         where = tree.keys.get(key, tree.where)
@@ -48,7 +48,7 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
             if not path and key in _RETIRED and isinstance(child, Leaf) and child.value is None:
                 continue
             raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
-        values[key] = _value(hints[key], child, _join(path, key), origins)
+        values[names[key]] = _value(hints[names[key]], child, _join(path, key), origins)
     try:
         return cls(**values)
     except ValueError as error:

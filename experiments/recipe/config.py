@@ -30,6 +30,9 @@ from selection.hygiene.config import Hygiene
 class Select:
     """What is chosen from which pool for which target."""
 
+    from_: str | None = None
+    """Directory of a selection that is finished (`flatshift select --out`): `train` takes it as it is, with the
+    settings it was made by, and reads no pool. Null: the selection is made."""
     pool: Files = field(default_factory=Files)
     """Candidate records, unlabelled."""
     target: Files = field(default_factory=Files)

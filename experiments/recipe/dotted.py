@@ -8,6 +8,7 @@ import textwrap
 import typing
 
 from experiments.recipe.config import Recipe
+from experiments.recipe.tree import key_of
 
 
 @functools.cache
@@ -20,7 +21,7 @@ def dotted_keys() -> tuple[str, ...]:
 def _below(cls: type, path: str) -> typing.Iterator[str]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        key = f"{path}.{field.name}" if path else field.name
+        key = f"{path}.{key_of(field.name)}" if path else field.name
         hint = hints[field.name]
         options = typing.get_args(hint) or (hint,)
         components = [option for option in options if dataclasses.is_dataclass(option)]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from experiments.recipe.build import Origins, build, nearest
 from experiments.recipe.config import Recipe
 from experiments.recipe.template import names_file, with_own_template
-from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse, parse_file
+from experiments.recipe.tree import Branch, Leaf, Tree, key_of, merge, parse, parse_file
 from finetune.config import Files, Source, TrainFiles
 from finetune.errors import UserError, shortened, user_path
 
@@ -116,7 +116,33 @@ def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type
             f"{origins['train.epochs']}: train.epochs and train.steps ({origins['train.steps']}) both say how long to "
             "train; leave one of them out"
         )
+    recipe, origins = _with_finished_selection(recipe, origins)
     return Resolved(_anchored(recipe), name, origins)
+
+
+def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
+    """The recipe with the `select` block by which the selection of `select.from` was made, told as its origin.
+
+    Raises UserError for a directory that holds no finished selection, or flags that would have it otherwise.
+    """
+    if recipe.select is None or recipe.select.from_ is None:
+        return recipe, origins
+    where, folder = origins["select.from"], user_path(recipe.select.from_)
+    for key, origin in origins.items():
+        if key.startswith("select.") and key != "select.from" and origin.startswith("--"):
+            raise UserError(f"{where}: the selection in {folder} is finished, and --{key} would change it; keep one")
+    made = folder / "recipe.resolved.yaml"
+    if not all((folder / name).is_file() for name in ("selected.jsonl", "done.json", made.name)):
+        raise UserError(
+            f"{where}: {folder} holds no finished selection (selected.jsonl, done.json, {made.name}); name what "
+            "`flatshift select --out` made"
+        )
+    block = build(type(recipe), parse_file(made)).select
+    if block is None:
+        raise UserError(f"{made} has no `select` block; name what `flatshift select --out` made")
+    kept = {key: origin for key, origin in origins.items() if not key.startswith("select.") or key == "select.from"}
+    told = {key: str(made) for key in _flatten(dataclasses.asdict(block), "select") if key != "select.from_"}
+    return dataclasses.replace(recipe, select=dataclasses.replace(block, from_=recipe.select.from_)), {**told, **kept}
 
 
 def lay(tree: Tree, overrides: Sequence[Tree]) -> Tree:
@@ -176,6 +202,7 @@ def _anchored(recipe: Recipe) -> Recipe:
         negative=files(recipe.select.negative),
         eval=files(recipe.select.eval),
         cache=_absolute(recipe.select.cache),
+        from_=recipe.select.from_ and _absolute(recipe.select.from_),
     )
     if select is not None and (own := select.own) is not None:
         own = dataclasses.replace(
@@ -214,6 +241,7 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
     old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and not key.startswith(_MAY_CHANGE_ON_RESUME):
+            key = ".".join(map(key_of, key.split(".")))
             raise UserError(
                 f"--{key}: a resumed run may change only mesh, train.device and train.steps; start a new run for {key}"
             )
@@ -258,10 +286,10 @@ def get_dotted(recipe: Recipe, key: str) -> Any:
     """The value at a dotted key. Raises UserError with the nearest name if a part does not exist."""
     value: Any = recipe
     for part in key.replace("-", "_").split("."):
-        if not dataclasses.is_dataclass(value) or part not in {f.name for f in dataclasses.fields(value)}:
-            known = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        known = {key_of(f.name): f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+        if part not in known:
             raise UserError(f"unknown key {shortened(key)!r}{nearest(part, known)}")
-        value = getattr(value, part)
+        value = getattr(value, known[part])
     return value
 
 
@@ -309,24 +337,24 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
         return f"  # {_escaped(origins.get(of, 'default'))}"
 
     for field in dataclasses.fields(value):
-        child = getattr(value, field.name)
-        child_path = f"{path}.{field.name}" if path else field.name
+        name, child = key_of(field.name), getattr(value, field.name)
+        child_path = f"{path}.{name}" if path else name
         if child_path == "extends":
             continue  # already laid under; the resolved file stands alone
         if child_path == "train.steps" and value.epochs is not None:
             continue  # nobody knows them yet
         if dataclasses.is_dataclass(child):
-            lines.append(f"{pad}{field.name}:")
+            lines.append(f"{pad}{name}:")
             lines += _dump(child, origins, child_path, depth + 1)
         elif isinstance(child, dict):
-            lines.append(f"{pad}{field.name}:" + ("" if child else " {}") + origin(child_path))
-            for name, item in child.items():
-                key = _quoted(name)
+            lines.append(f"{pad}{name}:" + ("" if child else " {}") + origin(child_path))
+            for inner, item in child.items():
+                key = _quoted(inner)
                 lines += [f"{pad}  ? {key}", f"{pad}  :"] if len(key) > _LONGEST_KEY else [f"{pad}  {key}:"]
                 if dataclasses.is_dataclass(item):
-                    lines += _dump(item, origins, f"{child_path}.{name}", depth + 2)
+                    lines += _dump(item, origins, f"{child_path}.{inner}", depth + 2)
                 else:
                     lines[-1] += f" {_scalar_text(item)}"
         else:
-            lines.append(f"{pad}{field.name}: {_scalar_text(child)}{origin(child_path)}")
+            lines.append(f"{pad}{name}: {_scalar_text(child)}{origin(child_path)}")
     return lines

@@ -144,6 +144,11 @@ RULES: tuple[Rule, ...] = (
         lambda r: r.warmup is not None and r.select is None,
     ),
     Rule(
+        "select.from: the recipe has no `warmup` block to train on that selection; add --warmup.steps 100, or train on "
+        "its records alone, as --data.train.files DIR/selected.jsonl",
+        lambda r: r.select is not None and r.select.from_ is not None and r.warmup is None,
+    ),
+    Rule(
         "warmup.batch_size: {it} data ranks of the mesh; take a multiple of them", _uneven_warm_up,
     ),
 )  # fmt: skip

@@ -280,9 +280,14 @@ def _beside(one: Tree, other: Tree, path: str) -> Tree:
     return Branch(children, one.where, dict.fromkeys(children, one.where))
 
 
+def key_of(field: str) -> str:
+    """A settings field as recipes and flags write it: one that Python keeps its name for (`from_`) ends in `_`."""
+    return field.removesuffix("_")
+
+
 def _from_python(value: Any, key: str, where: str) -> Tree:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        value = {key_of(one.name): getattr(value, one.name) for one in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         children = {str(name): _from_python(item, f"{key}.{name}", where) for name, item in value.items()}
         return Branch(children, where, dict.fromkeys(children, where))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as compute
 import pyarrow.parquet as pq
 
 from finetune.errors import UserError
@@ -20,91 +21,111 @@ from finetune.evaluate.metrics import metric_of
 from finetune.evaluate.regression import judge_numbers
 
 NAME = "predictions.parquet"
-_TEXTS = {"split", "row", "text", "label", "predicted", "probability", "reference", "answer"}
+_LONG = ("text", "reference", "answer")
+_TEXTS = {"split", "row", "label", "predicted", "probability"}
 _RESAMPLES = 1000
 _EXPONENTIALS = {"perplexity": "loss", "pseudo_perplexity": "loss"}
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """The rows of one split: columns by name, as `finetune.evaluate.judge.Judge.said` has them."""
+    """The rows of one split, with the columns of `finetune.evaluate.judge.Judge.said` that somebody filled."""
 
-    columns: dict[str, list[Any]]
+    table: pa.Table
+    """Of every row all but what is long."""
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    """Whole, those rows of which the text was kept: the first of the split."""
     mean: float = 0.0
     """Of the training targets, of a regression."""
 
     def __len__(self) -> int:
-        return len(self.columns["row"])
+        return len(self.table)
+
+    def __contains__(self, column: str) -> bool:
+        return column in self.table.column_names
 
     @property
     def of_classes(self) -> bool:
         """Whether rows have a class, and were given one."""
-        return isinstance(next((v for v in self.columns.get("label", []) if v is not None), None), str)
+        return "label" in self and pa.types.is_string(self.table.schema.field("label").type)
 
     @cached_property
     def classes(self) -> list[str]:
         """Classes that occur as label or as prediction, most labels first."""
-        labels = self.columns["label"]
-        counted = {name: labels.count(name) for name in {*labels, *self.columns["predicted"]}}
+        counted = {name: 0 for name in self.table["predicted"].unique().to_pylist()}
+        for one in self.table["label"].value_counts().to_pylist():
+            counted[one["values"]] = one["counts"]
         return sorted(counted, key=lambda name: (-counted[name], name))
 
     @cached_property
     def confusion(self) -> np.ndarray:
         """(K, K) rows of each class (first) that were given each class (second), in the order of `classes`."""
-        place = {name: number for number, name in enumerate(self.classes)}
-        found = np.zeros((len(place), len(place)), dtype=np.int64)
-        codes = [[place[name] for name in self.columns[column]] for column in ("label", "predicted")]
-        np.add.at(found, tuple(np.array(code, dtype=np.int64) for code in codes), 1)
+        found = np.zeros((len(self.classes), len(self.classes)), dtype=np.int64)
+        np.add.at(found, tuple(self._codes(self.table)), 1)
         return found
+
+    def _codes(self, rows: pa.Table) -> list[np.ndarray]:
+        """Places in `classes` of the rows' labels and of what was said of them."""
+        known = pa.array(self.classes, pa.string())
+        return [compute.index_in(rows[name], known).to_numpy() for name in ("label", "predicted")]
 
     def by_row(self) -> dict[str, int]:
         """Place of each row by its file and line."""
-        return {str(row): place for place, row in enumerate(self.columns["row"])}
+        return {row: place for place, row in enumerate(self.table["row"].to_pylist())}
 
     def figures(self, rows: list[int]) -> dict[str, Figure]:
         """Every metric that these rows tell, as what can be asked of any draw of them."""
         made: dict[str, Figure] = {}
-        for name, values in self.columns.items():
+        taken = self.table.take(rows)
+        for name in taken.column_names:
             if name in _TEXTS or name.endswith(".count"):
                 continue
-            counts = self.columns.get(f"{name}.count", [1.0] * len(self))
-            sums = [[column[row] for row in rows] for column in (values, counts)]
-            if any(value is None for column in sums for value in column):
+            columns = [taken[one] for one in (name, f"{name}.count") if one in self]
+            if any(column.null_count for column in columns):
                 continue
+            sums = [column.cast(pa.float64()).to_numpy() for column in columns]
+            sums += [np.ones(len(rows))] * (2 - len(sums))
             made[name] = Figure.over(sums, ratio_statistic())
             for other, of in _EXPONENTIALS.items():
-                if of == name and f"{name}.count" in self.columns:
+                if of == name and f"{name}.count" in self:
                     made[other] = Figure.over(sums, ratio_statistic(np.exp))
         draw: dict[str, Any] = {"resamples": 1, "confidence": 0.95, "seed": 0}
-        pair = [[self.columns[name][row] for row in rows] for name in ("label", "predicted") if name in self.columns]
         if self.of_classes:
-            codes = {name: number for number, name in enumerate(self.classes)}
-            judge_classes(*([codes[name] for name in side] for side in pair), figures=made, **draw)
-        elif len(pair) == 2:
-            judge_numbers(*(np.array(side) for side in pair), mean=self.mean, figures=made, **draw)
+            judge_classes(*self._codes(taken), figures=made, **draw)
+        elif {"label", "predicted"} <= set(taken.column_names):
+            pair = (taken[name].to_numpy() for name in ("label", "predicted"))
+            judge_numbers(*pair, mean=self.mean, figures=made, **draw)
         return made
 
 
 def read_predictions(run: Path, name: str = NAME) -> dict[str, Predictions]:
-    """Split → rows; empty where the run has none. Raises UserError for a file that cannot be read."""
+    """Split → rows, read a batch at a time; empty where the run has none. Raises UserError for a file that cannot be
+    read."""
     file = run / name
     if not file.is_file():
         return {}
+    narrow: dict[str, list[pa.Table]] = {}
+    shown: dict[str, list[dict[str, Any]]] = {}
     try:
-        table = pq.read_table(file).to_pydict()
+        with pq.ParquetFile(file) as source:
+            names = source.schema_arrow.names
+            if lost := {"split", "row"} - {*names}:
+                raise UserError(f"{file}: no column {min(lost)!r}; make the run again")
+            for batch in source.iter_batches():
+                rows = pa.Table.from_batches([batch])
+                for split in rows["split"].unique().to_pylist():
+                    part = rows.filter(compute.field("split") == split)
+                    narrow.setdefault(split, []).append(part.drop_columns([one for one in _LONG if one in names]))
+                    whole = part.filter(compute.field("text").is_valid()) if "text" in names else part.slice(0, 0)
+                    shown.setdefault(split, []).extend(whole.to_pylist())
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file}: not a readable Parquet file; run `flatshift train --resume {run}` again") from error
-    if lost := {"split", "row"} - table.keys():
-        raise UserError(f"{file}: no column {min(lost)!r}; make the run again")
-    found: dict[str, list[int]] = {}
-    for place, split in enumerate(table["split"]):
-        found.setdefault(str(split), []).append(place)
-    return {
-        split: Predictions(
-            {k: [v[place] for place in places] for k, v in table.items() if any(v[p] is not None for p in places)}
-        )
-        for split, places in found.items()
-    }
+    found = {}
+    for split, parts in narrow.items():
+        table = pa.concat_tables(parts)
+        filled = [one for one in table.column_names if table[one].null_count < len(table)]
+        found[split] = Predictions(table.select(filled), shown[split])
+    return found
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,19 +37,25 @@ class Bar(Protocol):
 class Console:
     """Prints to stderr, so that stdout stays what a machine may read; also hands every line to `log`.
 
-    quiet: print nothing, still log. log: called with each line (a run directory's log.txt).
+    quiet: print nothing, still log. verbose: print in full what is else outlined. log: called with each line (a run
+    directory's log.txt).
     """
 
-    def __init__(self, *, quiet: bool = False, log: Callable[[str], None] | None = None) -> None:
+    def __init__(self, *, quiet: bool = False, verbose: bool = False, log: Callable[[str], None] | None = None) -> None:
         self.quiet = quiet
+        self.verbose = verbose
         self.log = log
         self.terminal = sys.stderr.isatty() and not quiet
 
     def say(self, line: str = "") -> None:
         """Print a line."""
-        if self.log is not None:
+        self.outline([line], [line])
+
+    def outline(self, short: Sequence[str], whole: Sequence[str]) -> None:
+        """Print the lines `short`, or where `verbose` all of `whole`, which the log has in any case."""
+        for line in whole if self.log is not None else ():
             self.log(line)
-        if not self.quiet:
+        for line in () if self.quiet else whole if self.verbose else short:
             print(line, file=sys.stderr, flush=True)
 
     @contextmanager
@@ -128,7 +134,7 @@ def graceful_stop(announce: Callable[[str], None]) -> Iterator[Callable[[], bool
 
 
 @contextmanager
-def prompt_end(seconds: float = 1.0) -> Iterator[None]:
+def prompt_end(seconds: float = 0.5) -> Iterator[None]:
     """End the process with exit code 3 where a signal to stop is not obeyed within `seconds`.
 
     A signal raises KeyboardInterrupt only between two Python instructions; a long native call (a product, a

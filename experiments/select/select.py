@@ -78,6 +78,10 @@ def select(
         raise UserError(
             f"recipe {resolved.name!r} has no `select` block: add one, or give --pool, --target and --budget"
         )
+    if recipe.select.from_ is not None:
+        raise UserError(
+            f"select.from: {recipe.select.from_} is finished: there is nothing to select; `flatshift train` takes it"
+        )
     console = Console(quiet=quiet)
     recipe_yaml = resolved.to_yaml()
     with disk_full_interrupts(f"selecting into {out}"), owned(out), unfinished(out, recipe_yaml) as work:

@@ -106,7 +106,9 @@ def refuse_fewer(path: Path, steps: int) -> None:
 def recipe_inputs(recipe: Recipe) -> list[str]:
     """Every input file that the recipe names, once each."""
     files = [*recipe.data.train.all_files, *recipe.data.dev.files, *recipe.data.test.files]
-    if recipe.select is not None:
+    if recipe.select is not None and recipe.select.from_ is not None:
+        files.append(str(Path(recipe.select.from_) / "selected.jsonl"))
+    elif recipe.select is not None:
         files += [*recipe.select.pool.files, *recipe.select.target.files, *recipe.select.eval.files]
         files += recipe.select.negative.files
     return list(dict.fromkeys(files))

@@ -71,7 +71,7 @@ from finetune.data.batches import Batches
 from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
 from finetune.data.rows import describe
-from finetune.digests import DONE, FILES, check_files
+from finetune.digests import DONE, FILES, check_files, copy_sealed
 from finetune.errors import OutOfMemory, UserError
 from finetune.evaluate.leaks import refuse_leaks
 from finetune.figures import beside_text, rate_text
@@ -82,7 +82,7 @@ from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.planner.cluster import Cluster, update_seconds
 from finetune.planner.footprint import Sizes
-from finetune.planner.memory import memory_plan, mesh_lines, plan_lines
+from finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
 from finetune.planner.rules import Settings, check_settings
 from finetune.planner.throughput import device_named
 from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old
@@ -96,17 +96,23 @@ LABEL_NOISE, PREDICTIONS = "label_noise.json", "predictions.parquet"
 
 
 def train(
-    resolved: Resolved, out: Path | None = None, *, quiet: bool = False, draw: Draw | None = None
+    resolved: Resolved,
+    out: Path | None = None,
+    *,
+    quiet: bool = False,
+    verbose: bool = False,
+    draw: Draw | None = None,
 ) -> dict[str, Any]:
     """Run a recipe into a new run directory and return its eval.json.
 
-    out: directory to make, by default `runs/DATE-TIME-NAME`. draw: draws its page when all is done.
+    out: directory to make, by default `runs/DATE-TIME-NAME`. verbose: print plan and first batch whole, as log.txt has
+    them. draw: draws its page when all is done.
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
     check_recipe(resolved.recipe)
     if out is None:
         with consistency.dated_directory("runs", resolved.name) as out:
-            return train(resolved, out, quiet=quiet, draw=draw)
+            return train(resolved, out, quiet=quiet, verbose=verbose, draw=draw)
     said: list[str] = []
     with _mesh(resolved.recipe, path=out) as world, _alone_in(out, world):
         if world.is_main:
@@ -121,13 +127,15 @@ def train(
             said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
+        if recipe.select is not None and recipe.select.from_ is not None:
+            check_files(Path(recipe.select.from_))
         manifest = _manifest(recipe, prepared)
         if world.is_main:
             manifest["backbone"] = open_backbone(recipe.backbone).record
             RunDirectory.create(out, recipe_yaml=resolved.to_yaml(), manifest=manifest, texts=template_copy(recipe))
         world.wait()
         run = RunDirectory(out, writes=world.is_main)
-        console = Console(quiet=quiet or not world.is_main, log=run.log)
+        console = Console(quiet=quiet or not world.is_main, verbose=verbose, log=run.log)
         for line in said:
             console.say(line)
         try:
@@ -167,11 +175,16 @@ def _mesh(recipe: Recipe, *, path: Path) -> Iterator[World]:
 
 
 def resume(
-    path: Path, overrides: Sequence[Branch] = (), *, quiet: bool = False, draw: Draw | None = None
+    path: Path,
+    overrides: Sequence[Branch] = (),
+    *,
+    quiet: bool = False,
+    verbose: bool = False,
+    draw: Draw | None = None,
 ) -> dict[str, Any]:
     """Continue a run directory exactly where it stopped; a finished one returns at once.
 
-    draw: draws its page when all is done, or where it has none.
+    verbose: as in `train`. draw: draws its page when all is done, or where it has none.
     Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
     not allowed.
     """
@@ -187,7 +200,7 @@ def resume(
         world.wait()
         refuse_fewer(path, resolved.recipe.train.steps)
         run = RunDirectory(path, writes=world.is_main)
-        console = Console(quiet=quiet or not world.is_main, log=run.log)
+        console = Console(quiet=quiet or not world.is_main, verbose=verbose, log=run.log)
         for line in said:
             console.say(line)
         if is_finished(run.path, resolved.recipe, drawn=draw is not None):
@@ -230,9 +243,10 @@ def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
 
 
 def _select(context: RunContext) -> None:
-    """Choose the warm-up data, on the main rank; the others wait."""
+    """Choose the warm-up data, or take over what is chosen already, on the main rank; the others wait."""
     recipe = context.recipe
     assert recipe.select is not None
+    finished = recipe.select.from_
     directory = context.run.path / "selection"
     if context.world.is_main and not (directory / "manifest.json").is_file():
         # A resumed run may change its steps and its mesh, so not the whole recipe names what is being made.
@@ -241,7 +255,11 @@ def _select(context: RunContext) -> None:
             disk_full_interrupts(f"selecting into {directory}"),
             unfinished(directory, about, command=f"`{resume_command(context.run.path)}`") as work,
         ):
-            select_into(recipe, work.directory, context.console, state=work.state)
+            if finished is None:
+                select_into(recipe, work.directory, context.console, state=work.state)
+            else:
+                copy_sealed(Path(finished), work.directory)
+                context.console.say(f"selection: {recipe.select.budget:,} records, taken over from {finished}")
     context.world.wait()
 
 
@@ -398,20 +416,19 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         say(line)
     if prepared.flipped:
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
-    planned = None
+    planned, foretold = None, list[str]()
     if engine.world.size == 1:
         memory = memory_plan(engine.model, train=train, kind=plan.optimizer.kind)
         if not context.cell:  # of a cell nobody reads it
             planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine))
         fits = plan_lines(engine.model, train=train, optimizer=plan.optimizer, plan=memory)
         if planned is not None and planned.seconds is not None:
-            fits.append(
+            foretold = [
                 f"  an update of the longest rows takes {planned.seconds:.3g} s by the model of `flatshift plan`"
-            )
+            ]
     else:
         fits = mesh_lines(engine, mesh=recipe.mesh, train=train, optimizer=plan.optimizer)
-    for line in fits:
-        say(line)
+    context.console.outline([*brief_plan(fits), *foretold], [*fits, *foretold])
     if last and prepared.flipped and engine.is_main:
         write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))
     fresh = getattr(engine.peft.get_base_model(), "new_parameters", ())
@@ -420,7 +437,13 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
             f"the backbone's checkpoint has no masked-LM head: its transform is drawn by train.seed and trains whole, "
             f"its bias stays 0 ({', '.join(fresh)})"
         )
-    say(first_batch_panel(batches.at(0)[0], tokenizer, task, label_names=prepared.label_names, units=prepared.units))
+    shown = (
+        first_batch_panel(
+            batches.at(0)[0], tokenizer, task, label_names=prepared.label_names, units=prepared.units, **size
+        )
+        for size in ({"samples": 1, "width": 240}, {})
+    )
+    context.console.outline([next(shown)], [next(shown)])
     return TrainingStage(
         name=plan.name,
         task=task,

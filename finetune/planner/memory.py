@@ -153,6 +153,12 @@ def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: Me
     return [head, *(f"  {name.ljust(width)}  {gib(value):>11}  {note}" for name, value, note in causes)]
 
 
+def brief_plan(lines: Sequence[str]) -> list[str]:
+    """Of the lines of a plan the first and the sum of its causes, in one."""
+    (total,) = [line.split() for line in lines if line.split()[0] == "together"]
+    return [f"{lines[0]}; {' '.join(total[1:3])} of memory, {' '.join(total[3:])} (--verbose: by cause)"]
+
+
 def _dtypes(model: nn.Module) -> str:
     frozen = [p for p in model.parameters() if not p.requires_grad]
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in frozen})

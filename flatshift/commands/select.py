@@ -125,7 +125,7 @@ def run(argv: list[str]) -> int:
         from experiments.select.select import select
 
         manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
-    _say(manifest, flags.out, flags.json)
+    _say(manifest, flags)
     return 0
 
 
@@ -143,12 +143,13 @@ def _on_ranks(flags: Flags, resolved: Resolved) -> int:
     assert flags.out is not None
     manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw)
     if manifest is not None:
-        _say(manifest, flags.out, flags.json)
+        _say(manifest, flags)
     return 0
 
 
-def _say(manifest: dict[str, Any], out: Path, as_json: bool) -> None:
-    if as_json:
+def _say(manifest: dict[str, Any], flags: Flags) -> None:
+    assert flags.out is not None
+    if flags.json:
         print(json.dumps(manifest, indent=2, ensure_ascii=False))
     else:
-        outcome.of_selection(out)
+        outcome.of_selection(flags.out, flags.recipe)

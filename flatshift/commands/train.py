@@ -31,6 +31,8 @@ class Flags:
     """Run directory to make; by default runs/DATE-TIME-NAME."""
     resume: Path | None = None
     """Continue this run directory exactly where it stopped."""
+    verbose: bool = False
+    """Print the plan by cause and three samples of the first batch; log.txt has them in any case."""
     json: bool = False
     """Print eval.json when done."""
 
@@ -83,9 +85,9 @@ def _trained(flags: Flags, begin: Resolved | Path, overrides: Sequence[Branch] =
         return draw(directory, *parts)
 
     if isinstance(begin, Path):
-        result = resume(begin, overrides, quiet=flags.json, draw=drawn)
+        result = resume(begin, overrides, quiet=flags.json, verbose=flags.verbose, draw=drawn)
     else:
-        result = train(begin, flags.out, quiet=flags.json, draw=drawn)
+        result = train(begin, flags.out, quiet=flags.json, verbose=flags.verbose, draw=drawn)
     if failure.rank() != 0:
         return 0
     if flags.json:

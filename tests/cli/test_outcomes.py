@@ -63,9 +63,54 @@ def test_a_selection_ends_with_its_first_choices(tmp_path: Path, capsys) -> None
     lines, commands = ending(capsys)
     best = json.loads((out / "selected.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert lines[-3].split()[0] == "1" and best["text"].split()[0] in lines[-3]
-    assert commands[0][-2:] == ["--data.train.files", str(out / "selected.jsonl")]
+    assert commands[1][-2:] == ["--data.train.files", str(out / "selected.jsonl")]
     more = SMALL.replace("--data.train.limit 40 ", "").split()
-    assert run([*commands[0][1:], *more, "--out", str(tmp_path / "run")]) == 0
+    assert run([*commands[1][1:], *more, "--out", str(tmp_path / "run")]) == 0
+
+
+def test_a_training_takes_over_a_finished_selection(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pool = [{"text": f"the {word} of {n} grey birds"} for n in range(20) for word in ("song", "flight")]
+    Path("pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pool), encoding="utf-8")
+    words = "warmup --pool pool.jsonl --budget 12 --select.embedder.dim 8 --select.checks false --out picked"
+    assert run(["select", *words.split()]) == 0
+    Path("pool.jsonl").unlink()  # nothing but the selection is read
+    begin = ending(capsys)[1][0]
+    assert begin == ["flatshift", "train", "warmup", "--select.from", "picked"]
+    small = [*SMALL.split(), "--warmup.steps", "2", "--warmup.batch_size", "2", "--regularizer.kind", "plain"]
+    assert run([*begin[1:], *small, "--out", "run"]) == 0
+    assert Path("run/selection/selected.jsonl").read_bytes() == Path("picked/selected.jsonl").read_bytes()
+    resolved = Path("run/recipe.resolved.yaml").read_text(encoding="utf-8")
+    assert f'from: "{tmp_path / "picked"}"  # --select.from' in resolved
+    assert "budget: 12  # picked/recipe.resolved.yaml" in resolved  # as it was made, not as warmup.yaml says
+    assert run(["train", "--resume", "run"]) == 0
+    for refused, says in (
+        (["train", "warmup", "--select.from", "picked", "--select.budget", "5"], "--select.budget would change it"),
+        (["train", "warmup", "--select.from", "run"], "holds no finished selection"),
+        (["train", "language-model", "--select.from", "picked"], "no `warmup` block"),
+        (["select", "warmup", "--select.from", "picked"], "nothing to select"),
+    ):
+        assert run([*refused, "--out", "other"]) == 2
+        assert says in capsys.readouterr().err
+    with Path("picked/selected.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write("{}\n")
+    assert run([*begin[1:], *small, "--out", "other"]) == 2
+    assert "is not what was saved" in capsys.readouterr().err and not Path("other").exists()
+
+
+def test_an_interrupted_command_does_not_wait_for_libraries_to_end() -> None:
+    """Which took seventeen seconds after the last word of a selection on a machine with twenty others at work."""
+    code = """
+        import atexit, sys
+        from flatshift import cli
+        atexit.register(print, "late")
+        cli.run = lambda argv: print("said") or int(argv[0])
+        cli.main()
+    """
+    for ending, shown in (("3", "said\n"), ("2", "said\nlate\n")):
+        words = [sys.executable, "-c", textwrap.dedent(code), ending]
+        found = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=HANG_S)
+        assert (found.returncode, found.stdout) == (int(ending), shown)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

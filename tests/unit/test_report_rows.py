@@ -23,7 +23,7 @@ def page_of(folder: Path, columns: dict[str, list]) -> dict[str, object]:
     (folder / "eval.json").write_text('{"test": {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6, "n": 4}}}')
     count = len(next(iter(columns.values())))
     rows = {"split": ["test"] * count, "row": [f"t.jsonl:{i}" for i in range(count)], **columns}
-    pq.write_table(pa.table(rows), folder / "predictions.parquet")
+    pq.write_table(pa.table(rows), folder / "predictions.parquet", row_group_size=2)  # read a part at a time
     part = predictions.part(read_run(folder))
     assert part is not None
     return {section.title: section for section in part.sections}
@@ -35,7 +35,7 @@ def test_confusions_and_classes_are_scikit_learns(tmp_path: Path) -> None:
     label = [names[i] for i in rng.choice(4, 200, p=[0.4, 0.3, 0.2, 0.1])]
     predicted = [name if rng.random() < 0.6 else names[rng.integers(3)] for name in label]
     predicted = ["b" if name == "never said" else name for name in predicted]
-    rows = Predictions({"row": list(map(str, range(200))), "label": label, "predicted": predicted})
+    rows = Predictions(pa.table({"row": list(map(str, range(200))), "label": label, "predicted": predicted}))
     assert (rows.confusion == confusion_matrix(label, predicted, labels=rows.classes)).all()
     said = {"text": [f"text {i}" for i in range(200)], "label": label, "predicted": predicted}
     found = page_of(tmp_path / "run", {**said, "probability": rng.random(200).tolist()})

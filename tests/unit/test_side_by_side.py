@@ -80,7 +80,7 @@ def test_other_files_or_other_rows_are_not_paired(runs: list[Path], tmp_path: Pa
     elsewhere = discover([make_run(tmp_path / "w", ["x"] * 6, rank=4, data="w.jsonl")])[0].judged("test")
     assert not differences(elsewhere, one)["accuracy"].paired
     few = {"row": ["test.jsonl:0", "test.jsonl:9"], "label": ["x", "x"], "predicted": ["x", "y"]}
-    assert not differences(Judged(one.metrics, Predictions(few), one.digest), one)["accuracy"].paired
+    assert not differences(Judged(one.metrics, Predictions(pa.table(few)), one.digest), one)["accuracy"].paired
 
 
 def test_sums_over_counts_are_paired_as_ratios() -> None:
@@ -88,7 +88,7 @@ def test_sums_over_counts_are_paired_as_ratios() -> None:
     rng = np.random.default_rng(1)
     tokens, nats = rng.integers(3, 30, 40).astype(float), rng.gamma(4.0, 5.0, (2, 40))
     rows = [f"f:{i}" for i in range(40)]
-    sides = [Predictions({"row": rows, "loss": list(n), "loss.count": list(tokens)}) for n in nats]
+    sides = [Predictions(pa.table({"row": rows, "loss": n, "loss.count": tokens})) for n in nats]
     metrics = {name: {"value": 1.0} for name in ("loss", "perplexity")}
     found = differences(Judged(metrics, sides[0], "d"), Judged(metrics, sides[1], "d"))
     means = nats.sum(1) / tokens.sum()

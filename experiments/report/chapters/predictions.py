@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from experiments.report import formats
@@ -27,9 +25,9 @@ def part(run: Run) -> Part | None:
     sections = []
     if rows.of_classes:
         sections = [*_classes(rows, split), _examples(rows, split)]
-    elif "answer" in rows.columns:
+    elif any(row.get("answer") is not None for row in rows.shown):
         sections = [_samples(rows, split)]
-    elif "loss.count" in rows.columns:
+    elif "loss.count" in rows:
         sections = [_hardest(rows, split)]
     return Part(sections=[section for section in sections if section is not None])
 
@@ -65,21 +63,19 @@ def _classes(rows: Predictions, split: str) -> list[Section]:
 
 
 def _examples(rows: Predictions, split: str) -> Section | None:
-    columns = rows.columns
-    texts = columns.get("text", [None] * len(rows))
-    sure = columns.get("probability", [0.0] * len(rows))
-    order = sorted((i for i in range(len(rows)) if texts[i]), key=lambda i: (-sure[i], i))
-    wrong = [i for i in order if columns["label"][i] != columns["predicted"][i]]
-    right = [i for i in order if columns["label"][i] == columns["predicted"][i]]
-    chosen = [*((i, "✗") for i in wrong[:_WRONG]), *((i, "✓") for i in right[:_RIGHT])]
+    order = sorted(rows.shown, key=lambda row: -(row.get("probability") or 0.0))
+    wrong = [row for row in order if row["label"] != row["predicted"]]
+    right = [row for row in order if row["label"] == row["predicted"]]
+    chosen = [*((row, "✗") for row in wrong[:_WRONG]), *((row, "✓") for row in right[:_RIGHT])]
     if not chosen:
         return None
     cards = []
-    for i, mark in chosen:
-        facts = [("class", str(columns["label"][i])), ("said", str(columns["predicted"][i]) if mark == "✗" else "")]
-        facts += [("probability", formats.percent(sure[i]) if "probability" in columns else ""), _row(rows, i)]
-        cards.append(Card(mark, str(texts[i]), [(k, v) for k, v in facts if v]))
-    misses = sum(a != b for a, b in zip(columns["label"], columns["predicted"], strict=True))
+    for row, mark in chosen:
+        facts = [("class", str(row["label"])), ("said", str(row["predicted"]) if mark == "✗" else "")]
+        sure = row.get("probability")
+        facts += [("probability", "" if sure is None else formats.percent(sure)), ("row", str(row["row"]))]
+        cards.append(Card(mark, str(row["text"]), [(k, v) for k, v in facts if v]))
+    misses = len(rows) - int(np.trace(rows.confusion))
     lead = (
         f"{misses:,} of {len(rows):,} rows of {split} are wrong; first those that the model was surest of, then right "
         "ones. predictions.parquet has every row."
@@ -87,25 +83,19 @@ def _examples(rows: Predictions, split: str) -> Section | None:
     return Section("Rows, wrong and right", [Cards(cards)], lead)
 
 
-def _row(rows: Predictions, place: int) -> tuple[str, str]:
-    return "row", str(rows.columns["row"][place])
-
-
 def _samples(rows: Predictions, split: str) -> Section | None:
     """What was written beside what is right, wrong answers first."""
-    columns = rows.columns
-    having = [i for i in range(len(rows)) if columns["answer"][i] is not None]
-    match = columns.get("exact_match", [None] * len(rows))
-    order = sorted(having, key=lambda i: (bool(match[i]), i))
-    wrong = [i for i in order if not match[i]][: _SAMPLES - _RIGHT]
-    chosen = [*wrong, *[i for i in order if match[i]][: _SAMPLES - len(wrong)]]
+    having = [row for row in rows.shown if row["answer"] is not None]
+    wrong = [row for row in having if not row.get("exact_match")][: _SAMPLES - _RIGHT]
+    right = [row for row in having if row.get("exact_match")][: _SAMPLES - len(wrong)]
     cards = [
         Card(
-            "✓" if match[i] else "✗",
-            str(columns["text"][i] or ""),
-            [("written", _clip(columns["answer"][i])), ("right", _clip(columns["reference"][i])), _row(rows, i)],
+            mark,
+            str(row["text"]),
+            [("written", _clip(row["answer"])), ("right", _clip(row["reference"])), ("row", str(row["row"]))],
         )
-        for i in chosen
+        for mark, some in (("✗", wrong), ("✓", right))
+        for row in some
     ]
     if not cards:
         return None
@@ -119,16 +109,17 @@ def _clip(text: object, most: int = 300) -> str:
 
 
 def _hardest(rows: Predictions, split: str) -> Section | None:
-    columns = rows.columns
-    texts = columns.get("text", [None] * len(rows))
-    each = [a / b if b else 0.0 for a, b in zip(columns["loss"], columns["loss.count"], strict=True)]
-    order = sorted((i for i in range(len(rows)) if texts[i]), key=lambda i: (-each[i], i))
+    each = [(row["loss"] / row["loss.count"] if row["loss.count"] else 0.0, row) for row in rows.shown]
+    order = sorted(each, key=lambda one: -one[0])
     if len(order) < 2:
         return None
-    ends: Sequence[int] = [*order[: _HARD // 2], *order[-(_HARD // 2) :]] if len(order) >= _HARD else order
+    ends = [*order[: _HARD // 2], *order[-(_HARD // 2) :]] if len(order) >= _HARD else order
     cards = [
-        Card(mark, str(texts[i]), [("nats per token", formats.number(each[i])), _row(rows, i)])
-        for place, i in enumerate(ends)
-        if (mark := "↑" if place < len(ends) / 2 else "↓")
+        Card(
+            "↑" if place < len(ends) / 2 else "↓",
+            str(row["text"]),
+            [("nats per token", formats.number(nats)), ("row", str(row["row"]))],
+        )
+        for place, (nats, row) in enumerate(ends)
     ]
     return Section("Hardest and easiest rows", [Cards(cards)], f"By loss per supervised token, of {split}.")
