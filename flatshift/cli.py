@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 a negative answer, 2 a mistake in the input, 3 interrupted
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
@@ -22,6 +23,8 @@ from flatshift import commands, installation
 _KEEPS = {"demo", "select", "train", "sweep", "compare"}
 """Commands that go on with what an earlier try left in their directory."""
 _INTERRUPTED = 3
+_CONVERSING = {"chat", "serve", "watch"}
+"""Commands that wait for somebody."""
 _USERS_PATH = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -158,6 +161,18 @@ def _set_allocator() -> None:
     os.environ.update(growing_segments(os.environ) | fixed_workspaces(os.environ))
 
 
+def _heard(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """No command that a person waits for is silent for long."""
+    name = argv[0] if argv else ""
+    if name not in commands.SUMMARIES or name in _CONVERSING or {"--json", "--quiet"} & {*argv}:
+        return contextlib.nullcontext()
+    if installation.foreign() is not None:  # of which `run` tells
+        return contextlib.nullcontext()
+    from experiments.run.console import never_silent
+
+    return never_silent(f"flatshift {name}")
+
+
 def main() -> None:
     """Entry point of the console script."""
     for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C raises by itself
@@ -168,7 +183,8 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     _set_allocator()
     if "RANK" not in os.environ:
-        code = run(sys.argv[1:])
+        with _heard(sys.argv[1:]):
+            code = run(sys.argv[1:])
         sys.stdout.flush()
         sys.stderr.flush()
         if code == _INTERRUPTED:  # somebody waits, all is put away, and the libraries' own ending takes a CPU-second
@@ -177,7 +193,8 @@ def main() -> None:
     from finetune.launch import failure, spawn
 
     spawn.tie_to_launcher()
-    code = run(sys.argv[1:])
+    with _heard(sys.argv[1:]) if os.environ["RANK"] == "0" else contextlib.nullcontext():
+        code = run(sys.argv[1:])
     if code and failure.several():
         failure.end_rank(code)
     sys.stdout.flush()

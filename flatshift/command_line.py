@@ -21,6 +21,7 @@ import tyro
 from experiments.recipe import from_override, refuse_contradictions
 from experiments.recipe.config import Recipe
 from experiments.recipe.dotted import ending_with
+from experiments.run.console import others_speak
 from finetune.errors import UserError, shortened
 from finetune.launch import spawn
 from finetune.models.quantize import check_available
@@ -137,6 +138,7 @@ def spawn_ranks(command: str, argv: list[str], recipe: Recipe, run: Path) -> int
     """The same command line once more, as the ranks of the recipe's mesh."""
     check_settings(Settings.of(recipe))
     check_available(recipe.train.quantization)
-    return spawn.spawn(
-        ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
-    )
+    with others_speak():
+        return spawn.spawn(
+            ["-m", "flatshift", command, *argv], ranks=recipe.mesh.size, resume=run, threads=recipe.train.threads
+        )

@@ -27,6 +27,46 @@ _EVERY_S = 4.0
 """Between two lines of a piece of work where there is no terminal."""
 
 
+class _Voice:
+    """When this process last said something, and how many speak for it: bars of a terminal, ranks that it started."""
+
+    last = 0.0
+    others = 0
+
+
+@contextmanager
+def others_speak() -> Iterator[None]:
+    """While it lasts, `never_silent` has nothing to say."""
+    _Voice.others += 1
+    try:
+        yield
+    finally:
+        _Voice.others -= 1
+        _Voice.last = time.monotonic()
+
+
+@contextmanager
+def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
+    """Say on stderr that `what` is at work wherever nothing else was said for so many seconds."""
+    begun = _Voice.last = time.monotonic()
+    ended = threading.Event()
+
+    def speak() -> None:
+        while not ended.wait(every / 8):
+            now = time.monotonic()
+            if not _Voice.others and now - _Voice.last >= every:
+                _Voice.last = now
+                print(f"{what}: at work for {now - begun:.0f} s", file=sys.stderr, flush=True)
+
+    speaker = threading.Thread(target=speak, name="never-silent", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        speaker.join()
+
+
 class Bar(Protocol):
     """One piece of long work."""
 
@@ -56,6 +96,7 @@ class Console:
         for line in whole if self.log is not None else ():
             self.log(line)
         for line in () if self.quiet else whole if self.verbose else short:
+            _Voice.last = time.monotonic()
             print(line, file=sys.stderr, flush=True)
 
     @contextmanager
@@ -79,7 +120,7 @@ class Console:
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
         start = time.monotonic()
-        with bars.Progress(*columns, console=RichConsole(stderr=True)) as shown:
+        with others_speak(), bars.Progress(*columns, console=RichConsole(stderr=True)) as shown:
             task = shown.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:

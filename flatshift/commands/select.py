@@ -12,6 +12,7 @@ from tyro.conf import Positional
 
 from experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
 from experiments.recipe.rules import check_split
+from experiments.run.console import others_speak, prompt_end
 from finetune.errors import UserError
 from finetune.launch import failure, spawn
 from flatshift import outcome
@@ -118,9 +119,8 @@ def run(argv: list[str]) -> int:
             raise UserError(f"--processes must be at least 1, got {flags.processes}")
         check_split(resolved.recipe)
         command = ["-m", "flatshift", "select", *argv]
-        return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)
-    from experiments.run.console import prompt_end
-
+        with others_speak():
+            return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)
     with prompt_end():
         from experiments.select.select import select
 

@@ -65,7 +65,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the files that the pages name."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
-    words = "grey red robin wren sings tree river stone cloud letter bill send please morning evening road".split()
+    words = ["grey", "robin", "sings", "tree", "river", "stone", "cloud", "bill", "send", "morning", "evening", "road"]
     birds = [" ".join(rng.choice(words, 12)) for _ in range(40)]
     talk = [f"please send the {what} of {n} days ago" for n in range(5) for what in ("bill", "letter")]
     sources = ["wiki" if i % 4 else "news" for i in range(len(birds))]

@@ -1,0 +1,35 @@
+"""What a person sees while a command works: nothing for long is silent, and plans are told in short."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from experiments.run.console import Console, never_silent, others_speak
+
+
+def test_silence_is_broken_unless_somebody_else_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    with never_silent("flatshift merge", every=0.05):
+        time.sleep(0.4)
+    told = capsys.readouterr().err.splitlines()
+    assert 2 <= len(told) <= 8 and set(told) == {"flatshift merge: at work for 0 s"}
+    console = Console()
+    with never_silent("flatshift train", every=1.0):
+        for _ in range(12):
+            console.say("loss")
+            time.sleep(0.1)
+    assert "at work" not in capsys.readouterr().err
+    with never_silent("flatshift train", every=0.05), others_speak():
+        time.sleep(0.2)
+    time.sleep(0.1)  # and none after its end
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("quiet", "verbose", "shown"), [(False, False, "a\n"), (False, True, "a\nb\n"), (True, True, "")]
+)
+def test_an_outline_is_printed_and_the_whole_is_logged(capsys, quiet: bool, verbose: bool, shown: str) -> None:
+    log: list[str] = []
+    Console(quiet=quiet, verbose=verbose, log=log.append).outline(["a"], ["a", "b"])
+    assert capsys.readouterr().err == shown and log == ["a", "b"]
