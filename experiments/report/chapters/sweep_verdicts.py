@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -43,8 +43,7 @@ def verdict_table(judged: Sequence[Judged], epsilon: float) -> Table | None:
         "One verdict per curve of the mean held-out figure; curves of more than 10 points are judged at 10 of them, "
         "evenly spread on a log axis."
     )
-    told = [sentence for column, sentence in of_columns.items() if column in table.columns]
-    return dataclasses.replace(table, caption=" ".join([caption, *told]))
+    return _captioned(table, of_columns, caption)
 
 
 def _row(judged: Judged) -> list[str]:
@@ -112,14 +111,23 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
     table = Table(
         ["setting", "beside", "mean difference", "p", "peak at", "peak's height, difference", "p", "threshold ÷"],
         rows,
-        f"{direction.test.replace('.', ' ').replace('_', ' ')} minus the other's, on the same seeds, with 95 % "
-        "intervals. Peak: the one that the peak test finds in the mean of both curves, if it finds one; its height is "
-        "taken above the mean of its flanks, so that neither curve chose the place. Threshold: where the "
-        f"train error crosses {direction.data.epsilon:g}, as a ratio of positions. No p is corrected for the "
-        "number of rows.",
-        frozenset({2, 3, 5, 6, 7}),
-    )
-    return table, said
+        numeric=frozenset({2, 3, 5, 6, 7}),
+    ).shown()
+    of_columns = {
+        "mean difference": f"{direction.test.replace('.', ' ').replace('_', ' ')} minus the other's, on the same "
+        "seeds, with 95 % intervals.",
+        "peak at": "Peak: the one that the peak test finds in the mean of both curves; its height is taken above the "
+        "mean of its flanks, so that neither curve chose the place.",
+        "threshold ÷": f"Threshold: where the train error crosses {direction.data.epsilon:g}, as a ratio of positions.",
+        "p": "No p is corrected for the number of rows.",
+    }
+    return _captioned(table, of_columns), said
+
+
+def _captioned(table: Table, of_columns: Mapping[str, str], first: str = "") -> Table:
+    """With a caption that speaks of the columns that are there."""
+    told = [sentence for column, sentence in of_columns.items() if column in table.columns]
+    return dataclasses.replace(table, caption=" ".join(filter(None, [first, *told])))
 
 
 def _beside(curve: Curve, found: Beside) -> list[str]:
