@@ -91,7 +91,7 @@ class Predictions:
                     made[other] = Figure.over(sums, ratio_statistic(np.exp))
         draw: dict[str, Any] = {"resamples": 1, "confidence": 0.95, "seed": 0}
         if self.of_classes:
-            judge_classes(*self._codes(taken), figures=made, **draw)
+            judge_classes(*(codes.tolist() for codes in self._codes(taken)), figures=made, **draw)
         elif {"label", "predicted"} <= set(taken.column_names):
             pair = (taken[name].to_numpy() for name in ("label", "predicted"))
             judge_numbers(*pair, mean=self.mean, figures=made, **draw)

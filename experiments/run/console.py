@@ -93,8 +93,9 @@ class Console:
 
     def outline(self, short: Sequence[str], whole: Sequence[str]) -> None:
         """Print the lines `short`, or where `verbose` all of `whole`, which the log has in any case."""
-        for line in whole if self.log is not None else ():
-            self.log(line)
+        if self.log is not None:
+            for line in whole:
+                self.log(line)
         for line in () if self.quiet else whole if self.verbose else short:
             _Voice.last = time.monotonic()
             print(line, file=sys.stderr, flush=True)
