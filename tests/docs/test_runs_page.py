@@ -23,4 +23,6 @@ def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = capsys.readouterr()
     assert "first" in said.out and "beside.html" in said.out and "paired" not in said.err
     exec(compile(re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)[0], "page", "exec"), {})
-    assert capsys.readouterr().out.split() == ["3", "text", "b", "x", "y"]
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert len(shown) == 3 and all(words[2] == "→" and words[1] != words[3] for words in shown)
+    assert [words[4] for words in shown] == sorted((words[4] for words in shown), reverse=True)
