@@ -128,9 +128,6 @@ def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, 
     if recipe.select is None or recipe.select.from_ is None:
         return recipe, origins
     where, folder = origins["select.from"], user_path(recipe.select.from_)
-    for key, origin in origins.items():
-        if key.startswith("select.") and key != "select.from" and origin.startswith("--"):
-            raise UserError(f"{where}: the selection in {folder} is finished, and --{key} would change it; keep one")
     made = folder / "recipe.resolved.yaml"
     if not all((folder / name).is_file() for name in ("selected.jsonl", "done.json", made.name)):
         raise UserError(
@@ -140,9 +137,21 @@ def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, 
     block = build(type(recipe), parse_file(made)).select
     if block is None:
         raise UserError(f"{made} has no `select` block; name what `flatshift select --out` made")
+    asked, told = (_flatten(dataclasses.asdict(one), "select") for one in (recipe.select, block))
+    for key, origin in origins.items():
+        if key in asked and _layer(origin) == _layer(where) and asked[key] != told.get(key):
+            raise UserError(f"{where}: the selection in {folder} is finished, and {key} would change it; keep one")
     kept = {key: origin for key, origin in origins.items() if not key.startswith("select.") or key == "select.from"}
-    told = {key: str(made) for key in _flatten(dataclasses.asdict(block), "select") if key != "select.from_"}
-    return dataclasses.replace(recipe, select=dataclasses.replace(block, from_=recipe.select.from_)), {**told, **kept}
+    block = dataclasses.replace(block, from_=recipe.select.from_)
+    return dataclasses.replace(recipe, select=block), {
+        **dict.fromkeys(told.keys() - {"select.from_"}, str(made)),
+        **kept,
+    }
+
+
+def _layer(origin: str) -> str:
+    """Where a value was given: the command line, or a file whatever its line."""
+    return "--" if origin.startswith("--") else origin.rpartition(":")[0] or origin
 
 
 def lay(tree: Tree, overrides: Sequence[Tree]) -> Tree:

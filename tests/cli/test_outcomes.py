@@ -85,7 +85,7 @@ def test_a_training_takes_over_a_finished_selection(tmp_path: Path, capsys, monk
     assert "budget: 12  # picked/recipe.resolved.yaml" in resolved  # as it was made, not as warmup.yaml says
     assert run(["train", "--resume", "run"]) == 0
     for refused, says in (
-        (["train", "warmup", "--select.from", "picked", "--select.budget", "5"], "--select.budget would change it"),
+        (["train", "warmup", "--select.from", "picked", "--select.budget", "5"], "select.budget would change it"),
         (["train", "warmup", "--select.from", "run"], "holds no finished selection"),
         (["train", "language-model", "--select.from", "picked"], "no `warmup` block"),
         (["select", "warmup", "--select.from", "picked"], "nothing to select"),
