@@ -300,7 +300,9 @@ def sweep(folder: Path, *, seeds: int = 3, limits: tuple[int, ...] = (), seed: i
     grid = {"adapter.rank": ["1", "2", "4", "8", "16", "32", "64"]} | (
         {"data.train.limit": [str(x) for x in limits]} if limits else {}
     )
-    (folder / "sweep.json").write_text(json.dumps({"recipe": "double-descent", "grid": grid, "seeds": seeds}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"format": 2, "recipe": "double-descent", "grid": grid, "seeds": seeds})
+    )
 
 
 def laboratory(
