@@ -155,6 +155,18 @@ RULES: tuple[Rule, ...] = (
         "merge it into the backbone first", lambda s: s.adapter.under is not None and s.mesh.size > 1,
     ),
     Rule(
+        "task.loss: dpo, ipo or kto", INCOMPATIBLE, "adapter.init that changes frozen weights (all but default, "
+        "orthogonal and eva), adapter.under and adapter.bias",
+        "the reference is the backbone as it came, with the adapter off", "leave those out, or merge into the backbone",
+        lambda s: s.task.has_reference
+        and (s.adapter.init not in ("default", "orthogonal", "eva") or (s.adapter.under, s.adapter.bias) != (None, None)),
+    ),
+    Rule(
+        "task.loss: kto", REQUIRES, "two examples of an update", "its drift is seen in answers to other prompts",
+        "raise train.batch_size or train.accumulate",
+        lambda s: s.task.mismatches and s.train.batch_size * s.train.accumulate < 2,
+    ),
+    Rule(
         "adapter.soft_tokens", REQUIRES, "one rank", "they lie before the tokens of every row", "train LoRA on a mesh",
         lambda s: s.adapter.soft_tokens is not None and s.mesh.size > 1,
     ),
