@@ -180,6 +180,11 @@ class Objective:
         return False
 
     @property
+    def converses(self) -> bool:
+        """Whether prompts are conversations, which a chat template writes with its special tokens."""
+        return False
+
+    @property
     def one_class(self) -> bool:
         """Whether every row has exactly one class that a head tells."""
         return False

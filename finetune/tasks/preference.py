@@ -81,6 +81,7 @@ class Preference(Templated):
 
     by_answer: ClassVar[bool] = True
     rows_of_example: ClassVar[int] = 2
+    loss_unit: ClassVar[str] = "per pair of answers, of kto per answer"
     causal: ClassVar[bool] = True
     backbone: ClassVar[Literal["decoder"]] = "decoder"
     truncates: ClassVar[Literal["left"]] = "left"
@@ -124,6 +125,10 @@ class Preference(Templated):
         return _BETA.get(self.loss, 1.0) if self.beta is None else self.beta
 
     @property
+    def converses(self) -> bool:
+        return self.chat
+
+    @property
     def mismatches(self) -> bool:
         return self.loss == "kto"
 
@@ -165,11 +170,6 @@ class Preference(Templated):
         from ..evaluate.metrics import names_of
 
         return ("loss", *names_of("preferences"))
-
-    @property
-    def loss_unit(self) -> str:  # type: ignore[override]
-        """What its loss is counted in, for a reader."""
-        return f"per {self.counted.removesuffix('s')}"
 
     # -------------------------------------------------------------------------------------------------------- columns
 
