@@ -3,8 +3,9 @@
     python -m benchmarks.preference
 
 The shipped decoder on pairs of the shipped sample `statements`, LoRA r = 8, 50 updates of 2 micro-batches of 2 pairs,
-float32, one thread: how far the losses are apart. Both read every answer twice, with the adapter and without. TRL has no label smoothing of its `sigmoid` loss, and its KTO, CPO and ORPO trainers pair and
-tokenise rows themselves; those losses are compared with the papers' formulas in float64 (tests/parity).
+float32, one thread: how far the losses are apart. Both read every answer twice, with the adapter and without. TRL has
+no label smoothing of its `sigmoid` loss, and its KTO, CPO and ORPO trainers pair and tokenise rows themselves; those
+losses are compared with the papers' formulas in float64 (tests/parity).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks._harness import Benchmark, limit_threads
-from benchmarks.train_step import BACKBONE, OPTIMIZER, SEED, common_arguments, model_of, ours, recorder
+from benchmarks.train_step import BACKBONE, SEED, common_arguments, model_of, ours, recorder
 from finetune.tasks import Preference
 
 UPDATES = 50

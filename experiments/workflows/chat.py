@@ -148,5 +148,7 @@ def _question(task: Any, asked: str | Sequence[Message], tokenizer: Any, *, raw:
     if raw or not task.converses:
         (question,) = task.ask_texts([turns[-1]["content"]], tokenizer, raw=raw)
     else:
-        (question,), _ = task.ask([Row(dict.fromkeys(task.prompt_columns(), turns), "1", "the conversation")], tokenizer)
+        (question,), _ = task.ask(
+            [Row(dict.fromkeys(task.prompt_columns(), turns), "1", "the conversation")], tokenizer
+        )
     return question

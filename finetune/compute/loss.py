@@ -128,7 +128,9 @@ def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: H
     if head is None:
         with attention(batch.inputs), packed_attention.reading(batch) as inputs:
             logits = model(**inputs).logits
-        return _by_row(logits, batch, task, lambda rows, targets: F.cross_entropy(rows.float(), targets, reduction="none"))
+        return _by_row(
+            logits, batch, task, lambda rows, targets: F.cross_entropy(rows.float(), targets, reduction="none")
+        )
     linear, held = head.linear, getattr(head.linear, "vocabulary", None)
 
     def nats(rows: Tensor, targets: Tensor) -> Tensor:
@@ -163,7 +165,8 @@ def with_reference(
     precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     add: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> list[MicroBatch]:
-    """The micro-batches of an update, on the model's device, with `Sides.reference`, and `Sides.drift` if the task asks.
+    """The micro-batches of an update, on the model's device, with `Sides.reference`, and `Sides.drift` if it is asked
+    for (`task.mismatches`).
 
     The reference is the backbone with its adapter off and without dropout. The drift is the mean over all mismatched
     rows of log p less the backbone's, not below 0 (KTO, arXiv 2402.01306, §4.1), at the weights as they are.

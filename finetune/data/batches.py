@@ -58,9 +58,7 @@ class Sides:
 
     def to(self, device: torch.device | str) -> Sides:
         """The same on another device."""
-        tensors = {
-            name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        tensors = {name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         others = None if self.mismatched is None else self.mismatched.to(device)
         return replace(self, mismatched=others, **tensors)
 

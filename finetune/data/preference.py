@@ -47,8 +47,8 @@ def answers_of(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, .
 
 
 def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
-    """The turns of a prompt and an answer of it; each may be a text or a list of turns, and an answer may have its
-    prompt in it again.
+    """The turns of a prompt and an answer of it; each may be a text or a list of turns, an answer a turn too, and it
+    may have its prompt in it again.
 
     other: the other answer, whose turns in common are the prompt's.
     Raises:
@@ -58,6 +58,7 @@ def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
     turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if isinstance(answer, str):
         return [*turns, {"role": "assistant", "content": answer}]
+    answer = [answer] if isinstance(answer, dict) else answer
     if not isinstance(answer, list):
         raise ValueError(f"an answer is a {type(answer).__name__}, not a text or a list of turns")
     if len(answer) > 1:
@@ -82,7 +83,7 @@ class PreferenceEncoder:
         overlong: Literal["drop", "refuse"] | None = None,
         **how: Any,
     ) -> None:
-        """Arguments as of `finetune.data.encoding.encode`. Raises UserError as the encoders of completions and chats."""
+        """Arguments as of `finetune.data.encoding.encode`. Raises UserError as those of completions and chats."""
         self.task, self.max_length = task, max_length
         self._how = {"bad_rows": bad_rows, "overlong": overlong}
         self._chat = (
@@ -221,7 +222,9 @@ class PreferenceEncoder:
                 continue
             count, desirable = known[row.where]
             places = [f"{row.where}#{k}" for k in range(count)]
-            told = [(place, reason) for place in places for reason in encoded.skipped if reason.startswith(f"{place}: ")]
+            told = [
+                (place, reason) for place in places for reason in encoded.skipped if reason.startswith(f"{place}: ")
+            ]
             bad = next((reason[len(place) + 2 :] for place, reason in told), None)
             made.append(bad or self._shortened(row, [by_place[place] for place in places], desirable))
         return made

@@ -314,7 +314,7 @@ class _Reader:
             )
 
     def _prompted(self, values: dict[str, Any]) -> dict[str, Any]:
-        """`prompt`, `chosen` and `rejected` of a record of pairs in any form of `PROMPTS`; what is missing is left out."""
+        """`prompt`, `chosen` and `rejected` of a record of pairs in any form of `PROMPTS`; else nothing."""
         if values.get("chosen") is None or values.get("rejected") is None:
             return {}
         there = [form for form, (tell, *_) in PROMPTS.items() if values.get(tell) is not None]

@@ -94,8 +94,8 @@ _ALL = (
         by={"classes": "classes:accuracy", "sets": "multilabel:accuracy"},
     ),
     Metric(
-        name="preference_accuracy", title="preference accuracy", unit="share of pairs in the right order", bounds=_SHARE,
-        shown_as_share=True, headline=4, tile=1, by={"preferences": "preference:accuracy"},
+        name="preference_accuracy", title="preference accuracy", unit="share of pairs in the right order",
+        bounds=_SHARE, shown_as_share=True, headline=4, tile=1, by={"preferences": "preference:accuracy"},
     ),
     Metric(
         name="reward_margin", title="reward margin", unit="implicit reward, chosen less rejected", headline=5, tile=2,

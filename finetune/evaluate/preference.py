@@ -143,7 +143,7 @@ def quick_figures(scores: Scores) -> dict[str, float]:
     return found
 
 
-# ---------------------------------------------------------------------------- rewards and signs (N, S) to Σ values / Σ counts
+# ------------------------------------------------------------------ rewards and signs (N, S) to Σ values / Σ counts
 
 Ratio = tuple[np.ndarray, np.ndarray]
 

@@ -61,6 +61,8 @@ def _schedule_is_looped(s: Settings) -> bool:
     return s.mesh.schedule in ("interleaved", "zero-bubble", "zbv")
 
 
+_BESIDE_WEIGHTS = ("default", "orthogonal", "eva")
+"""`adapter.init` that leaves frozen weights as they came."""
 REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
 
 
@@ -159,7 +161,7 @@ RULES: tuple[Rule, ...] = (
         "orthogonal and eva), adapter.under and adapter.bias",
         "the reference is the backbone as it came, with the adapter off", "leave those out, or merge into the backbone",
         lambda s: s.task.has_reference
-        and (s.adapter.init not in ("default", "orthogonal", "eva") or (s.adapter.under, s.adapter.bias) != (None, None)),
+        and (s.adapter.init not in _BESIDE_WEIGHTS or (s.adapter.under, s.adapter.bias) != (None, None)),
     ),
     Rule(
         "task.loss: kto", REQUIRES, "two examples of an update", "its drift is seen in answers to other prompts",

@@ -1,4 +1,4 @@
-"""`task.kind: preference`: of two answers to a prompt the one that is liked better, or single ones that are liked or not."""
+"""`task.kind: preference`: of two answers to a prompt the better one, or single ones that are liked or not."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ class Preference(Templated):
         if not self.chat and (named := [name for name, value in own.items() if value is not None]):
             raise ValueError(f"{named[0]} is of conversations; set chat: true, or leave it out")
         if self.chat and (self.prompt, self.answer) != ("{prompt}", "{answer}"):
-            raise ValueError("prompt and answer are of texts, and chat: true writes both by a chat template; leave them")
+            raise ValueError(
+                "prompt and answer are of texts, and chat: true writes both by a chat template; leave them"
+            )
         if self.chat:
             _ = self.as_chat  # refuses a date that is none
 
@@ -241,8 +243,8 @@ class Preference(Templated):
     # ------------------------------------------------------------------------------------------------------------ loss
 
     def rewards(self, log_probs: Tensor, sides: Sides) -> Tensor:
-        """The implicit reward of each row's answer, (R,): β·(log p − log p of the backbone), without a reference β·log p;
-        divided by its tokens where the loss does."""
+        """The implicit reward of each row's answer, (R,): β·(log p − log p of the backbone), without a reference
+        β·log p; divided by its tokens where the loss does."""
         from_reference = log_probs if sides.reference is None else log_probs - sides.reference
         divided = self.per_token or self.loss in ("ipo", "simpo", "orpo")
         return self.scale * (from_reference / sides.lengths if divided else from_reference)
@@ -323,7 +325,7 @@ class Preference(Templated):
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 − exp x) for x < 0, by whichever of both ways is exact there (Mächler 2012); 0 counts as the float below."""
+    """log(1 − exp x) for x < 0, by whichever of both ways is exact there (Mächler 2012); 0 is the float below it."""
     import torch
 
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)

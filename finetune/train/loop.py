@@ -322,7 +322,9 @@ class _Loop:
     def _micros(self, place: int, sides: Sequence[Sides | None]) -> list[MicroBatch]:
         """The micro-batches of an update, with what is known of their answers."""
         micros: list[MicroBatch] = self.stage.batches.at(place)
-        return [micro if known is None else replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)]
+        return [
+            micro if known is None else replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)
+        ]
 
     def undo(self, verdict: Verdict, rate: float) -> Line | Verdict:
         """Leave the update out and return its line, or the verdict where the stage is to go back."""

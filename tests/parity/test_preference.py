@@ -54,9 +54,7 @@ def examples(single=False):
     made = []
     for index, (prompt, better, worse) in enumerate([(3, 9, 2), (1, 2, 7), (5, 4, 4), (2, 12, 1)]):
         asked, *answers = (_ids(length, generator) for length in (prompt, better, worse))
-        (ids, labels), (other, other_labels) = [
-            (asked + answer, [IGNORED] * len(asked) + answer) for answer in answers
-        ]
+        (ids, labels), (other, other_labels) = [(asked + answer, [IGNORED] * len(asked) + answer) for answer in answers]
         pair = {"rejected_ids": other, "rejected_labels": other_labels}
         pair = {"desirable": index % 2 == 0} if single else pair
         made.append(Example(ids, labels, str(index), f"f:{index}", **pair))
@@ -134,7 +132,7 @@ def naive(source, task, made, order):
                 weight = task.desirable_weight if wanted else task.undesirable_weight
                 terms.append(weight * (1 - torch.sigmoid(ahead if wanted else -ahead)))
             continue
-        (w, w0, n, _), (l, l0, m, _) = found  # noqa: E741 - the papers' names
+        (w, w0, n, _), (l, l0, m, _) = found
         if task.loss == "ipo":
             terms.append(((w - w0) / n - (l - l0) / m - 1 / (2 * beta)) ** 2)
         elif task.loss == "orpo":

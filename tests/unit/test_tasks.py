@@ -93,7 +93,9 @@ TASKS = [
 
 def _called(task) -> str:
     own = {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.name != "kind"}
-    return f"{task.kind} {' '.join(f'{name}={own[name]}' for name in ('multi', 'score', 'loss') if own.get(name))}".strip()
+    return (
+        f"{task.kind} {' '.join(f'{name}={own[name]}' for name in ('multi', 'score', 'loss') if own.get(name))}".strip()
+    )
 
 
 each_task = pytest.mark.parametrize("task", TASKS, ids=_called)
