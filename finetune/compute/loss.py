@@ -180,7 +180,9 @@ def with_reference(
         with precision():
             return answer_log_probs(model, micro, task=task, head=head)
 
-    known, sums = [], torch.zeros(2, dtype=torch.float64)
+    known: list[MicroBatch] = []
+    total: Tensor | float = 0.0
+    count = 0
     with evaluating(model):
         for micro in micros:
             assert micro.sides is not None
@@ -189,13 +191,13 @@ def with_reference(
                 sides = replace(sides, reference=log_probs(micro))
                 apart = None if others is None else -log_probs(others)
             if others is not None and apart is not None:
-                apart = (apart + log_probs(others)).double()
-                sums = sums.to(apart.device) + torch.stack([apart.sum(), apart.new_tensor(float(len(apart)))])
+                total = total + (apart + log_probs(others)).sum(dtype=capabilities(apart.device).sums)
+                count += len(apart)
             known.append(replace(micro, sides=sides))
-    if not task.mismatches:
+    if not isinstance(total, Tensor):
         return known
-    total, count = add(sums)
-    drift = (total / count).clamp(min=0.0).float()
+    sums = add(torch.stack([total, total.new_tensor(float(count))]))
+    drift = (sums[0] / sums[1]).clamp(min=0.0).float()
     return [replace(micro, sides=replace(micro.sides, drift=drift)) for micro in known if micro.sides is not None]
 
 

@@ -91,7 +91,7 @@ def score_answers(
             if micro.samples:
                 index = np.array([row[0] for row in micro.rows]).reshape(-1, count)[:, 0]
                 for place, column in enumerate(columns):
-                    found[place, index] = column.double().cpu().numpy().reshape(-1, count)
+                    found[place, index] = column.cpu().double().numpy().reshape(-1, count)
             beat()
     log_probs, reference, lengths, signs, apart = torch.from_numpy(share.add(found)).flatten(1)
     sides = Sides(

@@ -239,7 +239,7 @@ class Engine:
             task=task,
             head=head,
             precision=precision,
-            add=lambda sums: self.world.sum(sums.to(self.device), *TOKENS),
+            add=lambda sums: self.world.sum(sums, *TOKENS),
         )
         self.settle()
         return [micro.sides for micro in known]

@@ -459,7 +459,9 @@ class _Loop:
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
         mishaps += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
-        line = ", ".join([f"{result.tokens} supervised tokens", *mishaps, *filter(None, [rate_text(rates)])])
+        counted = self.stage.task.counted
+        learnt = f"{result.tokens} {'supervised tokens' if counted == 'tokens' else counted}"
+        line = ", ".join([learnt, *mishaps, *filter(None, [rate_text(rates)])])
         self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")
         return result
 
