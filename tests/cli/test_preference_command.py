@@ -39,10 +39,12 @@ def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path, capsys) -> None:
     page = (out / "report.html").read_text()
     assert "Rewards of dev answers" in page and "Preference accuracy on dev" in page
 
-    rows = tmp_path / "rows.jsonl"
-    assert run(["predict", str(out), "--data", "sample:statements/dev", "--out", str(rows)]) == 0
+    given, rows = tmp_path / "given.jsonl", tmp_path / "rows.jsonl"
+    given.write_text("".join(json.dumps({"question": "It rains.", "chosen": " Wet.", "rejected": f" {i}"}) + "\n"
+                             for i in range(5)))  # fmt: skip
+    assert run(["predict", str(out), "--data", str(given), "--out", str(rows)]) == 0
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert len(found) == 200 and {"prompt", "chosen", "rejected", "chosen_reward", "rejected_reward"} <= found[0].keys()
+    assert len(found) == 5 and {"prompt", "chosen", "rejected", "chosen_reward", "rejected_reward"} <= found[0].keys()
     for row in found:
         assert row["reward_margin"] == pytest.approx(row["chosen_reward"] - row["rejected_reward"], abs=1e-9)
         assert row["preferred"] == ("chosen" if row["reward_margin"] > 0 else "rejected")
