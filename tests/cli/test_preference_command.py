@@ -20,10 +20,10 @@ SMALL = [
 FIGURES = {"loss", "preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"}
 
 
-def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path, capsys) -> None:
+def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert run(["train", "preference", "--out", str(out), *SMALL, "--train.best", "preference_accuracy"]) == 0
-    said = capsys.readouterr().out
+    said = (out / "log.txt").read_text()
     assert "12 pairs of answers, known by the columns chosen and rejected" in said and "supervised in 2 pairs" in said
 
     lines = list(read_metrics(out / "metrics.jsonl"))
