@@ -108,7 +108,8 @@ class Preference(Templated):
             raise ValueError(f"{named[0]} is of conversations; set chat: true, or leave it out")
         if self.chat and (self.prompt, self.answer) != ("{prompt}", "{answer}"):
             raise ValueError(
-                "prompt and answer are of texts, and chat: true writes both by a chat template; leave them"
+                "prompt and answer are templates of texts, and with chat: true a chat template writes both; set them "
+                "to '{prompt}' and '{answer}'"
             )
         if self.chat:
             _ = self.as_chat  # refuses a date that is none

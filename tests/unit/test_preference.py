@@ -169,7 +169,7 @@ def test_pairs_and_single_answers_are_not_mixed(tokenizer):
         ({"loss": "kto", "label_smoothing": 0.1}, "label_smoothing is of loss: dpo or simpo"),
         ({"label_smoothing": 0.6}, "label_smoothing"),
         ({"system": "be brief"}, "system is of conversations; set chat: true"),
-        ({"chat": True, "answer": " {answer}"}, "chat: true writes both"),
+        ({"chat": True, "answer": " {answer}"}, "with chat: true a chat template writes both"),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_refused(settings, says):
