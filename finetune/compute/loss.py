@@ -204,7 +204,7 @@ def with_reference(
 @contextlib.contextmanager
 def backbone_alone(model: nn.Module) -> Iterator[None]:
     """Let every layer that PEFT wraps compute as if it had no adapter; which parameters train is not touched."""
-    wrapped = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     before = [module._disable_adapters for module in wrapped]
     for module in wrapped:
         module._disable_adapters = True

@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,9 @@ class Sides:
 
     def to(self, device: torch.device | str) -> Sides:
         """The same on another device."""
-        tensors = {name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {
+            name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         others = None if self.mismatched is None else self.mismatched.to(device)
         return replace(self, mismatched=others, **tensors)
 
@@ -529,7 +531,9 @@ class Batches:
         """The next example of the update lends each its answers, so that no mesh and no micro-batch says which."""
         pairs = list(zip(samples, [*samples[1:], samples[0]], strict=True))
         runs = [pairs[first : first + self.batch_size][self._mine] for first in range(0, len(pairs), self.batch_size)]
-        return [self._store.answered(*zip(*run, strict=True), self.pad_id, self.multiple) for run in runs]
+        return [
+            self._store.answered([i for i, _ in run], [j for _, j in run], self.pad_id, self.multiple) for run in runs
+        ]
 
     @property
     def _mine(self) -> slice:

@@ -119,8 +119,14 @@ class Preference(Templated):
     @property
     def as_chat(self) -> Chat:
         """The conversation that an answer ends (chat)."""
-        own = {"template": self.template, "system": self.system, "date": self.date}
-        return Chat(turns="last", max_truncated=1.0, max_unsupervised=1.0, **own)
+        return Chat(
+            turns="last",
+            template=self.template,
+            system=self.system,
+            date=self.date,
+            max_truncated=1.0,
+            max_unsupervised=1.0,
+        )
 
     @property
     def scale(self) -> float:
@@ -230,7 +236,10 @@ class Preference(Templated):
         return self.as_chat.template_record() if self.chat else None
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        (self.as_chat if self.chat else super()).prepare_tokenizer(tokenizer)
+        if self.chat:
+            self.as_chat.prepare_tokenizer(tokenizer)
+        else:
+            super().prepare_tokenizer(tokenizer)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
         from ..data.preference import answers_of, conversation
@@ -322,7 +331,7 @@ class Preference(Templated):
         return self.as_chat.ask(talks, tokenizer, bad_rows=bad_rows)
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        return (self.as_chat if self.chat else super()).usage(tokenizer, label_names)
+        return self.as_chat.usage(tokenizer, label_names) if self.chat else super().usage(tokenizer, label_names)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
