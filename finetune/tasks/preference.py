@@ -40,7 +40,7 @@ _TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Templated):
-    """Of two answers to a prompt (`prompt, chosen, rejected`) make the chosen one likelier; kto: also of single ones."""
+    """Of two answers to a prompt (`prompt, chosen, rejected`) make the chosen one likelier; kto: also single ones."""
 
     kind: Literal["preference"] = "preference"
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
