@@ -155,7 +155,7 @@ def trainer(
     arguments = transformers.TrainingArguments(
         **common_arguments(batches, steps=steps, precision=precision, device=device, clip=clip, log=losses is not None)
     )
-    callbacks = [] if losses is None else [_recorder(losses)]
+    callbacks = [] if losses is None else [recorder(losses)]
     built = transformers.Trainer(
         model=model or model_of(task, precision, device, backbone),
         args=arguments,
@@ -200,7 +200,7 @@ def sft(
         train_dataset=Dataset.from_dict({"number": list(range(len(rows)))}),
         processing_class=open_backbone(BACKBONE).tokenizer,
         data_collator=lambda batch: dict(rows[batch[0]["number"]]),
-        callbacks=[] if losses is None else [_recorder(losses)],
+        callbacks=[] if losses is None else [recorder(losses)],
     )
     built.remove_callback(transformers.PrinterCallback)
     return built.train
@@ -240,7 +240,7 @@ def common_arguments(
     }
 
 
-def _recorder(losses: list[float]) -> Any:
+def recorder(losses: list[float]) -> Any:
     import transformers
 
     class Recorder(transformers.TrainerCallback):

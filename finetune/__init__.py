@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .models.load import load_backbone
     from .planner.memory import memory_plan, plan_lines
     from .run_directory import RunDirectory, read_metrics
-    from .tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
+    from .tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq, Task
     from .train.loop import Diverged, StageResult, TrainingStage, train_stage
 
 _HOMES = {
@@ -31,7 +31,17 @@ _HOMES = {
     "errors": ("Interrupted", "UserError"),
     "models.fingerprint": ("checksum",),
     "models.load": ("load_backbone",),
-    "tasks": ("Chat", "Classify", "Completion", "LanguageModel", "MaskedLM", "Regress", "Seq2Seq", "Task"),
+    "tasks": (
+        "Chat",
+        "Classify",
+        "Completion",
+        "LanguageModel",
+        "MaskedLM",
+        "Preference",
+        "Regress",
+        "Seq2Seq",
+        "Task",
+    ),
     "train.loop": ("Diverged", "StageResult", "TrainingStage", "train_stage"),
     "planner.memory": ("memory_plan", "plan_lines"),
     "run_directory": ("RunDirectory", "read_metrics"),
@@ -52,6 +62,7 @@ __all__ = [
     "MaskedLM",
     "Mesh",
     "Optimizer",
+    "Preference",
     "Regress",
     "RunDirectory",
     "Seq2Seq",

@@ -101,6 +101,7 @@ TARGETS = (
 
 # Conversations: rows of each split; dev is carved out of the source's train split.
 CHAT_ROWS = {"train": 600, "dev": 80, "test": 120}
+PAIR_ROWS = {"train": 1200, "dev": 200, "test": 400}
 CHAT_SECOND_QUESTION = "Just the number, please."
 
 
@@ -250,6 +251,26 @@ def build_chat(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
     return splits
 
 
+def build_pairs(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
+    """SNLI premises with two statements: one that follows (chosen) and one that contradicts (rejected).
+
+    The first of each kind in the source's order. No premise occurs in two splits.
+    """
+    said: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in read_jsonl(data / "tasks" / "snli_official_dev_resplit.jsonl.xz"):
+        said[row["text"].strip()].setdefault(row["label"], row["text2"].strip())
+    pairs = [
+        {"prompt": premise, "chosen": statements["entailment"], "rejected": statements["contradiction"]}
+        for premise, statements in said.items()
+        if {"entailment", "contradiction"} <= statements.keys()
+    ]
+    order = iter(numpy_generator(seed, "samples", "statements").permutation(len(pairs)).tolist())
+    return {
+        split: [{"id": f"statements-{split}-{k:04d}", **pairs[next(order)]} for k in range(count)]
+        for split, count in PAIR_ROWS.items()
+    }
+
+
 def build_languages(data: Path) -> list[dict[str, Any]]:
     """The first sentences of NTREX-128 in 35 languages: the same ones in each."""
     rows = read_jsonl(data / "multilingual" / "ntrex128_35lang.jsonl.xz")
@@ -283,6 +304,11 @@ def main() -> None:
         size = write_rows(options.out / "gsm8k" / f"{split}.jsonl.xz", rows)
         total += size
         print(f"gsm8k/{split}: {len(rows)} conversations, {size:,} bytes")
+
+    for split, rows in build_pairs(options.data, options.seed).items():
+        size = write_rows(options.out / "statements" / f"{split}.jsonl.xz", rows)
+        total += size
+        print(f"statements/{split}: {len(rows)} pairs, {size:,} bytes")
 
     size = write_rows(options.out / "languages.jsonl.xz", languages := build_languages(options.data))
     total += size

@@ -17,7 +17,7 @@ from finetune.parallel.pipeline import bubble, schedules
 from finetune.parallel.pipeline.plan import virtual_stages
 from finetune.planner.rules import RULES, Settings, broken_rule
 from finetune.stacked.refusing import REASONS
-from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
+from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
 from regularizers.config import GGPO, SAM, Plain, RegularizerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support-matrix.md"
@@ -40,6 +40,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "`task.kind: classify`": ({"task": Classify()}, {}),
     "`task.kind: classify`, `multi`": ({"task": Classify(multi=True)}, {}),
     "`task.kind: regress`": ({"task": Regress()}, {}),
+    "`task.kind: preference`": ({"task": Preference()}, {}),
     "`task.kind: seq2seq`": ({"task": Seq2Seq()}, {}),
     "`task.label_smoothing`": ({"task": Seq2Seq(label_smoothing=0.1)}, {}),
     "`adapter.dora`": ({"dora": True}, {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +21,12 @@ def few_updates(engine: Any, batches: Any, task: Any, steps: int) -> tuple[list[
     engine.model.train()
     losses, first = [], {}
     for step in range(steps):
+        micros = batches.at(step)
+        sides = engine.sides(micros, task=task, head=head, precision=contextlib.nullcontext)
+        if task.has_reference:
+            micros = [dataclasses.replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)]
         loss = engine.forward_backward(
-            batches.at(step), batches.supervised(step), task=task, head=head, context=lambda i: contextlib.nullcontext()
+            micros, batches.supervised(step), task=task, head=head, context=lambda i: contextlib.nullcontext()
         )
         losses.append(float(loss))
         if step == 0:

@@ -72,7 +72,8 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
         )
     try:
         backbone = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
-        held = footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=settings)
+        read = recipe.task.as_read(settings)
+        held = footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=read)
     except UserError:  # an architecture whose sizes are not to be read off
         return
     if memory is None:
@@ -103,5 +104,5 @@ def _taken(recipe: Recipe) -> int:
 
 def _longest(examples: Sequence[Example]) -> int:
     columns = Examples.of(examples)
-    found = [columns.ragged(name) for name in ("input_ids", "decoder_ids")]
+    found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
     return max((int(rows[2].max()) for rows in found if rows is not None and len(rows[2])), default=0)

@@ -156,7 +156,8 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
         backbone = Sizes.read(backbone_directory(recipe.backbone), recipe.adapter)
     except UserError:  # whoever loads it says what is wrong
         return "same", "auto"
-    wide, less = (footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=t).total for t in (train, narrow))
+    read = [recipe.task.as_read(each) for each in (train, narrow)]
+    wide, less = (footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=each).total for each in read)
     if wide <= room or less > room:
         return "same", "auto"
     return "bf16", f"auto: {gib(wide)} with float32 weights, {gib(room)} are there"

@@ -145,8 +145,10 @@ def _question(task: Any, asked: str | Sequence[Message], tokenizer: Any, *, raw:
             raise UserError("a message is not valid Unicode; write it in UTF-8")
     if not turns or turns[-1]["role"] != "user":
         raise UserError("the last message must be the user's: there is nothing to answer")
-    if raw or "messages" not in task.prompt_columns():
+    if raw or not task.converses:
         (question,) = task.ask_texts([turns[-1]["content"]], tokenizer, raw=raw)
     else:
-        (question,), _ = task.ask([Row({"messages": turns}, "1", "the conversation")], tokenizer)
+        (question,), _ = task.ask(
+            [Row(dict.fromkeys(task.prompt_columns(), turns), "1", "the conversation")], tokenizer
+        )
     return question

@@ -185,7 +185,7 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe) -> None:
 
 def _writes_its_own(recipe: Recipe) -> bool:
     """Whether a template writes the special tokens of a prompt."""
-    return "messages" in recipe.task.columns()
+    return recipe.task.converses
 
 
 def _plain_lora(adapter: Path) -> bool:

@@ -70,7 +70,8 @@ class Predictor:
         self.backbone = open_backbone(recipe.backbone)
         self.tokenizer = self.backbone.tokenizer
         self.engine, _ = lay_out(recipe, self.task, self.label_names, adapter=path / "adapter")
-        _fold(self.engine.judged, recipe)
+        if not self.task.has_reference:  # which is what the layers compute without the adapter
+            _fold(self.engine.judged, recipe)
         self.bad_rows = bad_rows
         self.skipped: list[str] = []
         """`file:line: reason` of rows that could not be shown."""
@@ -80,7 +81,7 @@ class Predictor:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a row must have."""
-        return self.task.prompt_columns()
+        return self.task.asked_columns()
 
     def __call__(self, rows: Sequence[Row | str | Mapping[str, Any]]) -> list[Record]:
         """A record for each row that is not skipped, in order: its id, what was read, what the model says of it.

@@ -21,7 +21,7 @@ from experiments.run.console import Console, Draw
 from experiments.workflows.build import lay_out, lost_lines
 from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
-from finetune.compute.loss import batch_loss
+from finetune.compute.loss import batch_loss, with_reference
 from finetune.compute.numerics import cpu_threads
 from finetune.data.batches import iterate_eval
 from finetune.data.example import Example
@@ -95,7 +95,9 @@ def measure_run(
         ]
         supervised = sum(micro.supervised for micro in micros)
         head = engine.find_head(micros[0].inputs, task=recipe.task)
-        unit = "examples" if recipe.task.by_example else "supervised tokens"
+        if recipe.task.has_reference:  # of the weights as they are
+            micros = with_reference(engine.model, micros, task=recipe.task, head=head)
+        unit = recipe.task.counted if recipe.task.counted != "tokens" else "supervised tokens"
         console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
 
         def loss() -> Iterator[Tensor]:

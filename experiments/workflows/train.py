@@ -416,18 +416,18 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         say(line)
     if prepared.flipped:
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
-    planned, foretold = None, list[str]()
+    planned, foretold, read = None, list[str](), task.as_read(train)
     if engine.world.size == 1:
-        memory = memory_plan(engine.model, train=train, kind=plan.optimizer.kind)
+        memory = memory_plan(engine.model, train=read, kind=plan.optimizer.kind)
         if not context.cell:  # of a cell nobody reads it
             planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine))
-        fits = plan_lines(engine.model, train=train, optimizer=plan.optimizer, plan=memory)
+        fits = plan_lines(engine.model, train=read, optimizer=plan.optimizer, plan=memory)
         if planned is not None and planned.seconds is not None:
             foretold = [
                 f"  an update of the longest rows takes {planned.seconds:.3g} s by the model of `flatshift plan`"
             ]
     else:
-        fits = mesh_lines(engine, mesh=recipe.mesh, train=train, optimizer=plan.optimizer)
+        fits = mesh_lines(engine, mesh=recipe.mesh, train=read, optimizer=plan.optimizer)
     context.console.outline([*brief_plan(fits), *foretold], [*fits, *foretold])
     if last and prepared.flipped and engine.is_main:
         write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))

@@ -6,13 +6,16 @@ only the gradient of the hidden states. The loss is then computed where the mode
 forward, so that whatever gathers or frees its weights there (FSDP2) does so for the loss too. Whether it may is not
 guessed from the architecture: `find_head` watches one batch and demands the same bits, so soft-capped, scaled or
 wrapped logits take the model's own forward pass.
+
+A loss of whole answers (`task.by_answer`) is no sum over tokens: it is made of log p of each row's answer, and of the
+backbone's own log p of it, which `with_reference` knows with the adapter off.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,10 +24,11 @@ from torch import Tensor, nn
 
 from . import attention as packed_attention
 from .capabilities import capabilities, slice_rows
-from .numerics import attention
+from .numerics import attention, evaluating
 from .widened import WidenedLinear
 
 if TYPE_CHECKING:
+    from ..data.batches import MicroBatch
     from ..tasks import Task
 
 IGNORED = -100
@@ -85,7 +89,16 @@ def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | Non
 
 
 def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
-    """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`."""
+    """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`.
+
+    Of whole answers the sum over pairs or answers; where nobody computed the reference yet, it is computed here.
+    """
+    if task.by_answer:
+        known: MicroBatch = batch  # type: ignore[assignment]
+        if task.has_reference and known.sides is not None and known.sides.reference is None:
+            (known,) = with_reference(model, [known], task=task, head=head)
+        assert known.sides is not None
+        return task.answer_losses(answer_log_probs(model, known, task=task, head=head), known.sides).sum()
     if head is None:
         with attention(batch.inputs), packed_attention.reading(batch) as inputs:
             logits = model(**inputs).logits
@@ -108,6 +121,98 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
     assert task.smoothing == 0  # finetune.planner.rules
     found: Tensor = held.cross_entropy(rows, linear, targets)  # finetune.parallel.tensor.vocabulary
     return found
+
+
+def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: Head | None = None) -> Tensor:
+    """Σ log p of the supervised tokens of each row, (R,) float32."""
+    if head is None:
+        with attention(batch.inputs), packed_attention.reading(batch) as inputs:
+            logits = model(**inputs).logits
+        return _by_row(
+            logits, batch, task, lambda rows, targets: F.cross_entropy(rows.float(), targets, reduction="none")
+        )
+    linear, held = head.linear, getattr(head.linear, "vocabulary", None)
+
+    def nats(rows: Tensor, targets: Tensor) -> Tensor:
+        if held is None:
+            return linear_cross_entropies(rows, linear, targets)
+        found: Tensor = held.cross_entropies(rows, linear, targets)  # finetune.parallel.tensor.vocabulary
+        return found
+
+    def summed(hidden: Tensor) -> Tensor:
+        return _by_row(hidden, batch, task, nats).view(-1, 1, 1).clone()  # as in `batch_loss`
+
+    with head.computing(summed), attention(batch.inputs), packed_attention.reading(batch) as inputs:
+        log_probs: Tensor = model(**inputs).logits.flatten()
+    return log_probs
+
+
+def _by_row(values: Tensor, batch: MicroBatch, task: Task, nats: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    chosen = batch.chosen
+    assert chosen is not None
+    each = nats(*supervised(values, batch.labels, task, chosen))
+    rows, tokens = batch.labels.shape
+    return each.new_zeros(rows).index_add(0, chosen // tokens, -each)
+
+
+@torch.no_grad()
+def with_reference(
+    model: nn.Module,
+    micros: Sequence[MicroBatch],
+    *,
+    task: Task,
+    head: Head | None = None,
+    precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    add: Callable[[Tensor], Tensor] = lambda sums: sums,
+) -> list[MicroBatch]:
+    """The micro-batches of an update, on the model's device, with `Sides.reference`, and `Sides.drift` if it is asked
+    for (`task.mismatches`).
+
+    The reference is the backbone with its adapter off and without dropout. The drift is the mean over all mismatched
+    rows of log p less the backbone's, not below 0 (KTO, arXiv 2402.01306, §4.1), at the weights as they are.
+
+    Args:
+        precision: what surrounds each forward pass.
+        add: sums a tensor over the ranks that have other rows of the update.
+    """
+
+    def log_probs(micro: MicroBatch) -> Tensor:
+        with precision():
+            return answer_log_probs(model, micro, task=task, head=head)
+
+    known: list[MicroBatch] = []
+    total: Tensor | float = 0.0
+    count = 0
+    with evaluating(model):
+        for micro in micros:
+            assert micro.sides is not None
+            sides, others = micro.sides, micro.sides.mismatched
+            with backbone_alone(model):
+                sides = replace(sides, reference=log_probs(micro))
+                apart = None if others is None else -log_probs(others)
+            if others is not None and apart is not None:
+                total = total + (apart + log_probs(others)).sum(dtype=capabilities(apart.device).sums)
+                count += len(apart)
+            known.append(replace(micro, sides=sides))
+    if not isinstance(total, Tensor):
+        return known
+    sums = add(torch.stack([total, total.new_tensor(float(count))]))
+    drift = (sums[0] / sums[1]).clamp(min=0.0).float()
+    return [replace(micro, sides=replace(micro.sides, drift=drift)) for micro in known if micro.sides is not None]
+
+
+@contextlib.contextmanager
+def backbone_alone(model: nn.Module) -> Iterator[None]:
+    """Let every layer that PEFT wraps compute as if it had no adapter; which parameters train is not touched."""
+    wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [module._disable_adapters for module in wrapped]
+    for module in wrapped:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, disabled in zip(wrapped, before, strict=True):
+            module._disable_adapters = disabled
 
 
 def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multiple: int = 1) -> Head | None:

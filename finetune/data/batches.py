@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,35 @@ if TYPE_CHECKING:
 _OPEN_ROWS = 64
 _GROUPED = 50
 """Micro-batches of a window whose rows are grouped by length."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What a loss of whole answers must know of the R rows of a micro-batch, each a prompt with one answer.
+
+    Of pairs the rows are chosen, rejected, chosen, rejected, …
+    """
+
+    signs: Tensor
+    """(R,) float32: 1 of an answer that is chosen or desirable, −1 of one that is rejected or undesirable."""
+    lengths: Tensor
+    """(R,) float32: supervised tokens."""
+    paired: bool
+    """Whether rows come in pairs of one prompt."""
+    mismatched: MicroBatch | None = None
+    """The same prompts, each with an answer to the prompt of another example of the update (KTO)."""
+    reference: Tensor | None = None
+    """(R,) float32: log p of each answer under the backbone alone; None: not computed yet, or nobody asks."""
+    drift: Tensor | None = None
+    """Scalar: how far the model is from the backbone, nats an answer, over the whole update (KTO's z0)."""
+
+    def to(self, device: torch.device | str) -> Sides:
+        """The same on another device."""
+        tensors: dict[str, Any] = {
+            name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        others = None if self.mismatched is None else self.mismatched.to(device)
+        return replace(self, mismatched=others, **tensors)
 
 
 @dataclass(frozen=True)
@@ -64,12 +93,15 @@ class MicroBatch:
     real: tuple[int, int] | None = None
     """Its tokens on all sides without padding, and its pairs of tokens that belong to one sample (of an encoder's);
     None: not counted yet."""
+    sides: Sides | None = None
+    """Of a loss of whole answers; None for every other."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device."""
         inputs = {name: copied(tensor, device) for name, tensor in self.inputs.items()}
         chosen = None if self.chosen is None else copied(self.chosen, device)
-        return replace(self, inputs=inputs, labels=copied(self.labels, device), chosen=chosen)
+        sides = None if self.sides is None else self.sides.to(device)
+        return replace(self, inputs=inputs, labels=copied(self.labels, device), chosen=chosen, sides=sides)
 
 
 class _Store:
@@ -83,8 +115,13 @@ class _Store:
         self.words = columns.ragged("words")
         self.features = columns.features()
         self.answers = None if columns.ragged("decoder_ids") is None else _Answers(columns)
+        self.rejected = None if columns.ragged("rejected_ids") is None else _Rejected(columns)
+        self.desirable = columns.column("desirable")
+        self.mismatches = task.mismatches
         counts = columns.column("supervised")
         self.counts = np.empty(0, dtype=np.int32) if counts is None else counts
+        if task.by_answer:  # a pair is one item, or where each answer is judged by itself two
+            self.counts = np.full(len(self.lengths), 1 + (task.mismatches and self.rejected is not None), np.int32)
         whole = _whole_labels(columns)
         if whole is not None:
             self.labels, self.label_starts = whole, self.starts
@@ -102,7 +139,74 @@ class _Store:
     @property
     def work(self) -> np.ndarray:
         """Tokens of each example on all sides."""
-        return self.lengths if self.answers is None else self.lengths + self.answers.lengths
+        return sum((part.lengths for part in (self.answers, self.rejected) if part is not None), self.lengths)
+
+    def answered(self, examples: Sequence[int], others: Sequence[int], pad_id: int, multiple: int = 1) -> MicroBatch:
+        """Rows of one answer each (`Sides`).
+
+        others: for each example the one whose answers stand for its own in `Sides.mismatched`.
+        """
+        rows = [row for i in examples for row in self._rows_of(i)]
+        paired = self.rejected is not None
+        made = self._padded(rows, pad_id, multiple)
+        mismatched = None
+        if self.mismatches:
+            foreign = [
+                self._crossed(own, other)
+                for i, j in zip(examples, others, strict=True)
+                for own, other in zip(self._rows_of(i), self._rows_of(j), strict=True)
+            ]
+            mismatched = self._padded(foreign, pad_id, multiple)
+        if paired:
+            signs = [1.0, -1.0] * len(examples)
+        else:
+            assert self.desirable is not None
+            signs = [1.0 if self.desirable[i] else -1.0 for i in examples]
+        lengths = [float((labels != IGNORE).sum()) for _, labels in rows]
+        return replace(
+            made,
+            supervised=int(self.counts[list(examples)].sum()),
+            samples=len(examples),
+            rows=tuple((i,) for i in examples for _ in range(1 + paired)),
+            sides=Sides(torch.tensor(signs), torch.tensor(lengths), paired, mismatched),
+        )
+
+    def _rows_of(self, i: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids and labels of each answer of an example with its prompt before it."""
+        length = int(self.lengths[i])
+        first = (_run(self.ids, self.starts[i], length), _run(self.labels, self.label_starts[i], length))
+        return [first] if self.rejected is None else [first, self.rejected.of(i)]
+
+    @staticmethod
+    def _crossed(
+        own: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The prompt of one row with the answer of another, as long as the longer of both: the prompt loses its left,
+        but for its first token."""
+        (ids, labels), (foreign, foreign_labels) = own, other
+        begin = int((foreign_labels != IGNORE).argmax())
+        answer, marked = foreign[begin:], foreign_labels[begin:]
+        prompt = ids[: int((labels != IGNORE).argmax())]
+        room = max(len(ids), len(foreign)) - len(answer)
+        if len(prompt) > room:
+            prompt = np.concatenate([prompt[:1], prompt[len(prompt) - room + 1 :]])
+        return np.concatenate([prompt, answer]), np.concatenate([np.full(len(prompt), IGNORE), marked])
+
+    def _padded(self, rows: Sequence[tuple[np.ndarray, np.ndarray]], pad_id: int, multiple: int) -> MicroBatch:
+        lengths = np.array([len(ids) for ids, _ in rows])
+        width = -(-int(lengths.max()) // multiple) * multiple
+        ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+        labels = np.full((len(rows), width), IGNORE, dtype=np.int64)
+        mask = np.zeros((len(rows), width), dtype=np.int64)
+        for r, (read, marked) in enumerate(rows):
+            ids[r, : len(read)], labels[r, : len(read)], mask[r, : len(read)] = read, marked, 1
+        labels[:, 0] = IGNORE
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        return MicroBatch(
+            inputs, torch.from_numpy(labels), len(rows), len(rows), tuple((r,) for r in range(len(rows))),
+            torch.from_numpy(np.flatnonzero(labels != IGNORE)), padded=not mask.all(),
+            real=(int(lengths.sum()), int(np.square(lengths).sum())),
+        )  # fmt: skip
 
     def collate(
         self,
@@ -190,6 +294,19 @@ def _part(columns: Examples, name: str) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def _run(flat: np.ndarray, start: np.integer, length: int) -> np.ndarray:
     return flat[int(start) : int(start) + length]
+
+
+class _Rejected:
+    """The answers that are liked less, each behind its prompt, by example."""
+
+    def __init__(self, columns: Examples) -> None:
+        self._ids, self._starts, self.lengths = _part(columns, "rejected_ids")
+        self._labels, self._label_starts, _ = _part(columns, "rejected_labels")
+
+    def of(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels of example i."""
+        length = int(self.lengths[i])
+        return _run(self._ids, self._starts[i], length), _run(self._labels, self._label_starts[i], length)
 
 
 class _Answers:
@@ -346,15 +463,15 @@ class Batches:
         self.batch_size, self.accumulate, self.seed = batch_size, accumulate, seed
         self.max_length, self.pad_id = max_length, pad_id
         self.share, self.multiple = share, multiple
-        self.packed = task.pack
+        self.packed, self._by_answer = task.pack, task.by_answer
         if group is not None and self.packed:
             raise UserError(f"train.group: {group} has no use where task.pack is true, rows are full; leave it out")
         if task.hides_tokens != (masking is not None):
             raise ValueError("Batches needs `masking` for masked-lm, and for no other task")
         self._masking = masking
         self._store = _Store(examples, task)
-        answers = self._store.answers
-        for lengths in [self._store.lengths, *([] if answers is None else [answers.lengths])]:
+        more = (self._store.answers, self._store.rejected)
+        for lengths in [self._store.lengths, *(part.lengths for part in more if part is not None)]:
             longest = int(lengths.argmax())
             if lengths[longest] > max_length:
                 raise UserError(
@@ -403,9 +520,19 @@ class Batches:
     def at(self, step: int) -> list[MicroBatch]:
         """This rank's rows of the micro-batches of the 0-based optimizer step; the same whatever was asked before."""
         rows = self._step(step)
+        if self._by_answer:
+            return self._answered(rows.samples.tolist())
         return [
             self._store.collate(micro[self._mine], self.pad_id, self.multiple, self._drawn(rows, number, self._mine))
             for number, micro in enumerate(self._micros(rows.split(rows.samples)))
+        ]
+
+    def _answered(self, samples: list[int]) -> list[MicroBatch]:
+        """The next example of the update lends each its answers, so that no mesh and no micro-batch says which."""
+        pairs = list(zip(samples, [*samples[1:], samples[0]], strict=True))
+        runs = [pairs[first : first + self.batch_size][self._mine] for first in range(0, len(pairs), self.batch_size)]
+        return [
+            self._store.answered([i for i, _ in run], [j for _, j in run], self.pad_id, self.multiple) for run in runs
         ]
 
     @property
@@ -474,13 +601,14 @@ class Batches:
     def padding(self, steps: int) -> float:
         """Share of padding among the tokens that this rank computes in the first `steps` updates."""
         real = computed = 0
-        answers = self._store.answers
+        answers, rejected = self._store.answers, self._store.rejected
         for step in range(steps):
             for micro in self.rows_at(step):
                 mine = micro[self._mine]
                 widths = [int(self._store.lengths[list(row)].sum()) for row in mine]
+                widths += [] if rejected is None else [int(rejected.lengths[i]) for (i,) in mine]
                 real += sum(widths)
-                computed += len(mine) * -(-max(widths) // self.multiple) * self.multiple
+                computed += len(widths) * -(-max(widths) // self.multiple) * self.multiple
                 if answers is not None:
                     written = answers.lengths[[i for (i,) in mine]]
                     real += int(written.sum())
@@ -554,6 +682,10 @@ def iterate_eval(
             rows = max(1, min(rows, max_tokens // int(work[order[start]])))
         batch = order[start : start + rows]
         mine = batch[share[0] :: share[1]]
-        micro = store.collate([(int(i),) for i in (mine if len(mine) else batch[:1])], pad_id, multiple)
+        some = [int(i) for i in (mine if len(mine) else batch[:1])]
+        if task.by_answer:
+            micro = store.answered(some, [(i + 1) % len(order) for i in some], pad_id, multiple)
+        else:
+            micro = store.collate([(i,) for i in some], pad_id, multiple)
         yield micro if len(mine) else replace(micro, samples=0, supervised=0)
         start += rows

@@ -25,9 +25,9 @@ import numpy as np
 from .encoding import IGNORE, Example
 from .labels import Units
 
-_RAGGED = ("input_ids", "labels", "segments", "decoder_ids", "prompt", "words")
+_RAGGED = ("input_ids", "labels", "segments", "decoder_ids", "prompt", "words", "rejected_ids", "rejected_labels")
 _TEXTS = ("id", "answer", "where")
-_NUMBERS = ("bytes", "gold", "stop")
+_NUMBERS = ("bytes", "gold", "stop", "desirable")
 _KNOWN = {*_RAGGED, *_TEXTS, *_NUMBERS, "choices", "units", "features"}
 _NONE = np.iinfo(np.int64).min
 _SUFFIX = ".npy"
@@ -324,6 +324,9 @@ class _Table:
             stop=self.number("stop", i),
             words=self.list_of("words", i),
             units=self.units_of(i),
+            rejected_ids=self.list_of("rejected_ids", i),
+            rejected_labels=self.list_of("rejected_labels", i),
+            desirable=None if (desirable := self.number("desirable", i)) is None else bool(desirable),
             features=self.features_of(i),
         )
 
@@ -377,8 +380,8 @@ class Examples(Sequence[Example]):
         return Examples(self._table, rows if self._index is None else self._index[rows])
 
     def column(self, name: str) -> np.ndarray | None:
-        """`class`, `target`, `units` or `supervised` (labels that count, of each example), (N,), or `classes`,
-        (N, C) of 0 and 1; None if there is no such column."""
+        """`class`, `target`, `units`, `desirable` or `supervised` (labels that count, of each example), (N,), or
+        `classes`, (N, C) of 0 and 1; None if there is no such column."""
         values = self._table.columns.get(name)
         return values if values is None or self._index is None else values[self._index]
 

@@ -23,7 +23,7 @@ from .example import IGNORE as IGNORE
 from .example import Encoded as Encoded
 from .example import Example as Example
 from .labels import Units
-from .rows import Row
+from .rows import PROMPTS, SHARED, Row
 from .template import Template, longest_first
 from .vectors import with_features
 
@@ -265,6 +265,8 @@ class Encoder:
         if eos is not None and eos not in specials.suffix:
             self.end = (*specials.suffix, eos)
         self.rest = LeftOut(bad_rows, overlong, max_length)
+        self.form = ""
+        """What the first row's prompt was made of (`finetune.data.rows.PROMPTS`)."""
 
     def add(self, rows: Iterable[Row]) -> Encoded:
         """The examples of these rows, and what was cut or left out of them. Raises UserError as `encode`."""
@@ -274,7 +276,7 @@ class Encoder:
 
     def close(self) -> tuple[str, ...]:
         """What there is to know of all rows, a sentence each."""
-        return ()
+        return (prompt_form(self.form),) if self.form else ()
 
     # --------------------------------------------------------------------------------------------- for tasks: rows
 
@@ -300,6 +302,7 @@ class Encoder:
     def _filled(self, rows: Iterable[Row], templates: Sequence[Template]) -> Iterator[tuple[Row, list[str]]]:
         """The rows that every template can show, and their texts; the others are bad ones."""
         for row in rows:
+            self.form = self.form or row.form
             try:
                 texts = [template.fill(row) for template in templates]
             except ValueError as error:
@@ -387,6 +390,13 @@ class Encoder:
             if start is not None and end is not None:
                 return len(text[start.start : end.end].encode())
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
+
+
+def prompt_form(form: str) -> str:
+    """What is said of rows whose `prompt` was made of something else."""
+    if form == SHARED:
+        return f"prompts are {SHARED}"
+    return f"prompts read from {form}'s columns: {', '.join(PROMPTS[form])}"
 
 
 def chunks(rows: Iterable[_Each], size: int) -> Iterator[list[_Each]]:

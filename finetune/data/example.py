@@ -42,6 +42,12 @@ class Example:
     """Number of the word of each token, −1 for special ones, which are never hidden (masked-lm)."""
     units: Units | None = None
     """How training sees its target (regress)."""
+    rejected_ids: list[int] | None = None
+    """The same prompt with the answer that is liked less (preference); `input_ids` has the one that is chosen."""
+    rejected_labels: list[int] | None = None
+    """Aligned with `rejected_ids`, as `labels`."""
+    desirable: bool | None = None
+    """Whether the only answer of a row is one to have more of (preference without pairs)."""
     features: tuple[array[float], ...] | None = None
     """K vectors of d float32 numbers that the row brings along (`adapter.projector`)."""
 

@@ -2,6 +2,7 @@
 
 - rows with a class: another class (`noisy_rows`)
 - rows with an answer in words: the answer of a row that has another one (`foreign_answers`)
+- rows with two answers: the other one is called the better (`exchanged_rows`)
 - plain texts, whose every token is a label: the row's tokens in random order (`shuffled_examples`)
 
 In all of them ⌊rate·n + ½⌋ of n rows are drawn, and those at a larger rate include those at a smaller one, with the
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -106,6 +107,24 @@ def foreign_answers(
     for i in flipped:
         answer = {name: rows[donor[i]].values.get(name) for name in columns}
         new[i] = dataclasses.replace(rows[i], values={**rows[i].values, **answer})
+    return new, [rows[i].id for i in flipped]
+
+
+def exchanged_rows(
+    rows: Sequence[Row], *, exchange: Callable[[Row], Row], rate: float, seed: int
+) -> tuple[list[Row], list[str]]:
+    """The rows with, in a share of them, the opposite label, which `exchange` gives a row.
+
+    Returns:
+        The new rows, and the ids of those whose label was replaced.
+    Raises:
+        UserError: a rate outside [0, 1].
+    """
+    order = numpy_generator(seed, "label-noise").permutation(len(rows))
+    flipped = sorted(order[: _flips(rate, len(rows))].tolist())
+    new = list(rows)
+    for i in flipped:
+        new[i] = exchange(rows[i])
     return new, [rows[i].id for i in flipped]
 
 

@@ -85,7 +85,8 @@ def first_batch_panel(
     samples: int = 3,
     width: int = 600,
 ) -> str:
-    """The first `samples` of the batch decoded, supervised tokens as ⟦…⟧, at most `width` characters each.
+    """The first `samples` of the batch decoded, supervised tokens as ⟦…⟧, at most `width` characters each; of answers
+    that are judged, + before one that is chosen or desirable, − before another.
 
     label_names: classes in head order. units: of a regression's targets, which are shown in their own.
 
@@ -96,12 +97,16 @@ def first_batch_panel(
         raise UserError("the first batch has no supervised token, so there is nothing to learn; check task and columns")
     spans = panel_spans(micro, tokenizer)
     real = _real_tokens(micro)
-    rows, unit = len(micro.rows), "examples" if task.by_example else "tokens"
-    lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {micro.supervised} {unit} supervised"]
+    rows, said = len(micro.rows), f"{micro.supervised} {task.counted} supervised"
+    if micro.sides is not None:
+        said = f"{int(micro.sides.lengths.sum())} supervised in {micro.supervised} {task.counted}"
+    lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {said}"]
     for i, sample in enumerate(spans[:samples]):
         text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)
         if task.by_example:
             text += f" → {OPEN}{task.shown_label(micro.labels[i], label_names=label_names, units=units)}{CLOSE}"
+        if micro.sides is not None:
+            text = f"{'+' if micro.sides.signs[i] > 0 else '−'} {text}"
         lines.append(f"  {i + 1}. " + text.replace("\n", "\n     "))
     if len(spans) > samples:
         lines.append(f"  … and {len(spans) - samples} more")

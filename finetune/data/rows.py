@@ -46,6 +46,11 @@ _DEFAULT = Columns()
 
 FORMS = {"ShareGPT": ("conversations",), "Alpaca": ("instruction", "input", "output", "system")}
 """Other people's columns that stand for `messages`; the first of each tells it."""
+PROMPTS = {"Orca": ("question", "system"), "Alpaca": ("instruction", "input", "system"), "ShareGPT": ("conversations",)}
+"""Other people's columns that stand for the `prompt` of a pair of answers, `chosen` and `rejected`; the first tells
+it."""
+SHARED = "what both answers begin with"
+"""The form of pairs without any such column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,8 @@ class Row:
     nulls: int = 0
     """As `Record.nulls`."""
     form: str = ""
-    """What `messages` was made of, where the record has no such column: a name of `FORMS`."""
+    """What `messages` or `prompt` was made of, where the record has no such column: a name of `FORMS` or `PROMPTS`, or
+    `SHARED`."""
 
 
 def expand(files: Sequence[str]) -> list[Path]:
@@ -251,6 +257,7 @@ class _Reader:
         self.names = {name: getattr(columns, name) for name in ("text", "text2", "label", "messages", "tools", "id")}
         self.required = required
         self.bridged = "messages" in required and self.names["messages"] == _DEFAULT.messages
+        self.prompted = "prompt" in required
         self.form, self._first_row = "", True
 
     def values(self, record: Record) -> dict[str, Any]:
@@ -272,6 +279,8 @@ class _Reader:
                 values.pop(name, None)
             else:
                 values[name] = value
+        if self.prompted:
+            values |= self._prompted(values)
         for name in self.required:
             if values.get(name) is None:
                 raise ValueError(self._missing(name, self.names.get(name, name), record.values))
@@ -290,16 +299,42 @@ class _Reader:
                 "messages"
             )
         form = "" if own else there[0]
+        self._one_form(form, {name: tell for name, (tell, *_) in FORMS.items()} | {"": "messages"})
+        if form == "Alpaca":
+            return _alpaca(record)
+        return record["conversations"] if form else None
+
+    def _one_form(self, form: str, called: Mapping[str, str]) -> None:
+        """Note the form of the first row; refuse another one behind it."""
         if self._first_row:
             self.form, self._first_row = form, False
         elif form != self.form:
             raise ValueError(
-                f"a row with {FORMS[form][0] if form else 'messages'!r}, and those before have "
-                f"{FORMS[self.form][0] if self.form else 'messages'!r}; give files of one form"
+                f"a row with {called[form]!r}, and those before have {called[self.form]!r}; give files of one form"
             )
-        if form == "Alpaca":
-            return _alpaca(record)
-        return record["conversations"] if form else None
+
+    def _prompted(self, values: dict[str, Any]) -> dict[str, Any]:
+        """`prompt`, `chosen` and `rejected` of a record of pairs in any form of `PROMPTS`; else nothing."""
+        if values.get("chosen") is None or values.get("rejected") is None:
+            return {}
+        there = [form for form, (tell, *_) in PROMPTS.items() if values.get(tell) is not None]
+        own = values.get("prompt") is not None
+        if not own and len(there) > 1:
+            names = " and ".join(repr(PROMPTS[form][0]) for form in there)
+            raise ValueError(f"columns {names} may each be the prompt; rename one of them to 'prompt'")
+        form = "" if own else there[0] if there else SHARED
+        self._one_form(form, {name: tell for name, (tell, *_) in PROMPTS.items()} | {"": "prompt", SHARED: "no prompt"})
+        if own:
+            return {}
+        if form == SHARED:
+            return shared_prompt(values["chosen"], values["rejected"])
+        if form == "ShareGPT":
+            return {"prompt": values["conversations"]}
+        asked = "\n\n".join(_texts_of(values, [name for name in PROMPTS[form] if name != "system"]))
+        said = _texts_of(values, ["system"])
+        if not said:
+            return {"prompt": asked}
+        return {"prompt": [{"role": "system", "content": said[0]}, {"role": "user", "content": asked}]}
 
     def _checked(self, name: str, own: str, value: Any) -> Any:
         if name in ("messages", "tools"):
@@ -334,6 +369,31 @@ def _alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
     asked = "\n\n".join(part for name in ("instruction", "input") if (part := said[name]))
     turns = [("system", said["system"]), ("user", asked), ("assistant", said["output"])]
     return [{"role": role, "content": text} for role, text in turns if text or (role == "assistant" and text == "")]
+
+
+def _texts_of(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those of these columns that hold a text that is not empty."""
+    found = {name: values.get(name) for name in names}
+    for name, value in found.items():
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"column {name!r} is a {type(value).__name__}, not text")
+    return [text for text in found.values() if text]
+
+
+def shared_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
+    """`prompt, chosen, rejected` of two answers that have their prompt in them: the turns that both begin with, or of
+    texts the words."""
+    if type(chosen) is not type(rejected) or not isinstance(chosen, list | str):
+        return {}
+    same = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
+    same = min(len(chosen), len(rejected)) if same is None else same
+    if isinstance(chosen, str):  # not inside of a word, and the space belongs to the answer
+        while same and not chosen[same - 1 : same].isspace():
+            same -= 1
+        same = len(chosen[:same].rstrip(" "))
+    if not same:
+        return {}
+    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
 
 
 def missing_column(own: str, record: Iterable[str], place: str | None = None) -> str:

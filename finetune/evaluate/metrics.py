@@ -9,6 +9,7 @@ To add one: a function beside its like, and an entry here. What a function takes
     "samples"              what a model wrote after one prompt, several texts → float or None (`flatshift generate`)
     "toxicity"             the scores of those texts, [0, 1] each → float
     "classes"              (finetune.evaluate.classes.Pairs, weights (R, U)) → (R,)
+    "preferences"          (rewards, signs) of each example's answers, (n, 1 or 2) each → (values, counts)
     "sets"                 (finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)
     "numbers"              (true, predicted, mean of the training rows), (R, n) each → (R,)
 """
@@ -91,6 +92,22 @@ _ALL = (
         name="accuracy", title="accuracy", unit="share correct", bounds=_SHARE, shown_as_share=True,
         floor="majority_floor", headline=4, tile=1, hub="accuracy",
         by={"classes": "classes:accuracy", "sets": "multilabel:accuracy"},
+    ),
+    Metric(
+        name="preference_accuracy", title="preference accuracy", unit="share of pairs in the right order",
+        bounds=_SHARE, shown_as_share=True, headline=4, tile=1, by={"preferences": "preference:accuracy"},
+    ),
+    Metric(
+        name="reward_margin", title="reward margin", unit="implicit reward, chosen less rejected", headline=5, tile=2,
+        by={"preferences": "preference:margin"},
+    ),
+    Metric(
+        name="chosen_reward", title="reward of chosen answers", unit="implicit reward", tile=3,
+        by={"preferences": "preference:chosen"},
+    ),
+    Metric(
+        name="rejected_reward", title="reward of rejected answers", unit="implicit reward", lower=True, tile=4,
+        by={"preferences": "preference:rejected"},
     ),
     Metric(
         name="f1_micro", title="micro F1", unit="F1 over all classes together", bounds=_SHARE, shown_as_share=True,

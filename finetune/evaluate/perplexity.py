@@ -23,7 +23,7 @@ from ..models.anatomy import vocabulary_size
 if TYPE_CHECKING:
     from ..tasks import Task
 
-_LOGITS = 1 << 28
+LOGITS = 1 << 28
 """Logits that exist at once, at most (one row always may): 1 GiB in float32."""
 
 
@@ -86,7 +86,7 @@ def document_nats(
         task=task,
         batch_size=batch_size,
         pad_id=pad_id,
-        max_tokens=_LOGITS // vocabulary,
+        max_tokens=LOGITS // vocabulary,
         share=share.part,
         multiple=share.multiple,
     )

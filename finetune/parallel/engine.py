@@ -33,7 +33,7 @@ from ..adapters.adapter import (
 from ..compute.attention import without_starts
 from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
-from ..compute.loss import Head, batch_loss, find_head
+from ..compute.loss import Head, batch_loss, find_head, with_reference
 from ..data.share import Share
 from ..errors import UserError
 from ..models.anatomy import position_limit
@@ -42,7 +42,7 @@ from .layout import Layout, Slice, local, put, whole_all
 from .mesh import DATA, TOKENS, World
 
 if TYPE_CHECKING:
-    from ..data.batches import MicroBatch
+    from ..data.batches import MicroBatch, Sides
     from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding
@@ -216,6 +216,33 @@ class Engine:
     def compute(self, work: Passes) -> Tensor:
         """The forward and backward passes of an update; returns its loss, float32 scalar."""
         return work.compute()
+
+    def sides(
+        self,
+        micros: Sequence[MicroBatch],
+        *,
+        task: Task,
+        head: Head | None,
+        precision: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> list[Sides | None]:
+        """What must be known of an update before its passes: of each of this rank's micro-batches the reference and the
+        drift of its answers (`finetune.compute.loss.with_reference`); None where the task asks for nothing.
+
+        Outside of a regularizer's step, so that the reference is the backbone as it is. Every rank calls this.
+        """
+        if not task.has_reference:
+            return [None] * len(micros)
+        on_device = [micro.to(self.device) for micro in micros]
+        known = with_reference(
+            self.model,
+            on_device,
+            task=task,
+            head=head,
+            precision=precision,
+            add=lambda sums: self.world.sum(sums, *TOKENS),
+        )
+        self.settle()
+        return [micro.sides for micro in known]
 
     def forward_backward(
         self, micros: Sequence[MicroBatch], count: int, *, task: Task, head: Head | None, context: Context

@@ -109,7 +109,7 @@ def resolve(
             f"{sizes.groups} groups and {len(sizes.blocks)} blocks with the axes that are set; start another number "
             "of processes, or change train.batch_size"
         )
-    layouts = [_priced(option, sizes, adapter, train, devices, node) for option in possible]
+    layouts = [_priced(option, sizes, adapter, task.as_read(train), devices, node) for option in possible]
     chosen = _choose(layouts, few=devices.kind == "cpu")
     here = devices if processes is None else None
     reasons = [

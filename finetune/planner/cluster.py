@@ -269,7 +269,8 @@ def layouts(
                 continue
             for how in recompute:
                 cut_so = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
-                layout = priced(mesh, cut_so, sizes, settings.adapter, cluster)
+                layout = priced(mesh, settings.task.as_read(cut_so), sizes, settings.adapter, cluster)
+                layout = dataclasses.replace(layout, train=cut_so)
                 key = tuple(getattr(mesh, axis) for axis in AXES)
                 if key not in found or _order(layout) < _order(found[key]):
                     found[key] = layout
@@ -321,7 +322,8 @@ def update_seconds(sizes: Sizes, cluster: Cluster, settings: Settings) -> float 
         _check_counted(sizes, settings)
     except UserError:
         return None
-    return priced(settings.mesh, settings.train, sizes, settings.adapter, cluster).time.total
+    train = settings.task.as_read(settings.train)
+    return priced(settings.mesh, train, sizes, settings.adapter, cluster).time.total
 
 
 def priced(mesh: Mesh, train: Train, sizes: Sizes, adapter: Adapter, cluster: Cluster) -> Layout:

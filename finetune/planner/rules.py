@@ -61,6 +61,8 @@ def _schedule_is_looped(s: Settings) -> bool:
     return s.mesh.schedule in ("interleaved", "zero-bubble", "zbv")
 
 
+_BESIDE_WEIGHTS = ("default", "orthogonal", "eva")
+"""`adapter.init` that leaves frozen weights as they came."""
 REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
 
 
@@ -153,6 +155,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "adapter.under", REQUIRES, "one rank", "the adapter beneath is folded into whole weights",
         "merge it into the backbone first", lambda s: s.adapter.under is not None and s.mesh.size > 1,
+    ),
+    Rule(
+        "task.loss: dpo, ipo or kto", INCOMPATIBLE, "adapter.init that changes frozen weights (all but default, "
+        "orthogonal and eva), adapter.under and adapter.bias",
+        "the reference is the backbone as it came, with the adapter off", "leave those out, or merge into the backbone",
+        lambda s: s.task.has_reference
+        and (s.adapter.init not in _BESIDE_WEIGHTS or (s.adapter.under, s.adapter.bias) != (None, None)),
+    ),
+    Rule(
+        "task.loss: kto", REQUIRES, "two examples of an update", "its drift is seen in answers to other prompts",
+        "raise train.batch_size or train.accumulate",
+        lambda s: s.task.mismatches and s.train.batch_size * s.train.accumulate < 2,
     ),
     Rule(
         "adapter.soft_tokens", REQUIRES, "one rank", "they lie before the tokens of every row", "train LoRA on a mesh",

@@ -73,6 +73,10 @@ class Chat(Objective):
         self._check_metrics()
 
     @property
+    def converses(self) -> bool:
+        return True
+
+    @property
     def figure_names(self) -> tuple[str, ...]:
         from ..evaluate.metrics import names_of
 

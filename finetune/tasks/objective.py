@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from ..config import Train
+    from ..data.batches import Sides
     from ..data.encoding import Encoder
     from ..data.example import Example, Question
     from ..data.labels import OutputLayer, Units
@@ -74,6 +76,10 @@ class Objective:
 
     by_example: ClassVar[bool] = False
     """A new head answers for a whole row: the loss is divided by examples, labels are of whole rows."""
+    by_answer: ClassVar[bool] = False
+    """The loss is of whole answers, by how likely each is: it is divided by pairs of answers, or by answers."""
+    rows_of_example: ClassVar[int] = 1
+    """Rows of tokens that the model reads of one example."""
     causal: ClassVar[bool] = False
     """The model's output at position t is for the label at t + 1, and the first token of a sample has none."""
     encoder_decoder: ClassVar[bool] = False
@@ -114,6 +120,10 @@ class Objective:
         same: Any = self
         return dataclasses.replace(same, **settings)
 
+    def as_read(self, train: Train) -> Train:
+        """`train` with the rows that the model reads of a micro-batch as its batch size: what memory is planned by."""
+        return dataclasses.replace(train, batch_size=train.batch_size * self.rows_of_example)
+
     def refuse(self, what: str) -> None:
         """Raise UserError where it does not go with `what`, a block, setting or flag."""
         if what in self.refuses:
@@ -153,6 +163,26 @@ class Objective:
     def writes(self) -> bool:
         """Whether its models continue a prompt."""
         return not (self.by_example or self.backbone == "encoder")
+
+    @property
+    def counted(self) -> str:
+        """What a loss is divided by."""
+        return "examples" if self.by_example else "tokens"
+
+    @property
+    def mismatches(self) -> bool:
+        """Whether each answer is lost by itself, beside answers to other prompts (by_answer)."""
+        return False
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with the backbone alone, the adapter off (by_answer)."""
+        return False
+
+    @property
+    def converses(self) -> bool:
+        """Whether prompts are conversations, which a chat template writes with its special tokens."""
+        return False
 
     @property
     def one_class(self) -> bool:
@@ -298,6 +328,15 @@ class Objective:
         """The loss of each example, float32 [B], from logits [B, C] (by_example)."""
         raise NotImplementedError
 
+    def answer_losses(self, log_probs: Tensor, sides: Sides) -> Tensor:
+        """The loss of each pair, or of each answer (mismatches), (P,) or (R,), from log p of each row's answer (R,)
+        (by_answer)."""
+        raise NotImplementedError
+
+    def rewards(self, log_probs: Tensor, sides: Sides) -> Tensor:
+        """The implicit reward of each row's answer, (R,), from log p of it (by_answer)."""
+        raise NotImplementedError
+
     def residuals(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[B, C] float32: targets less outputs, where a row's loss is the sum of their squares (`squares`)."""
         raise NotImplementedError
@@ -368,6 +407,10 @@ class Objective:
     def prompt_columns(self) -> tuple[str, ...]:
         """The columns that a prompt shows. Raises UserError for a malformed template."""
         return self.columns()
+
+    def asked_columns(self) -> tuple[str, ...]:
+        """The columns that a row must have for `predict`. Raises UserError for a malformed template."""
+        return self.prompt_columns()
 
     def prompt_text(self, row: Row) -> str:
         """The prompt of a row. Raises UserError for a column that it cannot show."""

@@ -12,6 +12,7 @@ from ..compute import attention
 from ..compute.loss import Head, batch_loss, loss_sum
 from ..compute.numerics import evaluating
 from ..data.batches import iterate_eval
+from ..evaluate.preference import quick_figures, score_answers
 from .deferred_metrics import read
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def dev_figures(
     head: Head | None,
     precision: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, float]:
-    """`loss` in nats per supervised token or example (regress: squared error), not smoothed, and `accuracy` for
-    classification (multi: of whole sets of classes).
+    """`loss` in nats per supervised token or example (regress: squared error), not smoothed, `accuracy` for
+    classification (multi: of whole sets of classes), and of answers what `finetune.evaluate.preference` judges.
 
     Where reading makes the host wait for the device it is read once, at the end. Every rank of a mesh calls this.
 
@@ -42,6 +43,13 @@ def dev_figures(
     """
     share, model = engine.evaluation, engine.judged
     judged = task.judged()
+    if task.by_answer:
+        scores = score_answers(
+            model, examples, task=judged, batch_size=batch_size, pad_id=pad_id, precision=precision,
+            device=engine.device, share=share, head=engine.usable(head), beat=engine.beat,
+        )  # fmt: skip
+        engine.settle()
+        return quick_figures(scores)
     found: list[torch.Tensor] = []  # loss and right answers of each batch
     counts: list[int] = []
     with evaluating(model):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,8 @@ from .trace.recorder import Recorder
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
+
+    from ..data.batches import MicroBatch, Sides
 
 
 def train_stage(model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage) -> StageResult:
@@ -276,6 +278,7 @@ class _Loop:
         self.engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
         count = self.stage.batches.supervised(place)
         rate = learning_rate(step, steps=self.train.steps, optimizer=self.stage.optimizer)
+        sides = self.engine.sides(self.stage.batches.at(place), task=task, head=self.head, precision=self._precision)
         verdict, overflowed = None, True
         while overflowed:
             losses: list[torch.Tensor] = []
@@ -283,7 +286,7 @@ class _Loop:
             try:
                 with self.regularizer.step(step, loss_scale=self.scale.value) as passes:
                     for _ in passes:
-                        micros, context = self.stage.batches.at(place), partial(self._context, step)
+                        micros, context = self._micros(place, sides), partial(self._context, step)
                         how = (self.meter, self.compiled, self.fused)
                         work = ForwardBackward(self.engine, task, micros, count, self.head, context, *how)
                         losses.append(self.engine.compute(work) if self.solver is None else self.solver.compute(work))
@@ -315,6 +318,13 @@ class _Loop:
         self.scale.made()
         line.figures.append(self.regularizer.figures())
         return line
+
+    def _micros(self, place: int, sides: Sequence[Sides | None]) -> list[MicroBatch]:
+        """The micro-batches of an update, with what is known of their answers."""
+        micros: list[MicroBatch] = self.stage.batches.at(place)
+        return [
+            micro if known is None else replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)
+        ]
 
     def undo(self, verdict: Verdict, rate: float) -> Line | Verdict:
         """Leave the update out and return its line, or the verdict where the stage is to go back."""
@@ -449,7 +459,9 @@ class _Loop:
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
         mishaps += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
-        line = ", ".join([f"{result.tokens} supervised tokens", *mishaps, *filter(None, [rate_text(rates)])])
+        counted = self.stage.task.counted
+        learnt = f"{result.tokens} {'supervised tokens' if counted == 'tokens' else counted}"
+        line = ", ".join([learnt, *mishaps, *filter(None, [rate_text(rates)])])
         self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")
         return result
 

@@ -112,6 +112,7 @@ class Sent(MicroBatch):
             inputs["attention_mask"] = as_mask(self.there[_STARTS], self.longest)
         host = {each.name: getattr(self, each.name) for each in fields(MicroBatch)}
         there = {"inputs": inputs, "labels": self.there[_LABELS], "chosen": self.there.get(_CHOSEN)}
+        there |= {} if self.sides is None else {"sides": self.sides.to(device)}
         return MicroBatch(**{**host, **there})
 
 

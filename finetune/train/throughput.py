@@ -138,7 +138,8 @@ class _Sums:
             self.tokens += tokens
             if cost is not None:
                 rows, width = micro.inputs["input_ids"].shape
-                supervised = micro.supervised / ranks
+                answers = getattr(micro, "sides", None) is not None  # which are counted, and not their tokens
+                supervised = (len(micro.chosen) if answers and micro.chosen is not None else micro.supervised) / ranks
                 self.model += cost.model(tokens, pairs, supervised)
                 self.hardware += cost.hardware(rows * width, rows * width * width, supervised)
 

@@ -16,6 +16,7 @@ from finetune.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("scicite", "banking", "snli")
 CHATS = ("gsm8k",)
+PAIRS = ("statements",)
 SPLITS = ("train", "dev", "test")
 SMALL = ("flatshift-encoder-3m", "flatshift-t5-3m")
 
@@ -56,7 +57,7 @@ def test_names_are_listed_and_found(backbone: Path) -> None:
     assert assets.backbone("gpt2") is None
     assert assets.backbone("../backbones/flatshift-5m") is None
     assert assets.samples() == sorted(
-        ["pool", "languages", *(f"{target}/{split}" for target in TARGETS + CHATS for split in SPLITS)]
+        ["pool", "languages", *(f"{target}/{split}" for target in TARGETS + CHATS + PAIRS for split in SPLITS)]
     )
     assert all(assets.sample(name).is_file() for name in assets.samples())
 
@@ -275,6 +276,18 @@ def test_conversations_are_whole_and_disjoint() -> None:
     assert "\n  gsm8k " in notice and (assets.sample("pool").parent / "licenses" / "MIT-gsm8k.txt").is_file()
 
 
+def test_pairs_are_whole_and_disjoint() -> None:
+    splits = {split: rows(f"statements/{split}") for split in SPLITS}
+    assert {split: len(found) for split, found in splits.items()} == {"train": 1200, "dev": 200, "test": 400}
+    everything = [row for split in SPLITS for row in splits[split]]
+    assert all(row.keys() == {"id", "prompt", "chosen", "rejected"} for row in everything)
+    assert all(row["prompt"] and row["chosen"].strip() and row["rejected"].strip() for row in everything)
+    assert all(row["chosen"] != row["rejected"] for row in everything)
+    prompts = [normal(row["prompt"]) for row in everything]
+    assert len(set(prompts)) == len(prompts) == len({row["id"] for row in everything})
+    assert "\n  statements " in (ROOT / "NOTICE").read_text(encoding="utf-8")
+
+
 def test_pool_holds_no_target_text(pool: list[dict[str, str]]) -> None:
     def runs(text: str) -> set[str]:
         words = normal(text).split()
@@ -283,6 +296,7 @@ def test_pool_holds_no_target_text(pool: list[dict[str, str]]) -> None:
     held_out = [row[key] for t in TARGETS for s in SPLITS for row in rows(f"{t}/{s}") for key in row if "text" in key]
     told = [row["messages"] for t in CHATS for s in SPLITS for row in rows(f"{t}/{s}")]
     held_out += [turn["content"] for turns in told for turn in turns[:2]]
+    held_out += [row[key] for p in PAIRS for s in SPLITS for row in rows(f"{p}/{s}") for key in row if key != "id"]
     held_out_runs = set().union(*map(runs, held_out))
     whole = set(map(normal, held_out))
     leaks = [

@@ -30,7 +30,7 @@ from finetune.evaluate.judge import evaluate
 from finetune.models.backbone import open_backbone
 from finetune.models.load import load_backbone
 from finetune.planner.rules import Settings, check_settings
-from finetune.tasks import Chat, Classify, Completion, LanguageModel, Seq2Seq, Task
+from finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Seq2Seq, Task
 from finetune.tasks.objective import ByExample
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
@@ -86,13 +86,16 @@ TASKS = [
     Completion(score="generate", max_new_tokens=3),
     Chat(score="generate", max_new_tokens=3),
     Seq2Seq(score="generate", max_new_tokens=3, label_smoothing=0.1),
+    *(Preference(loss=loss) for loss in ("kto", "orpo")),
     Hinge(),
 ]
 
 
 def _called(task) -> str:
     own = {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.name != "kind"}
-    return f"{task.kind} {' '.join(f'{name}={own[name]}' for name in ('multi', 'score') if own.get(name))}".strip()
+    return (
+        f"{task.kind} {' '.join(f'{name}={own[name]}' for name in ('multi', 'score', 'loss') if own.get(name))}".strip()
+    )
 
 
 each_task = pytest.mark.parametrize("task", TASKS, ids=_called)
@@ -129,6 +132,7 @@ def _rows(task, count: int = 6) -> list[Row]:
     for i in range(count):
         turns = [{"role": "user", "content": said[i % 3]}, {"role": "assistant", "content": "good"}]
         values = {"text": f"{said[i % 3]} {i}", "label": task.read_label(str(i % 2)), "messages": turns}
+        values |= {"prompt": said[i % 3], "chosen": " good" * (1 + i % 2), "rejected": f" bad {i}"}
         rows.append(Row(values, str(i), f"rows.jsonl:{i + 1}", dict(values)))
     return rows
 

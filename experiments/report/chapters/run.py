@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.report import formats
 from experiments.report.blocks import Bars, Block, Figures, Notes, Part, Section, Table, Tile
-from experiments.report.charts.training import evaluation, small_multiples, training
+from experiments.report.charts.training import evaluation, preferences, small_multiples, training
 from experiments.results.predictions import Judged, differences
 from experiments.results.run import Run, best_split, headline
 from finetune.evaluate.metrics import metric_of, on_tiles
@@ -185,6 +185,8 @@ def training_sections(run: Run) -> list[Section]:
             f"The run was resumed or went back: {len(attempts)} attempts; where steps overlap, the last one is shown."
         )
     blocks: list[Block] = [Figures(curves)]
+    if rewards := preferences(run.metrics):
+        blocks.append(Figures(rewards))
     first = [chart for chart in small if chart.name.startswith(_FIRST)]
     if first:
         blocks.append(Figures(first, small=True))

@@ -80,6 +80,39 @@ def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart
     return charts
 
 
+def preferences(metrics: Metrics) -> list[Chart]:
+    """What held-out answers are worth to the model along the steps: rewards of both sides, and pairs in the right
+    order; nothing where no stage was judged by them."""
+    charts = []
+    for stage in metrics.stages:
+        drawn = {
+            "rewards": {"chosen_reward": ("chosen", "blue"), "rejected_reward": ("rejected", "orange")},
+            "accuracy": {"preference_accuracy": ("accuracy", "green")},
+        }
+        for name, lines in drawn.items():
+            found = {key: metrics.series(stage, "dev", key) for key in lines}
+            curves = {key: [(t, v) for t, v in curve if math.isfinite(v)] for key, curve in found.items()}
+            if not all(curves.values()):
+                continue
+            with Canvas(540, 300) as canvas:
+                shares = name == "accuracy"
+                axis = "share of pairs in the right order" if shares else "implicit reward"
+                ax = canvas.axes(y=axis, x="optimizer updates of the stage", right=110)
+                ends: list[tuple[float, float, str, str]] = []
+                for key, curve in curves.items():
+                    label, token = lines[key]
+                    steps, values = [t for t, _ in curve], [v for _, v in curve]
+                    ax.plot(steps, values, color=colour(token), linewidth=2, marker="o", markersize=4.5, clip_on=False)
+                    ends.append((max(steps), values[-1], f"{label} {formats.number(values[-1])}", token))
+                ax.axhline(0.5 if shares else 0.0, color=colour("muted"), linewidth=1, linestyle=":")
+                ax.margins(x=0.01, y=0.08)
+                label_ends(ax, ends, height=226)
+                title = "Preference accuracy on dev" if shares else "Rewards of dev answers"
+                said = "Dotted: chance." if shares else "Both sides may fall while their distance grows. Dotted: 0."
+                charts.append(canvas.chart(f"{name}-{slug(stage)}", title=f"{title} · {stage}", caption=said))
+    return charts
+
+
 _TOKENS = ("blue", "orange", "green", "purple", "amber", "ink")
 """Colours of overlaid runs, in turn; from the seventh on lines are dashed."""
 

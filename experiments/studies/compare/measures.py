@@ -79,7 +79,7 @@ def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -
 def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *, sigma: float) -> float:
     """Mean rise of the loss (nats per supervised token or example) over `PAIRS` antithetic pairs of noise in the full
     weight space, on `ROWS` training rows: the same rows and raw draws for every method with one seed."""
-    from finetune.compute.loss import batch_loss
+    from finetune.compute.loss import batch_loss, with_reference
     from finetune.compute.numerics import evaluating
     from finetune.compute.precision import autocast
     from finetune.data.batches import iterate_eval
@@ -90,6 +90,10 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
         iterate_eval(rows, task=recipe.task, batch_size=recipe.eval.batch_size, pad_id=int(tokenizer.pad_token_id))
     )
     count = sum(micro.supervised for micro in batches)
+    if recipe.task.has_reference:  # of the weights as they are
+        with autocast(recipe.train, engine.device):
+            there = [micro.to(engine.device) for micro in batches]
+            batches = with_reference(engine.model, there, task=recipe.task)
 
     def terms() -> Iterator[Tensor]:
         for micro in batches:

@@ -27,6 +27,10 @@ class VocabularySlice:
         """`vocabulary_cross_entropy` of a head `linear` that was cut to this slice."""
         return vocabulary_cross_entropy(hidden, linear, targets, group=self.group, start=self.start)
 
+    def cross_entropies(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
+        """The terms of `cross_entropy`, one for each row, float32 (n,)."""
+        return vocabulary_cross_entropies(hidden, linear, targets, group=self.group, start=self.start)
+
 
 def split_embedding(embedding: Any, held: VocabularySlice) -> None:
     """Let `embedding`, already cut to `held`, look up any token: ids [B, T] → whole [B, T, D] on every rank."""
@@ -69,13 +73,21 @@ def vocabulary_cross_entropy(
     tokens at a time. Two all-reduces a slice carry the maximum, then the sum of exponentials and the target's logit;
     one in backward sums the gradient of `hidden`. Under autocast the products are in its precision.
     """
+    each = vocabulary_cross_entropies(hidden, linear, targets, group=group, start=start)
+    return each.sum(dtype=capabilities(hidden.device).sums).float()
+
+
+def vocabulary_cross_entropies(
+    hidden: Tensor, linear: nn.Linear, targets: Tensor, *, group: dist.ProcessGroup, start: int
+) -> Tensor:
+    """The terms of `vocabulary_cross_entropy`, one for each row, float32 (n,)."""
     device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    return _VocabularyCrossEntropy.apply(hidden, linear.weight, linear.bias, targets - start, group)
+    return _VocabularyCrossEntropies.apply(hidden, linear.weight, linear.bias, targets - start, group)
 
 
-class _VocabularyCrossEntropy(torch.autograd.Function):
+class _VocabularyCrossEntropies(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup
@@ -84,7 +96,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        total = torch.zeros((), dtype=capabilities(hidden.device).sums, device=hidden.device)
+        terms = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         rows = slice_rows(len(weight), device)
         with torch.autocast(device, enabled=False):
             for first in range(0, len(hidden), rows):
@@ -100,18 +112,18 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
                 sums = torch.cat([logits.sum(dim=1, keepdim=True), chosen], dim=1)
                 dist.all_reduce(sums, group=group)
                 norm, chosen = sums.split(1, dim=1)
-                total += (norm.log() - chosen).sum(dtype=total.dtype)
+                terms[first : first + rows] = (norm.log() - chosen)[:, 0]
                 if gradient is not None:
                     logits.div_(norm).scatter_add_(1, wanted, -own)
                     torch.mm(logits.to(weight.dtype), weight, out=gradient[first : first + rows])
         ctx.save_for_backward(gradient)
         ctx.group = group
-        return total.float()
+        return terms
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (summand,) = ctx.saved_tensors
-        gradient = summand * upstream.to(summand.dtype)
+        gradient = summand * upstream[:, None].to(summand.dtype)
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None, None, None, None

@@ -1,0 +1,260 @@
+"""Rows of a prompt with two answers, one of them liked better, or with one that is or is not to be had more of.
+
+Both answers of a pair follow the same context, so the prompt is cut for the longer of them. In conversations a pair is
+two of them that differ in the assistant's last turn (`finetune.data.chat`), and both lose their right end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from .chat.encode import ChatEncoder
+from .encoding import Cut, Encoder, LeftOut, chunks, prompt_form
+from .example import IGNORE, Encoded, Example
+from .rows import Row, missing_column, shared_prompt
+from .template import fit_completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..tasks import Preference
+
+_CHUNK = 512
+_ANY_LENGTH = 1 << 40
+CHOSEN, REJECTED = "chosen", "rejected"
+
+Ids = tuple[list[int], list[int]]
+"""Tokens of a prompt with an answer, and its labels."""
+
+
+def answers_of(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, ...], bool | None]:
+    """The answers of a row, chosen before rejected; or its only one, and whether it is desirable.
+
+    single: whether a row may have one.
+    Raises:
+        ValueError: neither is there, or an answer without a label.
+    """
+    if values.get(CHOSEN) is not None and values.get(REJECTED) is not None:
+        return (values[CHOSEN], values[REJECTED]), None
+    if not single or values.get("completion") is None:
+        wanted = "completion" if single and CHOSEN not in values else CHOSEN if values.get(CHOSEN) is None else REJECTED
+        raise ValueError(missing_column(wanted, values))
+    if not isinstance(values.get("label"), bool):
+        raise ValueError("column 'label' does not say whether the completion is desirable; give true or false")
+    return (values["completion"],), values["label"]
+
+
+def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
+    """The turns of a prompt and an answer of it; each may be a text or a list of turns, an answer a turn too, and it
+    may have its prompt in it again.
+
+    other: the other answer, whose turns in common are the prompt's.
+    Raises:
+        ValueError: an answer of several turns, or of none.
+    """
+    prompt = row.values.get("prompt")
+    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if isinstance(answer, str):
+        return [*turns, {"role": "assistant", "content": answer}]
+    answer = [answer] if isinstance(answer, dict) else answer
+    if not isinstance(answer, list):
+        raise ValueError(f"an answer is a {type(answer).__name__}, not a text or a list of turns")
+    if len(answer) > 1:
+        shared = shared_prompt(answer, other).get("prompt", []) if other is not None else answer[:-1]
+        turns, answer = shared or turns, answer[len(shared) :]
+    if len(answer) != 1:
+        raise ValueError(f"an answer has {len(answer)} turns behind its prompt; give the assistant's one")
+    return [*turns, *answer]
+
+
+class PreferenceEncoder:
+    """Takes rows a run at a time, as `finetune.data.encoding.Encoder` does."""
+
+    def __init__(
+        self,
+        task: Preference,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        *,
+        bad_rows: str = "refuse",
+        truncation: Literal["left", "right"] | None = None,
+        overlong: Literal["drop", "refuse"] | None = None,
+        **how: Any,
+    ) -> None:
+        """Arguments as of `finetune.data.encoding.encode`. Raises UserError as those of completions and chats."""
+        self.task, self.max_length = task, max_length
+        self._how = {"bad_rows": bad_rows, "overlong": overlong}
+        self._chat = (
+            ChatEncoder(task.as_chat, tokenizer, _ANY_LENGTH, bad_rows="skip", truncation=truncation)
+            if task.chat
+            else None
+        )
+        self._text = Encoder(task, tokenizer, max_length, bad_rows=bad_rows, truncation=truncation, overlong=overlong)
+        self._pairs = self._single = 0
+        self._form = ""
+
+    def add(self, rows: Iterable[Row]) -> Encoded:
+        """The examples of these rows, and what was cut or left out of them. Raises UserError as `encode`."""
+        rest = LeftOut(self._how["bad_rows"] or "refuse", self._how["overlong"], self.max_length)
+        examples: list[Example] = []
+        for chunk in chunks(rows, _CHUNK):
+            self._form = self._form or chunk[0].form
+            found = self._conversations(chunk) if self._chat is not None else self._texts(chunk)
+            for row, made in zip(chunk, found, strict=True):
+                if isinstance(made, str):
+                    rest.bad(row, made)
+                    continue
+                example, cut = made
+                if self._one_kind(example):
+                    rest.bad(row, "rows before have pairs of answers or single ones, and this one has the other; "
+                             "give files of one kind")  # fmt: skip
+                elif not (cut and rest.long(row, cut)):
+                    examples.append(example)
+        return rest.encoded(examples)
+
+    def close(self) -> tuple[str, ...]:
+        """What there is to know of all rows, a sentence each."""
+        notes = [prompt_form(self._form)] if self._form else []
+        if self._pairs:
+            notes.append(f"{self._pairs:,} pairs of answers, known by the columns chosen and rejected")
+        if self._single:
+            notes.append(f"{self._single:,} single answers, known by the columns completion and label")
+        return tuple(notes)
+
+    def _one_kind(self, example: Example) -> bool:
+        """Count an example; whether it is of another kind than those before."""
+        single = example.rejected_ids is None
+        if self._pairs if single else self._single:
+            return True
+        self._single += single
+        self._pairs += not single
+        return False
+
+    # ------------------------------------------------------------------------------------------------------------ texts
+
+    def _texts(self, rows: Sequence[Row]) -> list[tuple[Example, Cut] | str]:
+        """The example of each row whose prompt and answers are texts, or why there is none."""
+        prompt, answer = self.task.templates()
+        filled: list[tuple[list[str], bool | None] | str] = []
+        for row in rows:
+            try:
+                answers, desirable = answers_of(row.values, single=self.task.mismatches)
+                lists = [name for name in ("prompt", CHOSEN, REJECTED) if isinstance(row.values.get(name), list)]
+                if lists:
+                    raise ValueError(f"column {lists[0]!r} holds turns of a conversation; set task.chat: true")
+                texts = [answer.fill(row, answer=self._text_of(one)) for one in answers]
+                filled.append(([prompt.fill(row), *texts], desirable))
+            except ValueError as error:
+                filled.append(str(error))
+        flat = [text for one in filled if not isinstance(one, str) for text in one[0]]
+        batch = self._text.tokens(flat) if flat else {"input_ids": []}
+        made: list[tuple[Example, Cut] | str] = []
+        place = 0
+        for row, one in zip(rows, filled, strict=True):
+            if isinstance(one, str):
+                made.append(one)
+                continue
+            texts, desirable = one
+            made.append(self._fitted(row, texts, batch, place, desirable))
+            place += len(texts)
+        return made
+
+    @staticmethod
+    def _text_of(answer: Any) -> str:
+        if not isinstance(answer, str):
+            raise ValueError(f"an answer is a {type(answer).__name__}, not text")
+        return answer
+
+    def _fitted(
+        self, row: Row, texts: Sequence[str], batch: Any, place: int, desirable: bool | None
+    ) -> tuple[Example, Cut] | str:
+        """texts: prompt and answers, whose tokens lie in the batch from `place` on."""
+        to = self._text
+        prompt, *answers = batch["input_ids"][place : place + len(texts)]
+        prefix = list(to.specials.prefix)
+        if not all(answers):
+            return "an answer is empty"
+        closed = [[*ids, *to.end] for ids in answers]
+        reserve = max(map(len, closed))
+        sides: list[Ids] = []
+        cut_answer = something = False
+        for ids in closed:
+            context, kept, shorter = fit_completion(prefix, prompt, ids, to.max_length, reserve=reserve, left=to.left)
+            if not context:
+                return "the prompt is empty, and an answer needs something to follow"
+            sides.append(([*context, *kept], [IGNORE] * len(context) + kept))
+            cut_answer, something = cut_answer or len(kept) < len(ids), something or shorter
+        lost = bool(prompt) and sides[0][1].count(IGNORE) == len(prefix)
+        cut = Cut(len(prefix) + len(prompt) + reserve, something, answer=cut_answer, prompt=lost)
+        kept_tokens = min(len(answers[0]), len(sides[0][1]) - sides[0][1].count(IGNORE))
+        size = to.bytes(texts[1], batch, place + 1, 0, kept_tokens)
+        return _example(row, sides, size, desirable), cut
+
+    # --------------------------------------------------------------------------------------------------- conversations
+
+    def _conversations(self, rows: Sequence[Row]) -> list[tuple[Example, Cut] | str]:
+        """The example of each row as its conversations are written, or why there is none."""
+        assert self._chat is not None
+        talks: list[Row] = []
+        reasons: dict[str, str] = {}
+        known: dict[str, tuple[int, bool | None]] = {}
+        for row in rows:
+            try:
+                answers, desirable = answers_of(row.values, single=self.task.mismatches)
+                turns = [conversation(row, one, answers[1 - k] if len(answers) == 2 else None)
+                         for k, one in enumerate(answers)]  # fmt: skip
+            except ValueError as error:
+                reasons[row.where] = str(error)
+                continue
+            known[row.where] = (len(turns), desirable)
+            talks += [
+                Row({"messages": each, "tools": row.values.get("tools")}, f"{row.id}", f"{row.where}#{k}")
+                for k, each in enumerate(turns)
+            ]
+        encoded = self._chat.add(talks)
+        by_place = {example.where: example for example in encoded.examples}
+        made: list[tuple[Example, Cut] | str] = []
+        for row in rows:
+            if row.where in reasons:
+                made.append(reasons[row.where])
+                continue
+            count, desirable = known[row.where]
+            places = [f"{row.where}#{k}" for k in range(count)]
+            told = [
+                (place, reason) for place in places for reason in encoded.skipped if reason.startswith(f"{place}: ")
+            ]
+            bad = next((reason[len(place) + 2 :] for place, reason in told), None)
+            made.append(bad or self._shortened(row, [by_place[place] for place in places], desirable))
+        return made
+
+    def _shortened(self, row: Row, talks: Sequence[Example], desirable: bool | None) -> tuple[Example, Cut] | str:
+        """Conversations without the right end that does not fit."""
+        limit = self.max_length
+        whole = [(one.input_ids, one.labels) for one in talks if isinstance(one.labels, list)]
+        sides: list[Ids] = [(ids[:limit], labels[:limit]) for ids, labels in whole]
+        if any(labels.count(IGNORE) == len(labels) for _, labels in sides):
+            return f"train.max_length = {limit} tokens leave nothing of an answer"
+        needs = max(len(ids) for ids, _ in whole)
+        beyond = any(label != IGNORE for _, labels in whole for label in labels[limit:])
+        return _example(row, sides, talks[0].bytes, desirable), Cut(needs, needs > limit, answer=beyond)
+
+
+def _example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) -> Example:
+    (ids, labels), *other = sides
+    rejected_ids, rejected_labels = other[0] if other else (None, None)
+    return Example(
+        ids, labels, row.id, row.where, size,
+        rejected_ids=rejected_ids, rejected_labels=rejected_labels, desirable=desirable,
+    )  # fmt: skip
+
+
+def exchanged(row: Row) -> Row:
+    """The row with its answers the other way round, or its label."""
+    values = row.values
+    if values.get(CHOSEN) is not None and values.get(REJECTED) is not None:
+        other = {CHOSEN: values[REJECTED], REJECTED: values[CHOSEN]}
+    else:
+        other = {"label": not values.get("label")}
+    return dataclasses.replace(row, values={**values, **other})

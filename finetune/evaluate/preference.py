@@ -1,0 +1,177 @@
+"""Which of two answers a model prefers: its implicit rewards, example by example, and figures of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head
+from ..compute.numerics import evaluating, forward_precision
+from ..data.batches import Sides, iterate_eval
+from ..data.example import Example
+from ..data.share import ALONE, Share
+from ..models.anatomy import vocabulary_size
+from .bootstrap import Interval
+from .metrics import functions
+from .perplexity import LOGITS
+
+if TYPE_CHECKING:
+    from ..tasks import Task
+    from .judge import Judge
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model makes of the answers of N examples, S of each: chosen and rejected, or only one."""
+
+    rewards: np.ndarray
+    """(N, S) float64: implicit rewards (`Preference.rewards`)."""
+    losses: np.ndarray
+    """(N,) float64: summed over what the loss is divided by (`items`)."""
+    signs: np.ndarray
+    """(N, S): 1 of an answer that is chosen or desirable, else −1."""
+    items: int
+    """Pairs of an example, or answers: 1 or 2."""
+
+    @property
+    def paired(self) -> bool:
+        """Whether examples have two answers."""
+        return self.rewards.shape[1] == 2
+
+
+@torch.no_grad()
+def score_answers(
+    model: Any,
+    examples: Sequence[Example],
+    *,
+    task: Task,
+    batch_size: int,
+    pad_id: int,
+    precision: Callable[[], AbstractContextManager[Any]],
+    device: torch.device | str = "cpu",
+    share: Share = ALONE,
+    head: Head | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> Scores:
+    """Rewards and losses of every example, in order; KTO's drift is of all of them together.
+
+    Reads each answer with the adapter and, where the loss compares with the backbone, without.
+    On a mesh every rank calls this and gets all.
+    """
+    count = 1 + (examples[0].rejected_ids is not None)
+    found = np.zeros((5, len(examples), count))  # log p, that of the backbone, tokens, signs, mismatched log-ratio
+    whole = None if head is not None else LOGITS // (count * vocabulary_size(model))
+    batches = iterate_eval(
+        examples, task=task, batch_size=batch_size, pad_id=pad_id, max_tokens=whole, share=share.part,
+        multiple=share.multiple,
+    )  # fmt: skip
+    with evaluating(model):
+        for micro in batches:
+            batch = micro.to(device)
+            sides = batch.sides
+            assert sides is not None
+            with precision():
+                columns = [answer_log_probs(model, batch, task=task, head=head)]
+                with backbone_alone(model):
+                    columns.append(
+                        answer_log_probs(model, batch, task=task, head=head)
+                        if task.has_reference
+                        else torch.zeros_like(columns[0])
+                    )
+                columns += [sides.lengths, sides.signs]
+                if sides.mismatched is not None:
+                    apart = answer_log_probs(model, sides.mismatched, task=task, head=head)
+                    with backbone_alone(model):
+                        columns.append(apart - answer_log_probs(model, sides.mismatched, task=task, head=head))
+            if micro.samples:
+                index = np.array([row[0] for row in micro.rows]).reshape(-1, count)[:, 0]
+                for place, column in enumerate(columns):
+                    found[place, index] = column.cpu().double().numpy().reshape(-1, count)
+            beat()
+    log_probs, reference, lengths, signs, apart = torch.from_numpy(share.add(found)).flatten(1)
+    sides = Sides(
+        signs,
+        lengths,
+        count == 2,
+        reference=reference if task.has_reference else None,
+        drift=apart.mean().clamp(min=0.0) if task.mismatches else None,
+    )
+    losses = task.answer_losses(log_probs, sides).view(len(examples), -1)
+    rewards = task.rewards(log_probs, sides).view(-1, count)
+    return Scores(rewards.numpy(), losses.sum(1).numpy(), signs.view(-1, count).numpy(), losses.shape[1])
+
+
+def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
+    """`score_answers` of the model under judgement."""
+    how = dict(judge.how)
+    device, dtype, share = how["device"], how.pop("autocast_dtype"), how["share"]
+    head = None
+    if share == ALONE:
+        first = next(iterate_eval(examples[:1], task=judge.task, batch_size=1, pad_id=judge.pad_id))
+        with forward_precision(device, dtype):
+            head = find_head(judge.model, first.to(device).inputs, task=judge.task)
+    precision = lambda: forward_precision(device, dtype)  # noqa: E731
+    return score_answers(
+        judge.model, examples, task=judge.task, pad_id=judge.pad_id, precision=precision, head=head, **how
+    )
+
+
+def judge_answers(judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    """`loss`, and of pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; of single answers the
+    mean rewards of those that are desirable (chosen) and of the others (rejected)."""
+    scores = answer_scores(judge, examples)
+    figures = {"loss": judge.ratio("loss", scores.losses, np.full(len(examples), scores.items))}
+    for name, function in functions("preferences").items():
+        values, counts = function(scores.rewards, scores.signs)
+        if np.any(counts):
+            figures[name] = judge.ratio(name, values, counts)
+    return figures
+
+
+def quick_figures(scores: Scores) -> dict[str, float]:
+    """The same figures without intervals."""
+    found = {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items))}
+    for name, function in functions("preferences").items():
+        values, counts = function(scores.rewards, scores.signs)
+        if np.any(counts):
+            found[name] = float(values.sum() / counts.sum())
+    return found
+
+
+# ------------------------------------------------------------------ rewards and signs (N, S) to Σ values / Σ counts
+
+Ratio = tuple[np.ndarray, np.ndarray]
+
+
+def accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+    """Pairs whose chosen answer has the higher reward; a tie is half of one."""
+    ahead = _margins(rewards)
+    return (ahead > 0) + 0.5 * (ahead == 0), _pairs(rewards)
+
+
+def margin(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+    """Reward of the chosen answer less that of the rejected one."""
+    return _margins(rewards), _pairs(rewards)
+
+
+def chosen(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+    """Reward of answers that are chosen or desirable."""
+    return (rewards * (signs > 0)).sum(1), (signs > 0).sum(1).astype(float)
+
+
+def rejected(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
+    """Reward of answers that are rejected or undesirable."""
+    return (rewards * (signs < 0)).sum(1), (signs < 0).sum(1).astype(float)
+
+
+def _margins(rewards: np.ndarray) -> np.ndarray:
+    return rewards[:, 0] - rewards[:, -1]
+
+
+def _pairs(rewards: np.ndarray) -> np.ndarray:
+    return np.full(len(rewards), float(rewards.shape[1] == 2))

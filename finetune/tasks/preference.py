@@ -1,0 +1,344 @@
+"""`task.kind: preference`: of two answers to a prompt the better one, or single ones that are liked or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from ..bounds import check_bounds
+from ..errors import UserError
+from .chat import Chat
+from .objective import Templated, Usage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.batches import Sides
+    from ..data.example import Example, Question
+    from ..data.preference import PreferenceEncoder
+    from ..data.rows import Row
+    from ..data.template import Template
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
+
+_BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0}
+_OWN = {
+    "beta": ("dpo", "ipo", "kto", "simpo"),
+    "label_smoothing": ("dpo", "simpo"),
+    "per_token": ("dpo",),
+    "gamma": ("simpo",),
+    "odds_weight": ("orpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""Settings that only some losses have."""
+_TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference(Templated):
+    """Of two answers to a prompt (`prompt, chosen, rejected`) make the chosen one likelier; kto: also single ones."""
+
+    kind: Literal["preference"] = "preference"
+    loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
+    """`dpo` (2305.18290), `ipo` (2310.12036, per token) and `kto` (2402.01306) compare with the backbone, the adapter
+    off; `simpo` (2405.14734) and `orpo` (2403.07691) with nothing, which saves a forward pass."""
+    beta: float | None = None
+    """Nats of reward for a nat of log-likelihood (ipo: its τ; simpo: of the mean over an answer's tokens). Smaller lets
+    the model go further from the backbone. Null: 0.1, of simpo 2."""
+    label_smoothing: float | None = None
+    """Share of pairs that are believed to be the wrong way round (dpo: cDPO, 2306.12929; simpo). Null: 0."""
+    per_token: bool = False
+    """dpo: divide each answer's log-ratio by its tokens. ipo, simpo and orpo always do, kto never."""
+    gamma: float | None = None
+    """simpo: the margin that the chosen answer's reward must be ahead by. Null: half of beta."""
+    odds_weight: float | None = None
+    """orpo: weight λ of the odds ratio beside the chosen answer's nats per token. Null: 0.1."""
+    desirable_weight: float | None = None
+    """kto: weight of answers to have more of. Null: 1."""
+    undesirable_weight: float | None = None
+    """kto: weight of answers to have less of. Null: 1."""
+    prompt: str = "{prompt}"
+    """Template over the row's columns, not supervised."""
+    answer: str = "{answer}"
+    """How an answer is written behind it: `{answer}` is what stands in `chosen`, `rejected` or `completion`. The
+    end-of-sequence token follows."""
+    chat: bool = False
+    """Rows are conversations (lists of turns, or texts that are a turn each), written by a chat template instead of
+    `prompt` and `answer`."""
+    template: str | None = None
+    """chat: as of task.kind: chat, a file of Jinja text or `plain`. Null: the tokenizer's own chat template."""
+    system: str | None = None
+    """chat: system turn for the rows that have none."""
+    date: str | None = None
+    """chat: what templates that write today's date are told, as YYYY-MM-DD."""
+    max_truncated: float | None = None
+    """Largest share of rows with an answer that `train.max_length` cuts; more is refused. Null: 0.1."""
+
+    by_answer: ClassVar[bool] = True
+    rows_of_example: ClassVar[int] = 2
+    loss_unit: ClassVar[str] = "per pair of answers, of kto per answer"
+    causal: ClassVar[bool] = True
+    backbone: ClassVar[Literal["decoder"]] = "decoder"
+    truncates: ClassVar[Literal["left"]] = "left"
+    refuses: ClassVar[Mapping[str, str]] = {
+        "warmup": "the recipe's `warmup` block moves towards the target's texts, and pairs of answers (task.kind: "
+        "preference) have none; warm up in a run of its own, merge it, and start from that backbone",
+        "record": "record: task.kind: preference judges pairs of answers, of which no step is recorded; take the block "
+        "out: dev figures are in metrics.jsonl",
+        "--harness": "--harness: lm-eval would not ask a preference run as it was trained; `flatshift merge` it and "
+        "give that to lm-eval, or judge it with `flatshift eval RUN_DIR --data FILE`",
+        "stack": "task.kind: preference reads every answer twice, with the adapter and without",
+    }
+
+    def __post_init__(self) -> None:
+        for name, losses in _OWN.items():
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default and self.loss not in losses:
+                hint = "; ORPO's weight is odds_weight" if name == "beta" else ""
+                raise ValueError(f"{name} is of loss: {' or '.join(losses)}, and loss is {self.loss}{hint}")
+        check_bounds(self, beta=(1e-6, 1e6), gamma=(0, None), odds_weight=(0, None), max_truncated=(0, 1))
+        check_bounds(self, label_smoothing=(0, 0.499), desirable_weight=(0, None), undesirable_weight=(0, None))
+        own = {name: getattr(self, name) for name in ("template", "system", "date")}
+        if not self.chat and (named := [name for name, value in own.items() if value is not None]):
+            raise ValueError(f"{named[0]} is of conversations; set chat: true, or leave it out")
+        if self.chat and (self.prompt, self.answer) != ("{prompt}", "{answer}"):
+            raise ValueError(
+                "prompt and answer are templates of texts, and with chat: true a chat template writes both; set them "
+                "to '{prompt}' and '{answer}'"
+            )
+        if self.chat:
+            _ = self.as_chat  # refuses a date that is none
+
+    # ---------------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def as_chat(self) -> Chat:
+        """The conversation that an answer ends (chat)."""
+        return Chat(
+            turns="last",
+            template=self.template,
+            system=self.system,
+            date=self.date,
+            max_truncated=1.0,
+            max_unsupervised=1.0,
+        )
+
+    @property
+    def scale(self) -> float:
+        """Reward of a nat: β; of orpo, which has none, 1."""
+        return _BETA.get(self.loss, 1.0) if self.beta is None else self.beta
+
+    @property
+    def converses(self) -> bool:
+        return self.chat
+
+    @property
+    def mismatches(self) -> bool:
+        return self.loss == "kto"
+
+    @property
+    def has_reference(self) -> bool:
+        return self.loss in ("dpo", "ipo", "kto")
+
+    @property
+    def counted(self) -> str:
+        return "answers" if self.mismatches else "pairs"
+
+    @property
+    def smoothing(self) -> float:
+        return 0.0  # of tokens; `label_smoothing` is of pairs
+
+    def judged(self) -> Self:
+        return self if self.label_smoothing is None else self.altered(label_smoothing=None)
+
+    def lenient(self) -> Self:
+        return self.altered(max_truncated=1.0)
+
+    @property
+    def called(self) -> str:
+        return self.kind if self.loss == "dpo" else f"{self.kind} (loss: {self.loss})"
+
+    @classmethod
+    def variants(cls) -> Sequence[Self]:
+        return cls(), cls(loss="kto"), cls(loss="simpo"), cls(loss="orpo")
+
+    @property
+    def no_axes(self) -> Mapping[str, str]:
+        return {
+            "cp": "the loss is no sum over tokens, and a cp rank sees some of an answer's",
+            "pp": "a pipeline passes rows on one by one, and its first pass would have to be without adapters",
+        }
+
+    @property
+    def figure_names(self) -> tuple[str, ...]:
+        from ..evaluate.metrics import names_of
+
+        return ("loss", *names_of("preferences"))
+
+    # -------------------------------------------------------------------------------------------------------- columns
+
+    def templates(self) -> tuple[Template, Template]:
+        from ..data.template import Template
+
+        return Template(self.prompt, "task.prompt"), Template(self.answer, "task.answer")
+
+    def prompt_columns(self) -> tuple[str, ...]:
+        return ("prompt",) if self.chat else super().prompt_columns()
+
+    def columns(self) -> tuple[str, ...]:
+        own = () if self.chat else (name for name in self.templates()[1].columns if name != "answer")
+        answers = () if self.mismatches else ("chosen", "rejected")  # kto: either those, or completion and label
+        return tuple(dict.fromkeys((*self.prompt_columns(), *answers, *own)))
+
+    def asked_columns(self) -> tuple[str, ...]:
+        return self.columns()
+
+    def optional_columns(self) -> tuple[str, ...]:
+        return ("chosen", "rejected", "completion", "label") if self.mismatches else ()
+
+    def read_label(self, value: Any) -> Any:
+        """kto: whether an answer is desirable, from true, false, 1, 0 or such a text."""
+        if not self.mismatches:
+            return super().read_label(value)
+        said = str(value).strip().lower()
+        if said not in (*_TRUE, *_FALSE):
+            raise ValueError(f"is {value!r}, not true or false")
+        return said in _TRUE
+
+    def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
+        return {"label": True} if self.mismatches else {}
+
+    def with_noise(
+        self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
+    ) -> tuple[list[Row], list[str]]:
+        """The better answer called the worse."""
+        from ..data.noise import exchanged_rows
+        from ..data.preference import exchanged
+
+        return exchanged_rows(rows, exchange=exchanged, rate=rate, seed=seed)
+
+    # ------------------------------------------------------------------------------------------------------- encoding
+
+    def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> PreferenceEncoder:
+        """Both answers behind their prompt, each supervised with the end that follows it (`finetune.data.preference`).
+
+        Too long: as a completion or a chat; the prompt is cut for the longer answer."""
+        from ..data.preference import PreferenceEncoder
+
+        return PreferenceEncoder(self, tokenizer, max_length, **how)
+
+    def template_record(self) -> dict[str, str] | None:
+        return self.as_chat.template_record() if self.chat else None
+
+    def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if self.chat:
+            self.as_chat.prepare_tokenizer(tokenizer)
+        else:
+            super().prepare_tokenizer(tokenizer)
+
+    def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
+        from ..data.preference import answers_of, conversation
+
+        if not self.chat:
+            return super().reads_same(saved, row, example, max_length)
+        answers, _ = answers_of(row.values, single=self.mismatches)
+        talk = dataclasses.replace(row, values={"messages": conversation(row, *answers)})
+        return self.as_chat.reads_same(saved, talk, example, max_length)
+
+    # ------------------------------------------------------------------------------------------------------------ loss
+
+    def rewards(self, log_probs: Tensor, sides: Sides) -> Tensor:
+        """The implicit reward of each row's answer, (R,): β·(log p − log p of the backbone), without a reference
+        β·log p; divided by its tokens where the loss does."""
+        from_reference = log_probs if sides.reference is None else log_probs - sides.reference
+        divided = self.per_token or self.loss in ("ipo", "simpo", "orpo")
+        return self.scale * (from_reference / sides.lengths if divided else from_reference)
+
+    def answer_losses(self, log_probs: Tensor, sides: Sides) -> Tensor:
+        """Of each pair; kto: of each answer, λ·(1 − σ(±(reward − β·z0))), z0 the update's drift."""
+        from torch.nn.functional import logsigmoid
+
+        rewards = self.rewards(log_probs, sides)
+        if self.loss == "kto":
+            assert sides.drift is not None
+            up, down = (1.0 if w is None else w for w in (self.desirable_weight, self.undesirable_weight))
+            weights = (sides.signs > 0) * up + (sides.signs < 0) * down
+            return weights * (1 - (sides.signs * (rewards - self.scale * sides.drift)).sigmoid())
+        chosen, rejected = rewards.view(-1, 2).unbind(1)
+        if self.loss == "ipo":
+            return ((chosen - rejected) / self.scale - 1 / (2 * self.scale)).square()
+        if self.loss == "orpo":  # rewards are mean log p of a token
+            odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
+            return -chosen - (0.1 if self.odds_weight is None else self.odds_weight) * logsigmoid(odds)
+        margin = chosen - rejected
+        if self.loss == "simpo":
+            margin = margin - (self.scale / 2 if self.gamma is None else self.gamma)
+        wrong = self.label_smoothing or 0.0
+        return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
+
+    # --------------------------------------------------------------------------------------------------------- judging
+
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """`loss` per pair or answer, and as `finetune.evaluate.preference.judge_answers`."""
+        from ..evaluate.preference import judge_answers
+
+        return judge_answers(judge, examples)
+
+    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+        """`chosen_reward, rejected_reward`, their `reward_margin`, and which answer the model has as `preferred`; of a
+        row's only answer its `reward`."""
+        from ..evaluate.preference import answer_scores
+
+        found = answer_scores(judge, examples)
+        if not found.paired:
+            return {"reward": found.rewards[:, 0].tolist()}
+        chosen, rejected = found.rewards.T
+        return {
+            "chosen_reward": chosen.tolist(),
+            "rejected_reward": rejected.tolist(),
+            "reward_margin": (chosen - rejected).tolist(),
+            "preferred": ["chosen" if ahead else "rejected" for ahead in chosen > rejected],
+        }
+
+    # --------------------------------------------------------------------------------------------------------- writing
+
+    def ask_texts(
+        self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
+    ) -> list[Question]:
+        if self.chat:
+            return self.as_chat.ask_texts(texts, tokenizer, raw=raw)
+        return super().ask_texts(texts, tokenizer, raw=raw)
+
+    def ask(
+        self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
+    ) -> tuple[list[Question], list[str]]:
+        if not self.chat:
+            rows = list(rows)
+            listed = next((row for row in rows if isinstance(row.values.get("prompt"), list)), None)
+            if listed is not None:
+                raise UserError(f"{listed.where}: this run reads texts, and column 'prompt' holds turns; give one text")
+            return super().ask(rows, tokenizer, bad_rows=bad_rows)
+        talks = []
+        for row in rows:
+            prompt = row.values.get("prompt")
+            turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            talks.append(dataclasses.replace(row, values={**row.values, "messages": turns}))
+        return self.as_chat.ask(talks, tokenizer, bad_rows=bad_rows)
+
+    def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
+        return self.as_chat.usage(tokenizer, label_names) if self.chat else super().usage(tokenizer, label_names)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 − exp x) for x < 0, by whichever of both ways is exact there (Mächler 2012); 0 is the float below it."""
+    import torch
+
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
+    small = x > -0.6931471805599453
+    far = torch.where(small, torch.full_like(x, -1.0), x)  # no infinite gradient of the way not taken
+    near = torch.where(small, x, torch.full_like(x, -0.1))
+    return torch.where(small, (-torch.expm1(near)).log(), torch.log1p(-far.exp()))

@@ -1,0 +1,66 @@
+"""`flatshift train preference` to the row: curves, figures, the page, and what predict says of each pair."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from finetune.run_directory import read_metrics
+from flatshift.cli import run
+
+SMALL = [
+    "--data.train.limit", "12", "--data.dev.limit", "6", "--data.test.limit", "8", "--train.steps", "4",
+    "--train.eval_every", "2", "--train.batch_size", "2", "--train.accumulate", "2", "--train.max_length", "48",
+    "--train.precision", "fp32", "--train.threads", "1", "--train.device", "cpu", "--eval.bootstrap", "20",
+    "--eval.train_limit", "0", "--eval.cold", "4",
+]  # fmt: skip
+FIGURES = {"loss", "preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"}
+
+
+def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(["train", "preference", "--out", str(out), *SMALL, "--train.best", "preference_accuracy"]) == 0
+    said = (out / "log.txt").read_text()
+    assert "12 pairs of answers, known by the columns chosen and rejected" in said and "supervised in 2 pairs" in said
+
+    lines = list(read_metrics(out / "metrics.jsonl"))
+    train = [line for line in lines if line["split"] == "train"]
+    dev = [line for line in lines if line["split"] == "dev"]
+    assert train[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and train[-1]["tokens"] == 16
+    assert [line["step"] for line in dev] == [2, 4] and all(line.keys() >= FIGURES for line in dev)
+
+    judged = json.loads((out / "eval.json").read_text())["test"]
+    assert judged.keys() == FIGURES and judged["reward_margin"]["n"] == 8
+    cold = json.loads((out / "cold.json").read_text())["test"]
+    assert cold["loss"]["value"] == pytest.approx(math.log(2)) and cold["preference_accuracy"]["value"] == 0.5
+    page = (out / "report.html").read_text()
+    assert "Rewards of dev answers" in page and "Preference accuracy on dev" in page
+
+    given, rows = tmp_path / "given.jsonl", tmp_path / "rows.jsonl"
+    given.write_text("".join(json.dumps({"question": "It rains.", "chosen": " Wet.", "rejected": f" {i}"}) + "\n"
+                             for i in range(5)))  # fmt: skip
+    assert run(["predict", str(out), "--data", str(given), "--out", str(rows)]) == 0
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert len(found) == 5 and {"prompt", "chosen", "rejected", "chosen_reward", "rejected_reward"} <= found[0].keys()
+    for row in found:
+        assert row["reward_margin"] == pytest.approx(row["chosen_reward"] - row["rejected_reward"], abs=1e-9)
+        assert row["preferred"] == ("chosen" if row["reward_margin"] > 0 else "rejected")
+
+
+def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys) -> None:
+    def refused(*words: str) -> str:
+        assert run(["train", "preference", "--out", str(tmp_path / "no"), *words]) == 2
+        told = capsys.readouterr().err.strip().splitlines()[-1]
+        assert len(told) <= 320 and not (tmp_path / "no").exists()
+        return told
+
+    assert "task.pack" in refused("--task.pack", "true")
+    assert "mesh.pp > 1 does not go with task.kind: preference" in refused("--mesh.pp", "2")
+    assert "the reference is the backbone as it came" in refused("--adapter.init", "pissa")
+    assert "gamma is of loss: simpo" in refused("--task.gamma", "1")
+    single = tmp_path / "single.jsonl"
+    single.write_text('{"prompt": "a", "completion": "b", "label": true}\n')
+    assert "no column 'chosen'" in refused("--data.train.files", str(single))
