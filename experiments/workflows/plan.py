@@ -27,7 +27,7 @@ _AUTO = "bf16"
 def calibrated() -> list[str]:
     """Measure what this machine reaches, keep it, and say so."""
     devices = at_hand()
-    return calibrate(devices.row, devices.kind, devices.count)
+    return calibrate(devices.row, devices.kind, devices.count)[1]
 
 
 def _cluster(gpus: str, node: int | None, link: float | None, network: float | None) -> Cluster:
@@ -78,6 +78,7 @@ def plan(
         "model": model or found.backbone,
         "cluster": str(cluster),
         "devices": cluster.count,
+        "kind": cluster.kind,
         "frozen": sizes.elements,
         "trained": sizes.adapter,
         "usable_gib": None if best.room is None else round(best.room / 2**30, 2),
@@ -121,6 +122,7 @@ def render(document: dict[str, Any]) -> str:
     if document["fits"]:
         best = document["layouts"][document["best"]]
         low, high = best["nvidia_smi_gib"]
+        shown = f", nvidia-smi will show {low:g} to {high:g}" if document["kind"] == "cuda" else ""
         took = (
             "train.precision fp32: seconds are those of bf16 products and too short; no hours"
             if document["hours"] is None
@@ -128,8 +130,8 @@ def render(document: dict[str, Any]) -> str:
             + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
         )
         lines += [
-            f"best: {best['allocated_gib']:g} GiB in use on the fullest device, nvidia-smi will show {low:g} to "
-            f"{high:g}; an update of {best['update_s']:.3g} s ({_causes(best['seconds'])})",
+            f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; an update of "
+            f"{best['update_s']:.3g} s ({_causes(best['seconds'])})",
             took,
             "for the recipe:",
             *(f"  {line}" for line in document["recipe"].splitlines()),

@@ -176,7 +176,8 @@ def _model_step(kind: str, probe: _Probe, blocks: int) -> Callable[[], None]:
         use_cache=False,
     )
     with torch.random.fork_rng(devices=[]), torch.device(kind):
-        bare = transformers.LlamaModel(config).to(torch.bfloat16 if kind == "cuda" else torch.float32)
+        bare: Any = transformers.LlamaModel(config)
+        bare = bare.to(torch.bfloat16 if kind == "cuda" else torch.float32)
         model: Any = peft.get_peft_model(bare, peft.LoraConfig(r=8, target_modules="all-linear"))
     ids = torch.zeros(1, probe.tokens, dtype=torch.long, device=device)
     trained = [p for p in model.parameters() if p.requires_grad]

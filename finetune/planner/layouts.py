@@ -17,7 +17,7 @@ from typing import Any
 
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
-from ..figures import gib
+from ..figures import duration, gib
 from ..models.families import FAMILIES, pipeline_families
 from .cluster import Cluster
 from .footprint import Footprint, Sizes, footprint
@@ -112,8 +112,8 @@ class Layout:
                 round(gigabytes * share + more, 2) for share, more in zip(_RESERVED, _OUTSIDE, strict=True)
             ],
             "short_gib": round(self.short / 2**30, 2),
-            "seconds": {name: round(value, 5) for name, value in vars(self.time).items()},
-            "update_s": round(self.time.total, 4),
+            "seconds": {name: float(f"{value:.4g}") for name, value in vars(self.time).items()},
+            "update_s": float(f"{self.time.total:.4g}"),
             "tokens_per_s": round(self.tokens / self.time.total, 1),
             "mfu": round(self.mfu, 4),
         }
@@ -158,6 +158,7 @@ def layouts(
     """
     given, train = settings.mesh, settings.train
     check_counted(sizes, settings)
+    _check_cut(sizes, given)
     rows = train.batch_size * train.accumulate
     if cluster.count % given.size:
         raise UserError(f"mesh: {given.size} ranks of the axes that are set do not divide {cluster.count} devices")
@@ -185,6 +186,29 @@ def layouts(
             f"multiple of the data ranks, or take fewer devices"
         )
     return sorted(found.values(), key=lambda layout: layout.order)
+
+
+def _check_cut(sizes: Sizes, given: Mesh) -> None:
+    """Raise UserError for axes that are set and that training could not cut this backbone along."""
+    if given.tp > 1:
+        if sizes.kind not in FAMILIES:
+            raise UserError(f"mesh.tp: {sizes.kind} is none of {', '.join(FAMILIES)}; leave it out, mesh.dp shards any")
+        parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary)
+        if any(part % given.tp for part in parts):
+            near = max(n for n in _divisors(math.gcd(*parts)) if n <= given.tp)
+            raise UserError(
+                f"mesh.tp: {given.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
+                f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {near}"
+            )
+    if given.pp > 1:
+        known, stages = pipeline_families(), given.pp * (given.virtual or 1)
+        if sizes.kind not in known:
+            raise UserError(f"mesh.pp: {sizes.kind} is none of {', '.join(known)}; leave it out, mesh.dp shards any")
+        if stages > len(sizes.blocks):
+            raise UserError(
+                f"mesh.pp: {given.pp} × {given.virtual or 1} stages are more than the {len(sizes.blocks)} blocks of "
+                f"this backbone; take at most {len(sizes.blocks) // (given.virtual or 1)}"
+            )
 
 
 def _variants(mesh: Mesh, sizes: Sizes) -> Iterator[tuple[Mesh, int]]:
@@ -329,7 +353,7 @@ def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8)
     for layout in shown:
         lines.append(
             f"  {layout.name:46} {f'{layout.train.batch_size} × {layout.train.accumulate}':>13} "
-            f"{layout.train.checkpointing:>10} {gib(layout.needs.total):>10} {_duration(layout.time.total):>9} "
+            f"{layout.train.checkpointing:>10} {gib(layout.needs.total):>10} {duration(layout.time.total):>9} "
             f"{layout.tokens / layout.time.total:>10,.0f} {layout.mfu:>6.1%}"
         )
     if len(found) > len(fitting):
@@ -339,7 +363,3 @@ def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8)
             f"short of {gib(least.short)} a device ({least.needs})"
         )
     return lines
-
-
-def _duration(value: float) -> str:
-    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.3g} s"

@@ -26,6 +26,12 @@ LAPTOP = Devices("cpu", 8, 16 * GIB)
 LORA = Adapter(rank=16)
 
 
+@pytest.fixture(autouse=True)
+def nothing_measured_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever `--calibrate` has left on this machine."""
+    monkeypatch.setenv("FLATSHIFT_CACHE", str(tmp_path / "cache"))
+
+
 def llama(directory: Path, *sizes: int) -> Path:
     """A directory that has a Llama's config and a weight file that is all header.
 

@@ -8,10 +8,10 @@ from typing import Any
 from experiments.report import formats
 from experiments.report.blocks import Bars, Chapter, Notes, Pre, Section, Table, Tile
 from experiments.report.html import render
-from finetune.figures import gib
+from finetune.figures import duration, gib
 
-_MOST = 40
-"""Meshes in the table."""
+_MOST, _NEAREST = 30, 10
+"""Meshes in the table: of those that fit, and of those that do not."""
 _CAUSES = {
     "weights": "frozen weights",
     "gathered": "gathered weights",
@@ -43,8 +43,8 @@ def page(document: Mapping[str, Any]) -> str:
         finding = f"It does not fit: the nearest mesh, {best['name']}, is short of {best['short_gib']:g} GiB a device."
     sections = [
         Section("Memory by cause", [_bars(_held(best["bytes"]), gib)], f"Of the fullest rank of {best['name']}."),
-        Section("Time by cause", [_bars(best["seconds"], formats.seconds)], f"Of an update on {best['name']}."),
-        _meshes(document["layouts"]),
+        Section("Time by cause", [_bars(best["seconds"], duration)], f"Of an update on {best['name']}."),
+        _meshes(document["layouts"], document["best"]),
         Section("How far to trust this", [Notes(document["notes"])]),
     ]
     if document["recipe"]:
@@ -72,9 +72,10 @@ def _bars(values: Mapping[str, float], said: Any) -> Bars:
 
 def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[Tile]:
     low, high = best["nvidia_smi_gib"]
+    shown = f"nvidia-smi shows {low:g} to {high:g}" if document["kind"] == "cuda" else ""
     tiles = [
-        Tile("fullest device", f"{best['allocated_gib']:g} GiB", note=f"nvidia-smi shows {low:g} to {high:g}"),
-        Tile("an update", formats.seconds(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
+        Tile("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
+        Tile("an update", duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
         Tile("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
     ]
     if document["hours"] is not None:
@@ -83,22 +84,32 @@ def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[Tile]:
     return tiles
 
 
-def _meshes(layouts: Sequence[Mapping[str, Any]]) -> Section:
+def _meshes(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
+    fitting = [layout for layout in layouts if layout["fits"]]
+    others = [layout for layout in layouts if not layout["fits"]]
     rows = [
         {
-            "mesh": layout["name"] + ("" if layout["trainable"] else " (not in training yet)"),
+            "mesh": layout["name"] + _remark(layout, layouts[best]),
             "rows × micro": f"{layout['batch_size']} × {layout['accumulate']}",
             "recompute": layout["checkpointing"],
             "GiB": f"{layout['allocated_gib']:.2f}",
             "short of GiB": "–" if layout["fits"] else f"{layout['short_gib']:.2f}",
-            "update": formats.seconds(layout["update_s"]),
+            "update": duration(layout["update_s"]),
             "tokens/s": f"{layout['tokens_per_s']:,.0f}",
             "MFU": formats.percent(layout["mfu"]),
         }
-        for layout in layouts[:_MOST]
+        for layout in (*fitting[:_MOST], *others[:_NEAREST])
     ]
-    fitting = sum(layout["fits"] for layout in layouts)
-    lead = f"{fitting} of {len(layouts)} fit; those that fit first, fastest first."
-    if len(layouts) > _MOST:
-        lead += f" The first {_MOST} are shown; --json has all."
+    lead = (
+        f"{len(fitting)} of {len(layouts)} fit; those first, the fastest first, then the nearest. Of meshes that the "
+        "model cannot tell apart (2 %) the one with the fewest cuts is chosen."
+    )
+    if len(rows) < len(layouts):
+        lead += f" {len(rows)} are shown; --json has all."
     return Section("Meshes", [Table.of(rows, words=("mesh", "recompute"))], lead)
+
+
+def _remark(layout: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    if not layout["trainable"]:
+        return " (not in training yet)"
+    return " (chosen)" if layout is best and layout["fits"] else ""
