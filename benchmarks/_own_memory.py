@@ -64,17 +64,17 @@ class Case:
 
 
 def _llama(**changed: Any) -> Case:
-    plain = Case("llama", 384, 1024, 6, heads=6, groups=2, vocabulary=16000, rows=2, tokens=256)
+    plain = Case("llama", 320, 896, 8, heads=10, groups=2, vocabulary=10000, rows=2, tokens=288)
     return dataclasses.replace(plain, **changed)
 
 
 def _qwen2(**changed: Any) -> Case:
-    plain = Case("qwen2", 512, 2560, 4, heads=8, groups=2, vocabulary=24000, rows=2, tokens=256, tied=True)
+    plain = Case("qwen2", 384, 1920, 5, heads=6, groups=2, vocabulary=20000, rows=2, tokens=320, tied=True)
     return dataclasses.replace(plain, **changed)
 
 
 def _qwen3(**changed: Any) -> Case:
-    plain = Case("qwen3", 448, 1280, 5, heads=7, groups=1, vocabulary=12000, rows=3, tokens=256)
+    plain = Case("qwen3", 512, 1408, 4, heads=8, groups=2, vocabulary=9000, rows=3, tokens=224)
     return dataclasses.replace(plain, **changed)
 
 
@@ -91,13 +91,16 @@ CASES = (
     _llama(mesh={"dp": 2, "zero": 1}),
     _llama(mesh={"tp": 2}),
 )
-"""Never used to find a formula: those were found on a Llama of 4 × 512 with 8,192 words in one process."""
+"""Never used to find a formula: those were found on a Llama of 4 × 512 with 8,192 words in one process, and that
+gradients come while activations go on other sizes than these."""
+_WARM = dataclasses.replace(_llama(), hidden=64, inner=128, blocks=2, heads=2, groups=2, vocabulary=256, tokens=32)
 
 
 def measured(ranks: int) -> list[tuple[Case, int, dict[str, float]]]:
     """Every case of so many ranks with the plan's bytes and those of the rank that has most. They share fresh
     processes."""
-    cases, found = [case for case in CASES if case.ranks == ranks], []
+    own, found = [case for case in CASES if case.ranks == ranks], []
+    cases = [dataclasses.replace(_WARM, mesh=own[0].mesh), *own]
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(cases):
             save(case, f"{folder}/{number}")
@@ -105,9 +108,9 @@ def measured(ranks: int) -> list[tuple[Case, int, dict[str, float]]]:
         with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(128 << 10)):
             written = [dataclasses.asdict(case) for case in cases]
             told = on_ranks(f"{HERE}:held", ranks, folder=folder, cases=written, wall_cap_s=7200.0)
-        for number, case in enumerate(cases):
+        for number, case in enumerate(cases[1:]):
             most = {name: max(rank[number][name] for rank in told) for name in told[0][number]}
-            found.append((case, predicted(f"{folder}/{number}", case).total, most))
+            found.append((case, predicted(f"{folder}/{number + 1}", case), most))
     return found
 
 
@@ -200,10 +203,10 @@ def updates(backbone: str, case: Case) -> Callable[[int], None]:
 
 def held(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Of each case, whose backbone lies in `folder`/0, /1, …: bytes of this rank at the worst moment of an update, by
-    the allocator and by growth of the process. The first one goes before the others once, so that libraries are there.
+    the allocator and by growth of the process. A tiny one goes before them, so that libraries are there.
     """
     found = []
-    for number in (0, *range(len(cases))):
+    for number in range(len(cases)):
         gc.collect()
         before = process_bytes("VmRSS")
         update = updates(f"{folder}/{number}", Case(**cases[number]))
@@ -215,13 +218,14 @@ def held(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
             allocated = peak_bytes(partial(update, 1))
         found.append({"allocated": allocated, "resident": level - before + growth.bytes})
         del update
-    return found[1:]
+    return found[1:]  # without the tiny one
 
 
-def predicted(folder: str | Path, case: Case) -> Any:
-    """The plan's footprint of the fullest rank."""
+def predicted(folder: str | Path, case: Case) -> int:
+    """The plan's bytes of the fullest rank in an update, without the logits of an evaluation."""
     from finetune.planner.cluster import read_sizes
     from finetune.planner.footprint import footprint
 
     mesh, adapter, train = settings(case)
-    return footprint(read_sizes(folder, adapter), mesh=mesh, adapter=adapter, train=train, device="cpu")
+    needs = footprint(read_sizes(folder, adapter), mesh=mesh, adapter=adapter, train=train, device="cpu")
+    return dataclasses.replace(needs, logits=0).total

@@ -225,12 +225,16 @@ def footprint(
     rows = rows or math.ceil(train.batch_size / (mesh.replicate * mesh.dp))
     tokens = rows * train.max_length
     kept = int(_activations(backbone, mesh, adapter, train) * _in_flight(mesh, train, rows))
+    state = _STATE_BYTES * backbone.adapter // (mesh.pp * held)
+    work = _work(backbone, mesh, adapter, train, rows, device)
+    if mesh.pp == 1 and train.accumulate == 1:  # gradients come while activations go
+        work = max(0, work - state // 4)
     return Footprint(
         weights=stage // (shards if mesh.zero == 3 else 1),
         gathered=gathered,
-        adapter=_STATE_BYTES * backbone.adapter // (mesh.pp * held),
+        adapter=state,
         activations=kept + _casts(backbone, mesh, train),
-        work=_work(backbone, mesh, adapter, train, rows, device),
+        work=work,
         logits=min(_LOGITS_BYTES, 4 * tokens * backbone.vocabulary),
     )
 
