@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks._harness import ROOT, Benchmark, cpu_clock
 from benchmarks._instructions import rehearsal
 
-TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
 
 
 def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float, str]:
@@ -44,7 +44,7 @@ def minute_rows(bench: Benchmark, *, slow: bool) -> None:
         demo = [sys.executable, "-m", "flatshift", "demo", "--out", str(Path(folder) / "demo")]
         wall, cpu, _ = timed(demo, environment)
         _row(bench, "make demo, after installation", wall, 4, f"{cpu:.1f} CPU-minutes")
-    wall, cpu, last = timed([*TESTS, "-n", "2", "--dist", "loadfile"], environment)
+    wall, cpu, last = timed(TESTS, environment)
     _row(bench, "the default tests of make test", wall, 15, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
     if slow:
         wall, cpu, last = timed([*TESTS, "-m", "slow"], environment)

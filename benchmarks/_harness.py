@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 from benchmarks import _instructions
 from finetune.atomic import write_json
+from finetune.processor import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -320,12 +321,7 @@ def commit() -> str:
 def machine() -> dict[str, Any]:
     """`cpu` name, `cores` usable, `memory` in bytes, `gpu` name or None; `instructions` that the CPU has for matrix
     products, and `rehearsal`, the variables that hide some of them from this process, or None."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next(
-            (s.split(":", 1)[1].strip() for s in info.read_text().splitlines() if s.startswith("model name")), cpu
-        )
+    cpu, _ = processor()
     gpu = None
     if shutil.which("nvidia-smi"):
         asked = subprocess.run(

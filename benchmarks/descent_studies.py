@@ -26,6 +26,7 @@ from benchmarks._descent_cells import STUDIES, Study, block, keeping, overrides,
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import write_between
 from experiments.recipe import load_recipe
+from experiments.recipe.sweep import SweepOptions
 from experiments.report import build_report, formats
 from experiments.report.chapters.sweep_verdicts import crossing_words
 from experiments.results.analysis import Judged, compared, judge
@@ -35,9 +36,9 @@ from experiments.results.table import SweepTable
 from experiments.statistics.beside import Beside
 from experiments.statistics.curve import Curve
 from experiments.statistics.intervals import Interval
+from experiments.studies.sweep import sweep
 from finetune.atomic import write_json
 from finetune.errors import UserError
-from flatshift.api import sweep
 
 KEPT = RESULTS / "descent_studies"
 PAGE = ROOT / "docs" / "double-descent.md"
@@ -244,7 +245,7 @@ def run(study: Study, file: Path, out: Path, kept: Path, jobs: int) -> None:
     if not (out / MARKER).is_file():
         write_json(out / MARKER, {"format": FORMAT})  # a sweep goes on in a directory of its own only
     with keeping(out, kept, names):
-        sweep(study.recipe, overrides(file), out, jobs=jobs)
+        sweep(study.recipe, overrides(file), out, SweepOptions(jobs=jobs))
 
 
 def publish(study: Study, file: Path, kept: Path) -> Found:

@@ -26,6 +26,7 @@ from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.statistics.intervals import t_interval
 from experiments.studies import run_cells
+from experiments.studies.devices import Places
 from experiments.studies.warmups import ARMS, Arm, arm_cell, result_of, study
 from finetune.atomic import write_json
 from finetune.errors import UserError
@@ -137,7 +138,7 @@ def tune(
         for arm in ARMS
         for pair in trials.of(arm)
     }
-    run_cells(out, list(cells.values()), jobs, console, label="tune")
+    run_cells(out, list(cells.values()), Places(jobs), console, label="tune")
     settings, tuned = {}, {}
     for arm in ARMS:
         losses = {pair: result_of(out, cells[arm, pair])["metrics"]["dev"]["loss"]["value"] for pair in trials.of(arm)}

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from experiments.recipe import load_recipe
+from experiments.recipe.sweep import SweepOptions
 from experiments.recipe.tree import from_override
 from experiments.results.sweep import read_sweep
 from experiments.run.console import Console
@@ -59,11 +60,11 @@ def measured(task: str) -> dict[str, Any]:
     """{rank|rows|noise: mean test error} of trained cells, and their seconds."""
     kept = KEPT / f"trained-{task}.json"
     if not kept.is_file():
-        grid = [
+        grid = tuple(
             f"{axis}={','.join(map(str, values))}" for axis, values in zip(AXES, (RANKS, ROWS, NOISES), strict=True)
-        ]
+        )
         began = time.process_time()
-        sweep("classify", overrides(task), WORK / task, grid=grid, seeds=SEEDS, stack="1", quiet=True)
+        sweep("classify", overrides(task), WORK / task, SweepOptions(grid=grid, seeds=SEEDS, stack="1"), quiet=True)
         data = read_sweep(WORK / task)
         assert data is not None
         found = {"|".join(f"{where[a]:g}" for a in AXES): mean.value for where, mean in data.means("test.error")}

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import write_between
+from experiments.recipe.sweep import SweepOptions
 from experiments.recipe.tree import from_override
 from experiments.results.analysis import Analysis, Judged
 from experiments.results.sweep import read_sweep
@@ -38,7 +39,7 @@ def swept(name: str, seed: int, *, seeds: int = SEEDS, grid: tuple[str, ...] | N
     overrides = [from_override(key.replace("__", "."), str(value)) for key, value in settings.items()]
     overrides.append(from_override("train.seed", str(seed)))
     out = WORK / name
-    if sweep(RECIPE, overrides, out, seeds=seeds, grid=grid, quiet=True):
+    if sweep(RECIPE, overrides, out, SweepOptions(seeds=seeds, grid=grid), quiet=True):
         raise UserError(f"{out}: a cell failed")
     return out
 

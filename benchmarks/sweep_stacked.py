@@ -268,7 +268,7 @@ def difference(device: str = "cpu", last: bool = False) -> dict[str, float]:
 
 def stack_memory(tokens: int, last: bool = False) -> dict[str, float]:
     """Bytes alive at the worst moment of an update of the stack, and what its plan said."""
-    from finetune.stacked.footprint import stack_plan
+    from benchmarks._stack_memory import stack_plan
 
     limit_threads(1)
     with tempfile.TemporaryDirectory() as folder:

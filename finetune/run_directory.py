@@ -35,6 +35,7 @@ from .atomic import (
 )
 from .digests import check_files
 from .errors import Interrupted, UserError, disk_trouble, is_disk_full
+from .processor import processor
 
 ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
     "environment.json",
@@ -224,7 +225,7 @@ def environment() -> dict[str, Any]:
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": processor()[0],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "commit": _commit(),
@@ -338,15 +339,6 @@ def _line(stage: str, fields: dict[str, Any]) -> str:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -386,21 +386,12 @@ def sweep(
     """
     resolved = _resolved(recipe, overrides, "sweep")
     directory = _path("sweep", "out", out)
+    from experiments.recipe.sweep import SweepOptions
     from experiments.studies.sweep import sweep
 
-    texts = None if grid is None else [f"{key}={_values(key, values)}" for key, values in _items(grid)]
-    sweep(
-        resolved,
-        (),
-        directory,
-        grid=texts,
-        seeds=seeds,
-        design=design,
-        points=points,
-        jobs=jobs,
-        quiet=quiet,
-        draw=draw,
-    )
+    texts = None if grid is None else tuple(f"{key}={_values(key, values)}" for key, values in _items(grid))
+    options = SweepOptions(grid=texts, seeds=seeds, design=design, points=points, jobs=jobs)
+    sweep(resolved, (), directory, options, quiet=quiet, draw=draw)
     return Sweep(directory)
 
 

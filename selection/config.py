@@ -106,11 +106,6 @@ def needs(method: Method) -> frozenset[str]:
     return frozenset((*method.needs, *inside))
 
 
-def one_size(method: Method) -> bool:
-    """Whether a selection is shaped for its budget, so that the first k of a larger one are not the selection of k."""
-    return isinstance(method, Domains | Auto) or (isinstance(method, GotD) and method.rounds > 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """The pool's texts cut into pieces of one length, as the paper does. A piece is a record of its own: id

@@ -22,7 +22,7 @@ from finetune.config import (
 )
 from finetune.tasks import LanguageModel, MaskedLM, Task
 from regularizers.config import Plain, RegularizerConfig
-from selection.config import Chunk, Embedder, GotD, Method, Relevance, TfIdf
+from selection.config import Chunk, Embedder, Features, GotD, Method, Relevance, TfIdf
 from selection.hygiene.config import Hygiene
 
 
@@ -68,6 +68,11 @@ class Select:
 
     def __post_init__(self) -> None:
         check_bounds(self, budget=(1, None))
+
+    @property
+    def own(self) -> Features | None:
+        """Features of the user's own, where no embedder makes any."""
+        return self.embedder if isinstance(self.embedder, Features) else None
 
 
 @dataclass(frozen=True, kw_only=True)

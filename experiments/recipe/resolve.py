@@ -16,7 +16,6 @@ from experiments.recipe.template import names_file, with_own_template
 from experiments.recipe.tree import Branch, Leaf, Tree, merge, parse, parse_file
 from finetune.config import Files, Source, TrainFiles
 from finetune.errors import UserError, shortened, user_path
-from selection.config import Features
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
@@ -178,8 +177,7 @@ def _anchored(recipe: Recipe) -> Recipe:
         eval=files(recipe.select.eval),
         cache=_absolute(recipe.select.cache),
     )
-    if select is not None and isinstance(select.embedder, Features):
-        own = select.embedder
+    if select is not None and (own := select.own) is not None:
         own = dataclasses.replace(
             own, pool=_absolute(own.pool), target=_absolute(own.target), negative=_absolute(own.negative)
         )

@@ -23,7 +23,7 @@ from finetune.errors import UserError
 Status = Literal["done", "diverged", "failed"]
 RESULT = "result.json"
 MARKER, FORMAT = "sweep.json", 2
-"""What a sweep was asked for, and the newest form of that."""
+"""What a sweep was asked for, and the form of that."""
 CELLS, CURVES, POINTS, EMC = "cells.parquet", "curves.parquet", "points.csv", "emc.json"
 """What a sweep's cells come to."""
 _KEYS = {"status", "reason"}
@@ -76,10 +76,9 @@ def read_marker(out: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: not valid JSON ({error}); delete it and run the sweep again, which keeps its cells"
         ) from None
-    written = found.get("format", 1)
-    if written not in range(1, FORMAT + 1):
+    if (written := found.get("format")) != FORMAT:
         raise UserError(
-            f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows up to {FORMAT}; go on with "
-            "the version that wrote it, or name another directory"
+            f"{path} has format {written}, and this flatshift ({flatshift_version()}) knows {FORMAT}; go on with the "
+            "version that wrote it, or name another directory"
         )
     return found

@@ -18,7 +18,7 @@ from experiments.run.console import Console
 from experiments.select.pool import Records
 from finetune.data.rows import Row, require_rows
 from finetune.data.view import RowView
-from selection.config import Features, needs
+from selection.config import needs
 
 BLANK = "the text is blank"
 UNKNOWN = "the embedder knows no token of the text"
@@ -28,7 +28,7 @@ AnyRecords = TypeVar("AnyRecords", bound=Records)
 
 def drops_blanks(spec: Select) -> bool:
     """Whether blank texts are left out: a control that looks at none too, or it would draw from another pool."""
-    return not isinstance(spec.embedder, Features) or bool(needs(spec.method) & {"texts", "losses"})
+    return spec.own is None or bool(needs(spec.method) & {"texts", "losses"})
 
 
 def without_blank(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:

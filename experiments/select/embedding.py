@@ -9,18 +9,20 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
+from experiments.select.adapted import Embed, gradient_embedder
 from experiments.select.pool import PoolRecords, Records
 from finetune.data.view import RowView
 from finetune.errors import UserError, user_path
 from finetune.seeds import derive
-from selection.config import Backbone, Encoder, Features, Gradients, Static, TfIdf, TokenNgrams, needs
+from selection.config import Backbone, Encoder, Gradients, Static, TfIdf, TokenNgrams, needs
 from selection.errors import BadRow
 from selection.features import FeatureCache, TakenRows, in_shards, load_features, open_directory
 from selection.features.cache import SHARD_ROWS
@@ -35,7 +37,7 @@ _SCANNED = 1 << 14
 
 def check_vectors(spec: Select) -> None:
     """Refuse settings of storage that your own features have no use for. Raises UserError."""
-    if isinstance(spec.embedder, Features):
+    if spec.own is not None:
         for name, default in (("cache", ""), ("feature_type", "float32")):
             if getattr(spec, name) != default:
                 raise UserError(
@@ -48,7 +50,7 @@ def check_unread(spec: Select, x: Any, y: Any) -> None:
 
     A method that reads them checks them itself. Raises SelectionError, BadRow for a row.
     """
-    if not isinstance(spec.embedder, Features) or "features" in needs(spec.method):
+    if spec.own is None or "features" in needs(spec.method):
         return
     from selection.transport.problem import finite_rows  # brings torch
 
@@ -69,6 +71,17 @@ def tokenizer_of(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]]
         return found
 
     return tokenize, len(tokenizer)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """How texts become vectors."""
+
+    embed: Embed
+    key: str
+    """Names it in a cache."""
+    of_target: Embed | None = None
+    """Where the target's texts are placed otherwise than the pool's."""
 
 
 class Vectors:
@@ -100,18 +113,14 @@ class Vectors:
         self._directory = directory
         self._state = state
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._embed: Callable[[list[str]], np.ndarray] | None = None
-        self._embed_target: Callable[[list[str]], np.ndarray] | None = None
-        """Where the target's texts are placed otherwise than the pool's."""
-        self._key = ""
+        self._embedding: Embedding | None = None
         self.about: dict[str, Any] = {}
 
     def pool(self, view: RowView | None = None, label: str = "embed pool") -> Any:
         """(N, d) of the whole pool, or of the rows of `view` (another view of the same records)."""
         view = self._pool.rows if view is None else view
-        embedder = self.spec.embedder
-        if isinstance(embedder, Features):
-            return _own(embedder.pool, self._pool, view.indices(), "pool")
+        if (own := self.spec.own) is not None:
+            return _own(own.pool, self._pool, view.indices(), "pool")
         return self._made(view.texts, label)
 
     def target(self) -> np.ndarray:
@@ -129,18 +138,17 @@ class Vectors:
             self._scratch = None
 
     def _side(self, records: Records, name: str) -> np.ndarray:
-        embedder = self.spec.embedder
-        if isinstance(embedder, Features):
+        if (own := self.spec.own) is not None:
             index = np.array([row.index for row in records.rows], dtype=np.int64)
-            return np.asarray(_own(getattr(embedder, name), records, index, name))
+            return np.asarray(_own(getattr(own, name), records, index, name))
         return np.asarray(self._made(_texts(records), f"embed {name}", of_target=True))
 
     def _made(self, texts: Sequence[str], label: str, *, of_target: bool = False) -> Any:
-        if self._embed is None:
-            self._embed, self._key = self._embedder()
-        embed, dtype, key = self._embed, self.spec.feature_type, self._key
-        if of_target and self._embed_target is not None:
-            embed, key = self._embed_target, f"{key} of the target"
+        if self._embedding is None:
+            self._embedding = _EMBEDDERS[type(self.spec.embedder)].make(self, self.spec.embedder)
+        embed, dtype, key = self._embedding.embed, self.spec.feature_type, self._embedding.key
+        if of_target and self._embedding.of_target is not None:
+            embed, key = self._embedding.of_target, f"{key} of the target"
         with self._console.task(label, len(texts), "texts") as task:
             cache = self._cache(len(texts))
             if cache is None:
@@ -155,73 +163,30 @@ class Vectors:
         if self.spec.cache:
             return FeatureCache(user_path(self.spec.cache))
         embedder = self.spec.embedder
-        if self._state is not None and not isinstance(embedder, TfIdf | TokenNgrams) and count > SHARD_ROWS:
+        if self._state is not None and _EMBEDDERS[type(embedder)].slow and count > SHARD_ROWS:
             return FeatureCache(self._state / "vectors")
-        width = embedder.dim if isinstance(embedder, TfIdf | TokenNgrams) else 1024
+        width = getattr(embedder, "dim", 1024)
         if count * width * np.dtype(self.spec.feature_type).itemsize <= HELD_BYTES:
             return None
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix=".features-", dir=self._directory)
         return FeatureCache(self._scratch.name)
 
-    def _embedder(self) -> tuple[Callable[[list[str]], np.ndarray], str]:
-        """texts → vectors, and the key that names it in a cache."""
-        embedder = self.spec.embedder
-        if isinstance(embedder, TfIdf):
-            return self._tfidf(embedder)
-        if isinstance(embedder, TokenNgrams):
-            return self._token_ngrams(embedder)
-        if isinstance(embedder, Static):
-            from selection.features import StaticEmbedder
+    @property
+    def keyed(self) -> bool:
+        """Whether vectors are kept by a name that says what they were made of."""
+        return bool(self.spec.cache or self._state)
 
-            if not embedder.path:
-                raise UserError("select.embedder.path is empty: name a directory or a file of word vectors")
-            static = StaticEmbedder(embedder.path, max_tokens=embedder.max_length)
-            return static.transform, f"static {static.fingerprint if self.spec.cache or self._state else ''}"
-        if isinstance(embedder, Gradients):
-            from experiments.select.adapted import gradient_embedder
+    @property
+    def pool_texts(self) -> Sequence[str]:
+        """Of the whole pool."""
+        return self._pool.rows.texts
 
-            return gradient_embedder(
-                self.recipe, embedder, self._pool.rows.texts, keyed=bool(self.spec.cache or self._state)
-            )
-        assert isinstance(embedder, Backbone | Encoder)
-        return state_embedder(
-            embedder,
-            backbone=self.recipe.backbone,
-            device=self.recipe.train.device,
-            keyed=bool(self.spec.cache or self._state),
-        )
-
-    def _token_ngrams(self, embedder: TokenNgrams) -> tuple[Callable[[list[str]], np.ndarray], str]:
-        from selection.features.token_space import TokenNgramEmbedder
-
-        tokenize, size = tokenizer_of(self.recipe)
-        seed = derive(self.recipe.train.seed, "token n-grams")
-        made = TokenNgramEmbedder(tokenize, size, dim=embedder.dim, fit_rows=embedder.fit_rows, seed=seed)
-        # Distances to the negatives must be exact, too.
-        near = _texts(self._target) + (_texts(self._negative) if self._negative is not None else [])
-        made.fit(self._pool.rows.texts, near)
-        self._embed_target = made.transform_target
-        return made.transform, f"tokens {made.fingerprint}"
-
-    def _tfidf(self, embedder: TfIdf) -> tuple[Callable[[list[str]], np.ndarray], str]:
-        from selection import TfIdfEmbedder
-        from selection.features.tfidf import load_fitted
-
-        seed = derive(self.recipe.train.seed, "tfidf")
-        tfidf = TfIdfEmbedder(dim=embedder.dim, buckets=embedder.buckets, seed=seed, fit_rows=embedder.fit_rows)
-        # The negatives count as target: TF-IDF must know their words too.
-        near = _texts(self._target) + (_texts(self._negative) if self._negative is not None else [])
-        if not self.spec.cache:
-            tfidf.fit(self._pool.rows.texts, near)
-            return tfidf.transform, ""
-        texts = tfidf.fit_texts(self._pool.rows.texts, near)
-        digest = hashlib.sha256(repr((embedder, seed, [len(text) for text in texts])).encode())
-        for text in texts:
-            digest.update(text.encode())
-        path = user_path(self.spec.cache) / f"tfidf-{digest.hexdigest()[:40]}.npz"
-        load_fitted(path, tfidf, lambda: tfidf.fit(texts))
-        return tfidf.transform, f"tfidf {tfidf.fingerprint}"
+    @property
+    def near(self) -> list[str]:
+        """Texts of target and negative examples: an embedder that is fitted must know the words of both, and distances
+        to both must be exact."""
+        return _texts(self._target) + (_texts(self._negative) if self._negative is not None else [])
 
 
 @contextlib.contextmanager
@@ -234,7 +199,7 @@ def naming_rows(vectors: Vectors, sides: Mapping[str, Records | None]) -> Iterat
     try:
         yield
     except BadRow as error:
-        if not isinstance(vectors.spec.embedder, Features):
+        if vectors.spec.own is None:
             raise
         named = error.side
         for name in sorted(sides, key=lambda name: name != named):
@@ -250,40 +215,6 @@ def naming_rows(vectors: Vectors, sides: Mapping[str, Records | None]) -> Iterat
                         f"{name} features: row {row.index} {error.told} (record {row.id!r}, {row.where}); {error.fix}"
                     ) from None
         raise
-
-
-def state_embedder(
-    embedder: Backbone | Encoder, *, backbone: str, device: str, keyed: bool
-) -> tuple[Callable[[list[str]], np.ndarray], str]:
-    """texts → pooled states of a model, and the key that names it in a cache (complete where `keyed`)."""
-    from finetune.models.backbone import open_backbone
-    from finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
-    from selection import pool_features
-    from selection.features import read_layout, transformer_folder
-
-    name = embedder.path if isinstance(embedder, Encoder) else backbone
-    if not name:
-        raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
-    pooling, normalise, length, lower, prompt = "mean", True, embedder.max_length, False, ""
-    if isinstance(embedder, Encoder):
-        root = user_path(name)
-        # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
-        if not (root / "modules.json").is_file():
-            root = open_backbone(name).directory
-        layout = read_layout(root) if embedder.pooling == "auto" else None
-        if layout is not None:
-            name, pooling, normalise = str(layout.transformer), layout.pooling, layout.normalise
-            length, lower, prompt = min(length, layout.max_length or length), layout.lower, layout.prompt
-        elif embedder.pooling != "auto":
-            name, pooling = str(transformer_folder(root)), embedder.pooling
-    encode = hidden_state_encoder(name, max_length=length, device=device)
-
-    def embed(texts: list[str]) -> np.ndarray:
-        given = [prompt + (text.lower() if lower else text) for text in texts]
-        return pool_features(given, encode, batch_size=64, pooling=pooling, normalise=normalise)  # type: ignore[arg-type]
-
-    content = model_fingerprint(open_backbone(name).directory) if keyed else ""
-    return embed, f"states {content} {length} {pooling} {normalise} {lower} {prompt}"
 
 
 def _texts(records: Records) -> list[str]:
@@ -320,3 +251,103 @@ def _same_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
                 f"--{name}-features: row {place} of {directory.directory} is of {found!r}, and the record there "
                 f"({row.where}) is {row.id!r}; write the shards in the order of the files"
             )
+
+
+# ------------------------------------------------------------------------------------------------------------ embedders
+
+
+def _tfidf(vectors: Vectors, settings: TfIdf) -> Embedding:
+    from selection import TfIdfEmbedder
+    from selection.features.tfidf import load_fitted
+
+    cache = vectors.spec.cache
+    seed = derive(vectors.recipe.train.seed, "tfidf")
+    tfidf = TfIdfEmbedder(dim=settings.dim, buckets=settings.buckets, seed=seed, fit_rows=settings.fit_rows)
+    if not cache:
+        tfidf.fit(vectors.pool_texts, vectors.near)
+        return Embedding(tfidf.transform, "")
+    texts = tfidf.fit_texts(vectors.pool_texts, vectors.near)
+    digest = hashlib.sha256(repr((settings, seed, [len(text) for text in texts])).encode())
+    for text in texts:
+        digest.update(text.encode())
+    path = user_path(cache) / f"tfidf-{digest.hexdigest()[:40]}.npz"
+    load_fitted(path, tfidf, lambda: tfidf.fit(texts))
+    return Embedding(tfidf.transform, f"tfidf {tfidf.fingerprint}")
+
+
+def _token_ngrams(vectors: Vectors, settings: TokenNgrams) -> Embedding:
+    from selection.features.token_space import TokenNgramEmbedder
+
+    tokenize, size = tokenizer_of(vectors.recipe)
+    seed = derive(vectors.recipe.train.seed, "token n-grams")
+    made = TokenNgramEmbedder(tokenize, size, dim=settings.dim, fit_rows=settings.fit_rows, seed=seed)
+    made.fit(vectors.pool_texts, vectors.near)
+    return Embedding(made.transform, f"tokens {made.fingerprint}", made.transform_target)
+
+
+def _static(vectors: Vectors, settings: Static) -> Embedding:
+    from selection.features import StaticEmbedder
+
+    if not settings.path:
+        raise UserError("select.embedder.path is empty: name a directory or a file of word vectors")
+    static = StaticEmbedder(settings.path, max_tokens=settings.max_length)
+    return Embedding(static.transform, f"static {static.fingerprint if vectors.keyed else ''}")
+
+
+def _gradients(vectors: Vectors, settings: Gradients) -> Embedding:
+    return Embedding(*gradient_embedder(vectors.recipe, settings, vectors.pool_texts, keyed=vectors.keyed))
+
+
+def _states(vectors: Vectors, settings: Backbone | Encoder) -> Embedding:
+    recipe = vectors.recipe
+    made = state_embedder(settings, backbone=recipe.backbone, device=recipe.train.device, keyed=vectors.keyed)
+    return Embedding(*made)
+
+
+def state_embedder(embedder: Backbone | Encoder, *, backbone: str, device: str, keyed: bool) -> tuple[Embed, str]:
+    """texts → pooled states of a model, and the key that names it in a cache (complete where `keyed`)."""
+    from finetune.models.backbone import open_backbone
+    from finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
+    from selection import pool_features
+    from selection.features import read_layout, transformer_folder
+
+    name = embedder.path if isinstance(embedder, Encoder) else backbone
+    if not name:
+        raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
+    pooling, normalise, length, lower, prompt = "mean", True, embedder.max_length, False, ""
+    if isinstance(embedder, Encoder):
+        root = user_path(name)
+        # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
+        if not (root / "modules.json").is_file():
+            root = open_backbone(name).directory
+        layout = read_layout(root) if embedder.pooling == "auto" else None
+        if layout is not None:
+            name, pooling, normalise = str(layout.transformer), layout.pooling, layout.normalise
+            length, lower, prompt = min(length, layout.max_length or length), layout.lower, layout.prompt
+        elif embedder.pooling != "auto":
+            name, pooling = str(transformer_folder(root)), embedder.pooling
+    encode = hidden_state_encoder(name, max_length=length, device=device)
+
+    def embed(texts: list[str]) -> np.ndarray:
+        given = [prompt + (text.lower() if lower else text) for text in texts]
+        return pool_features(given, encode, batch_size=64, pooling=pooling, normalise=normalise)  # type: ignore[arg-type]
+
+    content = model_fingerprint(open_backbone(name).directory) if keyed else ""
+    return embed, f"states {content} {length} {pooling} {normalise} {lower} {prompt}"
+
+
+class _Kind(NamedTuple):
+    make: Callable[[Vectors, Any], Embedding]
+    slow: bool
+    """Whether what it gives is worth keeping until the selection is whole."""
+
+
+_EMBEDDERS: dict[type, _Kind] = {
+    TfIdf: _Kind(_tfidf, slow=False),
+    TokenNgrams: _Kind(_token_ngrams, slow=False),
+    Static: _Kind(_static, slow=True),
+    Gradients: _Kind(_gradients, slow=True),
+    Backbone: _Kind(_states, slow=True),
+    Encoder: _Kind(_states, slow=True),
+}
+"""By the settings of `selection.config.Embedder`, but for features of the user's own."""

@@ -20,7 +20,6 @@ from finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from finetune.data.view import RowView
 from finetune.errors import UserError
 from finetune.seeds import derive
-from selection.config import Features
 
 if TYPE_CHECKING:
     from selection.hygiene import Cleaned
@@ -93,7 +92,7 @@ def clean_rows(
 
 def _refuse_pieces_beside_features(spec: Select) -> None:
     cuts = spec.hygiene.decontaminate is not None and spec.hygiene.decontaminate.action == "split"
-    if cuts and isinstance(spec.embedder, Features):
+    if cuts and spec.own is not None:
         raise UserError(
             "select.hygiene.decontaminate: a record cut into pieces has no row in features of your own; "
             "set select.hygiene.decontaminate.action to drop"

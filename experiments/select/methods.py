@@ -17,7 +17,7 @@ from experiments.select.kept import kept_losses
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.tasks import LanguageModel
-from selection.config import Domains, Features, Gradients, LossGap, Method, Perplexity, needs, ranking
+from selection.config import Domains, LossGap, Method, Perplexity, needs, ranking
 from selection.errors import TooLittleMemory
 from selection.transport.progress import ITERATIONS
 
@@ -31,8 +31,8 @@ def check_method(spec: Select) -> None:
     kind: str = spec.method.kind
     if isinstance(spec.method, Domains):
         kind = f"{spec.method.inside.kind} inside domains"
-    own = isinstance(spec.embedder, Features)
-    if "gradients" in wanted and not (own or isinstance(spec.embedder, Gradients)):
+    own = spec.own
+    if "gradients" in wanted and own is None and spec.embedder.kind != "gradients":
         raise UserError(
             f"select.method: {kind} compares gradients; take --embedder gradients, "
             "or give yours with --pool-features and --target-features"
@@ -45,7 +45,7 @@ def check_method(spec: Select) -> None:
         raise UserError(
             f"select.negative.files: {kind} has no use for negative examples; choose gotd-contrast or drop them"
         )
-    if isinstance(spec.embedder, Features) and bool(spec.embedder.negative) != ("negative" in wanted):
+    if own is not None and bool(own.negative) != ("negative" in wanted):
         raise UserError(
             f"select.embedder.negative: {kind} needs features of the negative examples; name their .npy file"
             if "negative" in wanted
@@ -55,12 +55,12 @@ def check_method(spec: Select) -> None:
 
 def vectors_needed(spec: Select) -> bool:
     """Whether pool and target get vectors: the method works on them, or they are given and serve the report."""
-    return "features" in needs(spec.method) or isinstance(spec.embedder, Features)
+    return "features" in needs(spec.method) or spec.own is not None
 
 
 def makes_vectors(spec: Select) -> bool:
     """Whether texts are embedded, if only to judge domains."""
-    return not isinstance(spec.embedder, Features) and (vectors_needed(spec) or spec.relevance is not None)
+    return spec.own is None and (vectors_needed(spec) or spec.relevance is not None)
 
 
 def idle_setting(spec: Select) -> str | None:
@@ -111,7 +111,7 @@ def backbone_surprise(
 
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
-    from finetune.compute.precision import autocast_dtype, settled
+    from finetune.compute.precision import autocast_dtype, read_precision
     from finetune.compute.presence import resolve_device
     from finetune.data.encoding import encode
     from finetune.evaluate.perplexity import document_nats
@@ -123,7 +123,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
     tokenizer = open_backbone(recipe.backbone).tokenizer
     model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    dtype = autocast_dtype(settled(recipe.train, model))
+    dtype = autocast_dtype(read_precision(recipe.train, model))
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]

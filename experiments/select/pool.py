@@ -17,7 +17,7 @@ from finetune.data.rows import Row, limit_rows, read_rows, require_rows
 from finetune.data.view import RowView, spill_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
-from selection.config import Chunk, Domains, Features
+from selection.config import Chunk, Domains
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +110,7 @@ def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
     assert spec is not None
     if spec.chunk is None:
         return view
-    if isinstance(spec.embedder, Features):
+    if spec.own is not None:
         raise UserError(
             "select.chunk: pieces of a record have no row in features of your own; cut the pool first, "
             "then embed it and select from the pieces"

@@ -14,7 +14,7 @@ from experiments.select.embedding import Vectors
 from experiments.select.pool import PoolRecords
 from finetune.errors import UserError
 from finetune.seeds import derive
-from selection.config import Features, GotD, GotDContrast, Relevance, ranking
+from selection.config import GotD, GotDContrast, Relevance, ranking
 
 
 def check_relevance(spec: Select) -> None:
@@ -62,7 +62,7 @@ def judge_domains(
     drawn = sample_domains(domains, settings.sample, ids=view.ids, seed=derive(seed, "relevance"))
     samples = {name: vectors.pool(view.take(rows), f"embed {name}") for name, rows in drawn.items()}
     near = vectors.target()
-    if not isinstance(spec.embedder, Features):
+    if spec.own is None:
         samples, near = _known(samples, near, console)
     distances = domain_distances(
         samples, near, epsilon=settings.epsilon, seed=derive(seed, "relevance"), cost=_cost(spec)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe import from_override, load_recipe
+from experiments.recipe.sweep import SweepOptions
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console, Draw
 from experiments.studies.sweep import sweep
@@ -128,15 +129,8 @@ def _demo(out: Path, draw: Draw) -> Path:
         f"     small: three ranks, two seeds, {_SWEEP['data.train.limit']} rows, {_SWEEP['train.steps']} steps: "
         "too few for a verdict"
     )
-    sweep(
-        "double-descent",
-        _laid(_SWEEP),
-        out / "sweep",
-        grid=("adapter.rank=1,8,64",),
-        seeds=2,
-        jobs=jobs,
-        draw=draw,
-    )
+    options = SweepOptions(grid=("adapter.rank=1,8,64",), seeds=2, jobs=jobs)
+    sweep("double-descent", _laid(_SWEEP), out / "sweep", options, draw=draw)
     write_provenance(out)
     page = draw(out, out / "warmup", out / "study", out / "sweep")
     console.say(

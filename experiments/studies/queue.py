@@ -75,24 +75,21 @@ def run_unit(out: Path, unit: Unit, threads: int | None) -> bool:
 def run_cells(
     out: Path,
     cells: Sequence[Cell],
-    jobs: int,
+    places: Places,
     console: Console,
     *,
     label: str = "sweep",
     stack: int | None = 1,
-    devices: Sequence[str] = (),
-    threads: int | None = None,
     rerun: Collection[str] = (),
     run: RunUnit = run_unit,
     on_result: Callable[[Path], None] = lambda path: None,
 ) -> None:
-    """Run the cells that have no result yet, in `jobs` processes.
+    """Run the cells that have no result yet, in the processes of `places`.
 
     A single one is this process, unless it computes on a CUDA device: one that failed goes on failing in its process.
 
-    stack: cells trained together on one backbone at most; None: as many as memory allows. devices: given to the workers
-    in turn; none: each cell's own choice. threads: of each process; None: its share of the cores. rerun: keys of
-    finished cells that run anew. run: how a unit is run. on_result: told the file of each result that was written.
+    stack: cells trained together on one backbone at most; None: as many as memory allows. rerun: keys of finished
+    cells that run anew. run: how a unit is run. on_result: told the file of each result that was written.
     Raises Interrupted when stopped or when the disk is full; what was finished stays.
     """
     await_orphans(out)
@@ -104,10 +101,9 @@ def run_cells(
     console.say(f"{label}: {len(unique)} cells, {len(results)} done before, {len(todo)} to run")
     if not todo:
         return
-    places = Places(jobs, tuple(devices), threads)
-    here = jobs == 1 and not on_cuda(places, todo)
+    here = places.jobs == 1 and not on_cuda(places, todo)
     units = units_of(todo, places, stack=stack, say=console.say)
-    progress = Progress(list(unique.values()), results, console, label=label, workers=min(jobs, len(units)))
+    progress = Progress(list(unique.values()), results, console, label=label, workers=min(places.jobs, len(units)))
     queue = _Queue(out, deque(units), places, progress, run, on_result, rerun)
     try:
         with progress.shown():

@@ -240,15 +240,12 @@ class _Member:
         finish_cell(self.directory, self.cell, result)
         self.engine = None
 
-    def _lay_out(
-        self, recipe: Recipe, task: Any, label_names: tuple[str, ...] | None, *, adapter: Path | None = None, **_: Any
-    ) -> tuple[Any, Any]:
-        """The cell's model on the shared backbone; to be judged it is the trained one, which was never written."""
-        if adapter is None:
-            self.backbone = self._shared.backbone(recipe, label_names)
-            self.engine = cell_engine(self.backbone, recipe.adapter, task=task, train=recipe.train)
-            self.engine.compute = self.stage.compute
-            self.stage.pause(self.engine)  # until all others are there
+    def _lay_out(self, recipe: Recipe, task: Any, label_names: tuple[str, ...] | None, **_: Any) -> tuple[Any, Any]:
+        """The cell's model on the shared backbone."""
+        self.backbone = self._shared.backbone(recipe, label_names)
+        self.engine = cell_engine(self.backbone, recipe.adapter, task=task, train=recipe.train)
+        self.engine.compute = self.stage.compute
+        self.stage.pause(self.engine)  # until all others are there
         return self.engine, open_backbone(recipe.backbone).tokenizer
 
 

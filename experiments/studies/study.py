@@ -19,6 +19,7 @@ from experiments.recipe.tree import Branch
 from experiments.results.cells import read_result
 from experiments.run.console import Console
 from experiments.studies.cell import Cell
+from experiments.studies.devices import Places
 from experiments.studies.directory import WORKERS
 from experiments.studies.queue import RunUnit, run_cells, run_unit
 from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
@@ -196,10 +197,9 @@ class Batches:
         run_cells(
             self.out,
             todo,
-            self.jobs,
+            Places(self.jobs, given=1),
             self.console,
             label=f"{self.label}, {what}",
-            threads=1,
             rerun={cell.key for cell in todo},
             run=self._run,
             on_result=self._on_cell,

@@ -16,6 +16,7 @@ from experiments.recipe.precision import settled
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.studies import Cell, cell_of, run_cells
+from experiments.studies.devices import Places
 from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import write_json
 from finetune.errors import UserError
@@ -66,7 +67,7 @@ def study(
         for arm in ARMS
         for seed in seeds
     }
-    run_cells(out, list(cells.values()), jobs, console, label=f"study {name}")
+    run_cells(out, list(cells.values()), Places(jobs), console, label=f"study {name}")
     cold = _surprise(text_perplexity(settled(load_recipe(recipe, overrides)).recipe, None, only=("test",)))
     rows = []
     floor = None

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.data.sources import judged_train
 from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
-from finetune.adapters.initial_values import Calibration
+from finetune.adapters.initial_values import Beginning
 from finetune.atomic import replacing, write_json
 from finetune.compute.presence import resolve_device
 from finetune.data.example import IGNORE, Example
@@ -24,6 +24,9 @@ from finetune.parallel.mesh import World
 from finetune.seeds import derive
 from finetune.tasks import Task
 
+Laid = tuple[Engine, Any]
+"""A backbone with an adapter, ready for use, and its tokenizer."""
+
 
 def lay_out(
     recipe: Recipe,
@@ -33,18 +36,16 @@ def lay_out(
     world: World | None = None,
     adapter: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-    initial: Path | None = None,
-    calibration: Calibration | None = None,
-) -> tuple[Engine, Any]:
+    beginning: Beginning | None = None,
+) -> Laid:
     """The frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
 
-    adapter: a saved one to put in place; None leaves the fresh one, which changes nothing. initial, calibration: what
-    a fresh one that is to be trained begins with (`finetune.adapters.adapter.attach_adapter`); without them, B = 0 over
-    the backbone's own weights.
+    adapter: a saved one to put in place; None leaves the fresh one, which changes nothing. beginning: what a
+    fresh one that is to be trained begins with; without it, B = 0 over the backbone's own weights.
     Returns the engine and the tokenizer.
     """
     settings = recipe.adapter
-    if adapter is None and initial is None and calibration is None:
+    if adapter is None and beginning is None:
         settings = dataclasses.replace(settings, init="default", init_rows=None, start=None, under=None)
     world = world or World.alone(resolve_device(recipe.train.device))
     gc.collect()  # what an earlier stage laid out: hooks make cycles of it, and memory may not hold two
@@ -57,8 +58,7 @@ def lay_out(
         world=world,
         label_names=label_names,
         say=say,
-        initial=initial if adapter is None else adapter,
-        calibration=calibration,
+        beginning=beginning if adapter is None else Beginning(folder=adapter),
     )
     if adapter is not None:
         engine.load_adapter(adapter)

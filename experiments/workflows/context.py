@@ -13,7 +13,7 @@ import torch
 from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe
 from experiments.run.console import Console, Draw, graceful_stop
-from experiments.workflows.build import lay_out
+from experiments.workflows.build import Laid, lay_out
 from finetune.compute.matmul_rate import peak_rate
 from finetune.compute.numerics import cpu_threads
 from finetune.compute.presence import resolve_device
@@ -23,7 +23,7 @@ from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory
 from finetune.train.trackers import Trackers, open_trackers
 
-LayOut = Callable[..., tuple[Engine, Any]]
+LayOut = Callable[..., Laid]
 """`experiments.workflows.build.lay_out`, or what stands in for it."""
 
 

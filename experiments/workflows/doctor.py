@@ -160,7 +160,10 @@ def _only_with(requirement: Requirement, extra: str) -> bool:
 
 
 def cpu() -> dict[str, Any]:
-    """Model, usable cores (affinity and container quota), and which fast bf16 instructions there are."""
+    """Model, usable cores (affinity and container quota), and which fast bf16 instructions there are.
+
+    Read here and not by `finetune.processor`: a foreign `finetune` may stand before ours.
+    """
     info: dict[str, str] = {}
     try:
         for line in (_PROC / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -23,7 +23,7 @@ from finetune.seeds import numpy_generator
 from finetune.tasks import Task
 
 if TYPE_CHECKING:
-    from finetune.adapters.initial_values import Calibration
+    from finetune.adapters.initial_values import Beginning, Calibration
     from finetune.parallel.engine import Engine
 
 INITIAL = "initial"
@@ -123,13 +123,15 @@ def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> No
 
 def beginning(
     path: Path, recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Callable[[], Any]
-) -> tuple[Path | None, Calibration | None]:
-    """(`initial/` of the run directory `path`, rows to look at), as `lay_out` takes them."""
+) -> Beginning | None:
+    """`initial/` of the run directory `path`, or the rows to look at; None where the first values are drawn."""
     if not begins_elsewhere(recipe.adapter) or recipe.adapter.start is not None:
-        return None, None
+        return None
+    from finetune.adapters.initial_values import Beginning
+
     if (path / INITIAL).is_dir():
-        return path / INITIAL, None
-    return None, calibration(recipe, task, prepared, tokenizer())
+        return Beginning(folder=path / INITIAL)
+    return Beginning(rows=calibration(recipe, task, prepared, tokenizer()))
 
 
 def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) -> Calibration:

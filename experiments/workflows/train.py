@@ -10,6 +10,7 @@ resumes from its newest checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,10 +41,11 @@ from experiments.recipe.tree import Branch
 from experiments.run.console import Bar, Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.select import select_into
-from experiments.workflows.build import judge_cold, judge_splits, lost_lines
+from experiments.workflows.build import Laid, judge_cold, judge_splits, lost_lines
 from experiments.workflows.context import RunContext, opened
 from experiments.workflows.initial_adapter import (
     beginning,
+    begins_elsewhere,
     check_backbone,
     check_beginning,
     settle_beginning,
@@ -217,8 +219,8 @@ def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
     if context.recipe.warmup is not None:
         _select(context)
         warmed = _warm_up(context)
-    adapter = _stage(context, fine_tune(context.recipe, prepared, previous=warmed))
-    result = _evaluate(context, prepared, adapter)
+    trained = _stage(context, fine_tune(context.recipe, prepared, previous=warmed))
+    result = _evaluate(context, prepared, trained)
     if context.world.is_main:
         write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
     if context.world.is_main and not context.cell:
@@ -270,18 +272,19 @@ def _warm_up(context: RunContext) -> Path:
             group=None if task.pack else recipe.train.group,
         ),
     )
-    adapter = _stage(context, plan)
+    trained = _stage(context, plan)
     # A sweep cell needs only its own figure; before is the same for all of them.
-    wanted = {"eval": adapter} if context.cell else {"before": None, "eval": adapter}
-    for name, judged in wanted.items():
+    for name in ("eval",) if context.cell else ("eval", "before"):
         path = context.run.path / "stages" / WARM_UP / f"{name}.json"
         if not path.is_file():
             only = ("test",) if context.cell else ("dev", "test")
-            figures = text_perplexity(recipe, judged, task=task, only=only, world=world)
+            adapter, model = (trained.adapter, trained.model) if name == "eval" else (None, None)
+            figures = text_perplexity(recipe, adapter, task=task, only=only, world=world, model=model)
             if world.is_main:
                 write_json(path, figures)
             world.wait()
-    return adapter
+        model = trained.model = None  # memory may not hold two
+    return trained.adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,21 +312,30 @@ def fine_tune(recipe: Recipe, prepared: Prepared, previous: Path | None = None) 
     )
 
 
-def _stage(context: RunContext, plan: StagePlan) -> Path:
-    """Train one stage unless it is finished; returns the directory of its adapter."""
+@dataclass
+class Trained:
+    """What a stage leaves to those after it."""
+
+    adapter: Path
+    model: Laid | None = None
+    """What it was trained in, whose backbone serves once more; None where the stage had ended before, or where the
+    frozen weights are others than the adapter's files are told from (`begins_elsewhere`)."""
+
+
+def _stage(context: RunContext, plan: StagePlan) -> Trained:
+    """Train one stage unless it is finished."""
     recipe, console, path = context.recipe, context.console, context.run.path
     adapter, done = (path / "stages" / plan.name / name for name in ("adapter", DONE))
     if done.is_file() and read_object(done, "target_steps")["target_steps"] == plan.train.steps:
-        return adapter
-    initial, rows = beginning(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
+        return Trained(adapter)
+    begins = beginning(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
     engine, tokenizer = context.lay_out(
         recipe,
         plan.task,
         plan.prepared.label_names,
         world=context.world,
         say=console.say,
-        initial=initial,
-        calibration=rows,
+        beginning=begins,
     )
     if plan.previous is not None:
         engine.load_adapter(plan.previous, partial=True)
@@ -339,7 +351,8 @@ def _stage(context: RunContext, plan: StagePlan) -> Path:
             f"{plan.name}: {result.skipped} updates were left out, "
             f"{result.rewinds} spikes rolled back (log.txt has them)"
         )
-    return adapter
+    gc.collect()  # the optimizer's state, which cycles of hooks hold
+    return Trained(adapter, None if begins_elsewhere(recipe.adapter) else (engine, tokenizer))
 
 
 def _shows(context: RunContext, plan: StagePlan, bar: Bar) -> Callable[[dict[str, Any]], None]:
@@ -443,10 +456,12 @@ def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) ->
     return update_seconds(sizes, cluster, Settings(recipe.mesh, train, recipe.adapter, task))
 
 
-def _evaluate(context: RunContext, prepared: Prepared, adapter: Path) -> dict[str, dict[str, Any]]:
+def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
     recipe, world = context.recipe, context.world
-    engine, tokenizer = context.lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=adapter)
+    engine, tokenizer = trained.model or context.lay_out(
+        recipe, recipe.task, prepared.label_names, world=world, adapter=trained.adapter
+    )
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(context.run.path / "adapter")
     with watchdog.unhurried("evaluating"):
@@ -459,7 +474,7 @@ def _evaluate(context: RunContext, prepared: Prepared, adapter: Path) -> dict[st
             "eval.cold: without its trained head or soft tokens this backbone has nothing to be judged by"
         )
     elif recipe.eval.cold and not context.cell:
-        del engine  # memory may not hold two
+        del engine, trained.model  # memory may not hold two
         cold, tokenizer = context.lay_out(recipe, recipe.task, prepared.label_names, world=world)
         with watchdog.unhurried("evaluating the cold backbone"):
             judge_cold(recipe, cold, tokenizer, prepared, context.run.path)

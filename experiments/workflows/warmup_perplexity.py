@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.data.splits import read_splits
 from experiments.recipe.config import Recipe, warm_up_task
-from experiments.workflows.build import judge, lay_out
+from experiments.workflows.build import Laid, judge, lay_out
 from finetune.data.encoding import encode
 from finetune.data.rows import limit_rows
 from finetune.parallel.mesh import World
@@ -25,12 +25,14 @@ def text_perplexity(
     task: LanguageModel | MaskedLM | None = None,
     only: tuple[str, ...] = ("dev", "test"),
     world: World | None = None,
+    model: Laid | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Perplexity and bits per byte of the dev and test texts as plain text, labels unseen; of an encoder the
     pseudo-perplexity of hidden tokens.
 
     task: what the warm-up trains, by default as `warm_up_task` says. adapter: a warm-up adapter's directory, or None
     for the cold backbone. only: the splits to judge. world: the recipe's mesh, on which every rank calls this.
+    model: what holds the adapter already; else it is laid out.
     Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
     """
     task = task or warm_up_task(recipe)[0]
@@ -40,7 +42,7 @@ def text_perplexity(
     splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
     if not splits:
         return {}
-    engine, tokenizer = lay_out(recipe, task, None, world=world, adapter=adapter)
+    engine, tokenizer = model or lay_out(recipe, task, None, world=world, adapter=adapter)
     result = {}
     for name, split in splits.items():
         subset = limit_rows(split, min(_ROWS, len(split)), seed=derive(0, "shift", name))

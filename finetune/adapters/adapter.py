@@ -420,11 +420,3 @@ def copy_tensors(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.
             )
     for name, tensor in target.items():
         tensor.copy_(source[name])
-
-
-def describe_adapter(model: PeftModel) -> dict[str, Any]:
-    """Counts for logs and reports: trained and frozen parameters, adapted layers."""
-    live = trainable(model)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    layers = sum(".lora_A." in name or ".lora_embedding_A" in name for name in live)
-    return {"trained": sum(p.numel() for p in live.values()), "frozen": frozen, "layers": layers}

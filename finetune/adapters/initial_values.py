@@ -59,6 +59,16 @@ class Calibration:
         return [batch.to(device) for batch in batches]
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a fresh adapter begins with, where that is more than a draw; one of the two."""
+
+    folder: Path | None = None
+    """An adapter that was saved before step 1, with what is folded into the frozen weights."""
+    rows: Calibration | None = None
+    """Training rows that `adapter.init` looks at."""
+
+
 def require_calibration(adapter: Adapter, calibration: Calibration | None) -> Calibration:
     """`calibration`; raises UserError where there is none but `adapter.init` looks at data."""
     if calibration is None or not calibration.rows:

@@ -116,12 +116,6 @@ def copied(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=capabilities(device).pinned)
 
 
-def settled(device: torch.device | str) -> None:
-    """Wait until `device` has done all that was asked of it, as a clock must."""
-    if _real(device):
-        torch.cuda.synchronize(device)
-
-
 def kept_draws(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
     """Afterwards the generators of the host and of `devices` are as they were."""
     return torch.random.fork_rng(devices=[device for device in devices if _real(device)])

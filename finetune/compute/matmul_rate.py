@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache_directory import cache_root, remember
+from ..processor import processor
 from .numerics import cpu_threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,20 +111,6 @@ def _read(path: Path, about: dict[str, object]) -> tuple[Rates | None, str | Non
         return None, None
     except (OSError, ValueError, KeyError, TypeError):
         return None, f"{path} is torn; measured anew"
-
-
-@functools.cache
-def processor() -> tuple[str, tuple[str, ...]]:
-    """The CPU's model and, where the system tells, its instruction flags."""
-    info: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            info.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass  # not Linux
-    model = info.get("model name") or platform.processor() or platform.machine()
-    return model, tuple(sorted(set(info.get("flags", info.get("Features", "")).split())))
 
 
 def _machine(shape: Shape) -> dict[str, object]:

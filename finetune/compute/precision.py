@@ -124,7 +124,7 @@ def cuda_choice(asked: str, name: str, capability: tuple[int, int]) -> Choice:
 # --------------------------------------------------------------------------------------------- what it means to torch
 
 
-def settled(train: Train, model: nn.Module) -> Train:
+def read_precision(train: Train, model: nn.Module) -> Train:
     """`train` with `precision: auto` read off what `model` keeps its frozen weights in: whoever loaded it has chosen.
 
     Commands settle it before they load (`choose`); this is for stages that are trained from Python.

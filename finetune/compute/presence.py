@@ -123,7 +123,8 @@ def _hides_all(visible: str) -> bool:
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Whether kernels run on `device` beside the host: streams, pinned copies and kernels of its own pay there."""
+    """Whether kernels really run on `device`, which `capabilities` may only rehearse: streams, pinned copies and
+    kernels of its own pay there."""
     return device.type == "cuda"
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..adapters.adapter import Calibration, attach_adapter, attach_on_meta, initial_value
+from ..adapters.adapter import attach_adapter, attach_on_meta, initial_value
+from ..adapters.initial_values import Beginning
 from ..compute.numerics import dropout_rates, uncounted_dropout, uses_dropout
 from ..compute.precision import adapter_dtype
 from ..config import Adapter, Mesh, Train
@@ -47,8 +47,7 @@ def build_engine(
     world: World,
     label_names: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
-    initial: Path | None = None,
-    calibration: Calibration | None = None,
+    beginning: Beginning | None = None,
 ) -> Engine:
     """The frozen `backbone` with a fresh adapter, laid out on `mesh`; collective.
 
@@ -57,7 +56,7 @@ def build_engine(
 
     Args:
         say: told what was loaded and how it was cut (every rank's own figures).
-        initial, calibration: as in `finetune.adapters.adapter.attach_adapter`; for one process.
+        beginning: what the adapter begins with; for one process.
 
     Raises:
         UserError: whatever of backbone, adapter and mesh does not go together, before a weight is read.
@@ -81,8 +80,8 @@ def build_engine(
             task=task,
             seed=train.seed,
             dtype=adapter_dtype(train),
-            initial=initial,
-            calibration=calibration,
+            initial=None if beginning is None else beginning.folder,
+            calibration=None if beginning is None else beginning.rows,
         )
         if train.quantization is not None:
             say(describe(whole, train.quantization))

@@ -21,7 +21,7 @@ from ..adapters.adapter import trainable
 from ..adapters.projector import blank_features
 from ..compute.capabilities import kept_draws
 from ..compute.numerics import SHORT, attention, without_input_casts
-from ..compute.precision import autocast, settled
+from ..compute.precision import autocast, read_precision
 from ..config import WIDTHS, Mesh, Optimizer, OptimizerKind, Train
 from ..figures import gib
 from ..models.anatomy import blocks
@@ -67,7 +67,7 @@ class MemoryPlan:
 
 def memory_plan(model: nn.Module, *, train: Train, kind: OptimizerKind = "adamw") -> MemoryPlan:
     """Count and measure (see the module's text); the model's mode and the global random state are left as they were."""
-    train = settled(train, model)
+    train = read_precision(train, model)
     adapter = sum(p.nbytes for p in trainable(model).values())
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *scales(model).values())}

@@ -1,4 +1,4 @@
-"""What a stack will hold in memory, by cause: counted where it is laid out, estimated from config.json before.
+"""What a stack will hold in memory, estimated from config.json and the headers of the weight files.
 
 One backbone, four tensors of each cell's adapter (value, gradient, two moments), and what one pass keeps for its
 backward pass: not the whole step's, because a step's passes come one after another. Not in it: the allocator's slack,
@@ -8,102 +8,16 @@ the libraries, and short-lived temporaries except the slice of logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from ..compute.capabilities import capabilities
-from ..compute.precision import autocast
 from ..config import Adapter, Mesh, Train
-from ..data.batches import MicroBatch
-from ..planner.memory import at_length, saved_bytes
-from .passes import SHARED_TOKENS, split
+from .passes import SHARED_TOKENS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .host import Host
-
-_PROBE = 16  # tokens
 _STATES = 4
 """Value, gradient, two moments."""
-
-
-@dataclass(frozen=True)
-class StackPlan:
-    """Bytes by cause."""
-
-    backbone: int
-    """Frozen parameters and buffers, once."""
-    adapters: int
-    """Trained parameters of all cells, float32."""
-    gradients: int
-    """As large as the adapters."""
-    optimizer: int
-    """Two moments of every adapter."""
-    activations: int
-    """Kept between forward and backward by the largest pass."""
-
-    @property
-    def total(self) -> int:
-        """Sum of all causes."""
-        return self.backbone + self.adapters + self.gradients + self.optimizer + self.activations
-
-
-def stack_plan(host: Host, shapes: Sequence[tuple[int, int]], *, train: Train) -> StackPlan:
-    """The plan of a stack that is laid out and entered, for micro-batches of `shapes` (rows, tokens), seat by seat.
-
-    train: has the cells' precision. Activations are measured as in `finetune.planner.memory`: short rows go forward
-    while the tensors that autograd saves are summed, at two lengths, for every pass that these micro-batches would
-    make; cells whose adapters leave blocks below them alone are taken to see the same rows, which makes the longest
-    passes.
-    """
-    cells = sum(p.nbytes for seat in host.seats for p in seat.engine.parameters.values())
-    frozen = {p.data_ptr(): p.nbytes for p in (*host.backbone.parameters(), *host.backbone.buffers())}
-    kept = {}
-    plain = _has_plain_head(host, train)
-    shared = host.shared(plain=plain)
-    for chosen in split(shapes, device=capabilities(host.backbone.device).kind, same=[0] * len(shapes), shared=shared):
-        seats = sorted(chosen, key=host.order)
-        kind = tuple((host.seats[seat].shape, shapes[seat]) for seat in seats)
-        if kind not in kept:
-            kept[kind] = _kept(host, seats, shapes, train, plain)
-    return StackPlan(
-        backbone=sum(frozen.values()),
-        adapters=cells,
-        gradients=cells,
-        optimizer=2 * cells,
-        activations=max(kept.values()),
-    )
-
-
-def _kept(host: Host, seats: Sequence[int], shapes: Sequence[tuple[int, int]], train: Train, plain: bool) -> int:
-    """Bytes that one pass keeps for its backward pass."""
-    width = max(shapes[seat][1] for seat in seats)
-
-    def saved(tokens: int) -> int:
-        micros = {seat: _micro(host, shapes[seat][0], tokens) for seat in seats}
-        with autocast(train, host.backbone.device):
-            return saved_bytes(host.backbone, lambda: host.forward(seats, micros, plain=plain)[0])
-
-    return round(at_length(saved, width))
-
-
-def _has_plain_head(host: Host, train: Train) -> bool:
-    inputs = _micro(host, 1, _PROBE).to(host.backbone.device).inputs
-    with autocast(train, host.backbone.device):
-        return host.seats[0].engine.find_head(inputs, task=host.task) is not None
-
-
-def _micro(host: Host, rows: int, tokens: int) -> MicroBatch:
-    """Rows of one token over and over."""
-    ids = torch.zeros(rows, tokens, dtype=torch.long)
-    labels = host.task.blank_labels(rows, host.backbone.config.num_labels or 0) if host.task.by_example else ids
-    # two samples a row where they are packed: attention then keeps what a mask makes it keep
-    halves = {"position_ids": torch.arange(tokens).remainder(tokens // 2).expand(rows, -1)}
-    told = halves if host.task.pack else {"attention_mask": torch.ones_like(ids)}
-    return MicroBatch({"input_ids": ids, **told}, labels, 1, rows, ())
 
 
 def estimate(directory: Path, cells: Sequence[tuple[Adapter, Train]], *, device: str = "cpu") -> int:

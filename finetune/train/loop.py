@@ -23,7 +23,7 @@ from ..atomic import write_json
 from ..compute import attention
 from ..compute.fused_loss import with_kernel
 from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
-from ..compute.precision import autocast, autocast_dtype, float32_products, settled
+from ..compute.precision import autocast, autocast_dtype, float32_products, read_precision
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
 from ..evaluate.judge import evaluate
@@ -76,7 +76,7 @@ def train_stage(model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, s
             another adapter, a recording on a mesh.
     """
     engine = model if isinstance(model, Engine) else Engine.alone(model)
-    stage = replace(stage, train=settled(stage.train, engine.model))
+    stage = replace(stage, train=read_precision(stage.train, engine.model))
     check_length(engine, stage.batches)
     check_best(stage.train, stage.task)
     if (done := ended(stage)) is not None:

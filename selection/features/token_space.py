@@ -88,10 +88,6 @@ class TokenNgramEmbedder:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
-    def sparse(self, texts: Sequence[str]) -> Any:
-        """CSR (n, columns) float64: the weights of the target's n-grams, of rows whose whole length is 1."""
-        return self._weighted(*self._counted(list(texts)), len(texts))
-
     def _placed(self, texts: Sequence[str], rest: int) -> np.ndarray:
         out = np.zeros((len(texts), self._basis.shape[1] + 2), dtype=np.float32)
         for low in range(0, len(texts), CHUNK):

@@ -1,19 +1,28 @@
-"""A process opens a backbone once: one look for its directory, one read of its configuration, one tokenizer."""
+"""A process opens a backbone once: one look for its directory, one read of its configuration, one tokenizer; and what
+a stage trained in is what it is judged in, so that a run loads its weights once."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import transformers
 
-from experiments.recipe import load_recipe
+from experiments.data.splits import prepare
+from experiments.recipe import Resolved, load_recipe
+from experiments.results.cells import read_result
+from experiments.studies.cell import cell_of, run_cell
+from experiments.studies.compare.measures import Measures
+from experiments.workflows.build import judge_splits, lay_out
 from experiments.workflows.train import train
 from finetune.errors import UserError
 from finetune.models import backbone as module
 from finetune.models.backbone import open_backbone
+from finetune.parallel import build
 from tests.finetune_models import save_backbone
 
 RECIPE = """
@@ -45,20 +54,36 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted(module, "_resolve", "directory")
     counted(transformers.AutoConfig, "from_pretrained", "config")
     counted(transformers.AutoTokenizer, "from_pretrained", "tokenizer")
+    counted(build, "load_backbone", "weights")
     return found
 
 
-def test_one_train_opens_its_backbone_once(
-    counts: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
     monkeypatch.chdir(tmp_path)
     rows = ({"text": f"row {i} of them", "label": ("even", "odd")[i % 2]} for i in range(24))
     Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     Path("recipe.yaml").write_text(RECIPE)
-    train(load_recipe("recipe.yaml"), tmp_path / "run", quiet=True)
-    assert counts == {"directory": 1, "config": 1, "tokenizer": 1}
-    train(load_recipe("recipe.yaml"), tmp_path / "another", quiet=True)
-    assert counts == {"directory": 1, "config": 1, "tokenizer": 1}
+    return load_recipe("recipe.yaml")
+
+
+def test_one_train_opens_its_backbone_once(counts: Counter[str], recipe: Resolved, tmp_path: Path) -> None:
+    found = train(recipe, tmp_path / "run", quiet=True)
+    assert counts == {"directory": 1, "config": 1, "tokenizer": 1, "weights": 1}
+    train(recipe, tmp_path / "another", quiet=True)
+    assert counts == {"directory": 1, "config": 1, "tokenizer": 1, "weights": 2}
+    prepared = prepare(recipe.recipe)
+    anew = lay_out(recipe.recipe, recipe.recipe.task, prepared.label_names, adapter=tmp_path / "run" / "adapter")
+    assert judge_splits(recipe.recipe, *anew, prepared, lambda line: None) == found
+
+
+def test_a_cell_of_a_comparison_loads_its_backbone_once(counts: Counter[str], recipe: Resolved, tmp_path: Path) -> None:
+    probe = partial(Measures, final=True, sharpness=0.01)
+    cell = dataclasses.replace(cell_of(recipe, point={}, seed=0), probe=probe)
+    run_cell(tmp_path / "cell", cell, 1)
+    result = read_result(tmp_path / "cell")
+    assert result["status"] == "done" and set(result["figures"]["items"]) <= {"0", "1"}
+    assert counts["weights"] == 1
 
 
 def test_only_what_is_asked_for_is_read(counts: Counter[str]) -> None:

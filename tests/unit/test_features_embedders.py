@@ -3,7 +3,7 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -271,3 +271,10 @@ def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     mean = vectors(max_length=5, pooling="mean")
     np.testing.assert_allclose(np.linalg.norm(mean, axis=1), 1, atol=1e-5)
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 2, "one shard for each pooling"
+
+
+def test_every_embedder_of_a_recipe_has_its_entry():
+    from experiments.select.embedding import _EMBEDDERS
+    from selection.config import Embedder, Features
+
+    assert {*_EMBEDDERS, Features} == set(get_args(Embedder))

@@ -9,7 +9,7 @@ from torch import nn
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute.loss import batch_loss, find_head
-from finetune.compute.precision import settled
+from finetune.compute.precision import read_precision
 from finetune.compute.widened import WidenedEmbedding, WidenedLinear, widen_on_use
 from finetune.config import Adapter, Optimizer, Train
 from finetune.errors import UserError
@@ -168,7 +168,7 @@ def test_a_backbone_kept_in_bf16_computes_in_float32_what_its_rounded_weights_gi
         for name, p in trainable(adapted).items():
             if "lora_B" in name:
                 p.data.fill_(0.01)
-        assert settled(Train(), adapted.eval()).precision == "fp32"
+        assert read_precision(Train(), adapted.eval()).precision == "fp32"
         loss = batch_loss(adapted, micro, task=task, head=find_head(adapted, micro.inputs, task=task))
         loss.backward()
         losses.append(loss)

@@ -281,7 +281,7 @@ def test_a_run_is_judged_where_its_precision_is_not_to_be_had(monkeypatch, capsy
 _LOADS = """
 import sys, torch, transformers
 from benchmarks._harness import PeakMemory
-from finetune.models.backbone import load_backbone
+from finetune.models.load import load_backbone
 from finetune.tasks import LanguageModel
 load_backbone("flatshift-5m", task=LanguageModel())  # what is imported on the way
 with PeakMemory(0.001) as memory:

@@ -121,13 +121,14 @@ def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):
 def _cells(out, grid, ends, *, overrides=(), seeds=2):
     """The sweep of `double-descent` over a grid under some seeds, whose cells ended as `ends(cell)` says."""
     from experiments.recipe import load_recipe
+    from experiments.recipe.sweep import SweepOptions
     from experiments.studies.cell import finish_cell
     from experiments.studies.sweep.axes import parse_grid
     from experiments.studies.sweep.command import _asked
     from experiments.studies.sweep.directory import claim
     from experiments.studies.sweep.plan import Base, plan_cells
 
-    asked = _asked(Base.of("double-descent", overrides), grid, seeds, None, None, None, None, None)
+    asked = _asked(Base.of("double-descent", overrides), SweepOptions(grid=tuple(grid), seeds=seeds))
     planned = list(plan_cells("double-descent", overrides, parse_grid(grid), seeds))
     out.mkdir()
     claim(out, asked.document(planned), load_recipe("double-descent", overrides))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from experiments.recipe import load_recipe
+from experiments.recipe.sweep import SweepOptions
 from experiments.results.cells import RESULT, read_result
 from experiments.run.console import Console
 from experiments.studies import queue, run_cells
@@ -42,7 +43,7 @@ def spoken() -> tuple[Console, list[str]]:
 def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -> None:
     cells = cells_that(["ok", "die once", "ok", "die", "boom", "stop once", "ok", "ok"], seeds=2)
     console, lines = spoken()
-    run_cells(tmp_path, cells, 2, console, run=behave)
+    run_cells(tmp_path, cells, Places(2), console, run=behave)
     results = {cell.key: read_result(tmp_path / "cells" / cell.key) for cell in cells}
     assert all(results.values()), "a cell was lost"
     tries = Counter(starts(tmp_path))
@@ -65,7 +66,7 @@ def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -
     assert not list(tmp_path.rglob("*.tmp")), "what dead workers were making is still there"
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/result.json")}
     (tmp_path / "cells" / ".0000.0123.tmp").mkdir()
-    run_cells(tmp_path, cells, 2, console, run=behave)
+    run_cells(tmp_path, cells, Places(2), console, run=behave)
     assert not list(tmp_path.rglob("*.tmp"))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/result.json")} == stamps
     assert Counter(starts(tmp_path)) == tries, "finished cells ran again"
@@ -76,7 +77,7 @@ def test_stack_with_a_killer_is_halved_until_the_killer_is_alone(
 ) -> None:
     cells = cells_that(["ok", "ok", "die", "ok"])
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
-    run_cells(tmp_path, cells, 2, QUIET, run=behave, stack=None)
+    run_cells(tmp_path, cells, Places(2), QUIET, run=behave, stack=None)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [r["status"] for r in found if r] == ["done", "done", "failed", "done"]
     assert Counter(starts(tmp_path))[cells[2].key] == 4  # with three others, with one, and alone twice
@@ -87,7 +88,7 @@ def test_a_worker_that_is_told_to_stop_gives_back_what_it_has_not_finished(
 ) -> None:
     cells = cells_that(["ok", "stop late once", "ok"])
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
-    run_cells(tmp_path, cells, 2, QUIET, run=behave, stack=None)
+    run_cells(tmp_path, cells, Places(2), QUIET, run=behave, stack=None)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [r["status"] for r in found if r] == ["done"] * 3
     assert Counter(starts(tmp_path)) == {cells[0].key: 1, cells[1].key: 2, cells[2].key: 2}
@@ -95,7 +96,7 @@ def test_a_worker_that_is_told_to_stop_gives_back_what_it_has_not_finished(
 
 def test_unit_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok", "die late once"])
-    run_cells(tmp_path, cells, 3, QUIET, run=behave)
+    run_cells(tmp_path, cells, Places(3), QUIET, run=behave)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [result["status"] for result in found if result] == ["done"] * 3
 
@@ -152,7 +153,7 @@ def test_stacks_that_fall_apart_say_so_once(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some[:2]), tuple(some[2:])])
     console, lines = spoken()
-    run_cells(tmp_path, cells_that(["ok"] * 4), 1, console, run=run, stack=None)
+    run_cells(tmp_path, cells_that(["ok"] * 4), Places(1), console, run=run, stack=None)
     assert [line for line in lines if "odd" in line] == ["2 cells of a stack ran alone: a layer is odd"]
     assert "a layer is odd" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
@@ -175,7 +176,7 @@ def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, mo
     monkeypatch.setattr(stacking, "run_stack", run_stack)
     monkeypatch.setattr(worker, "run_cell", run_cell)
     cells = cells_that(["ok"] * 3)
-    run_cells(tmp_path, cells, 1, QUIET, stack=None, devices=("cpu",))
+    run_cells(tmp_path, cells, Places(1, ("cpu",)), QUIET, stack=None)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [result["stacked"] for result in found if result] == [2, 2, None]
     log = (tmp_path / "log.txt").read_text(encoding="utf-8")
@@ -213,7 +214,7 @@ def test_tables_survive_the_same_bisection_and_no_other_plan(tmp_path: Path) -> 
 def test_workers_that_cannot_start_end_the_sweep_and_blame_no_cell(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok"])
     with pytest.raises(Interrupted, match="3 workers in a row ended with code 7"):
-        run_cells(tmp_path, cells, 2, QUIET, run=Unloadable())  # type: ignore[arg-type]
+        run_cells(tmp_path, cells, Places(2), QUIET, run=Unloadable())  # type: ignore[arg-type]
     assert not list(tmp_path.glob("cells/*"))
 
 
@@ -221,7 +222,7 @@ def test_a_full_disk_leaves_nothing_of_what_other_workers_were_writing(tmp_path:
     out = tmp_path / "writing"
     out.mkdir()
     with pytest.raises(Interrupted, match="the disk is full"):
-        run_cells(out, cells_that(["writing", "full"]), 2, QUIET, run=behave)
+        run_cells(out, cells_that(["writing", "full"]), Places(2), QUIET, run=behave)
     assert not list(out.rglob(".*.tmp"))
 
 
@@ -229,13 +230,13 @@ def test_a_full_disk_leaves_nothing_of_what_other_workers_were_writing(tmp_path:
 def test_full_disk_ends_the_sweep_and_keeps_what_was_finished(tmp_path: Path, jobs: int) -> None:
     cells = cells_that(["ok", "ok", "full", "ok"])
     with pytest.raises(Interrupted, match="the disk is full"):
-        run_cells(tmp_path, cells[:3], jobs, QUIET, run=behave)
+        run_cells(tmp_path, cells[:3], Places(jobs), QUIET, run=behave)
     kept = results_of(tmp_path, cells)
     assert cells[2].key not in kept and kept.keys() <= {cells[0].key, cells[1].key}
     assert jobs == 2 or len(kept) == 2
     assert not list(tmp_path.rglob(".*.tmp"))
     again = [cell for cell in cells if cell.point["behaves"] == "ok"]
-    run_cells(tmp_path, again, jobs, QUIET, run=behave)
+    run_cells(tmp_path, again, Places(jobs), QUIET, run=behave)
     tries = Counter(starts(tmp_path))
     assert all(tries[key] == 1 for key in kept)
 
@@ -247,20 +248,22 @@ def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Progress, "tick", pressed)
     with pytest.raises(Interrupted, match="2 of 4 cells finished; the same command goes on"):
-        run_cells(tmp_path, cells_that(["ok"] * 4), 1, QUIET, run=behave)
+        run_cells(tmp_path, cells_that(["ok"] * 4), Places(1), QUIET, run=behave)
 
 
 def test_signal_to_the_only_process_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Interrupted, match="1 of 2 cells finished"):
-        run_cells(tmp_path / "alone", cells_that(["ok", "stop once"]), 1, QUIET, run=behave)
+        run_cells(tmp_path / "alone", cells_that(["ok", "stop once"]), Places(1), QUIET, run=behave)
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
     with pytest.raises(Interrupted, match="1 of 3 cells finished"):
-        run_cells(tmp_path / "stack", cells_that(["ok", "stop late once", "ok"]), 1, QUIET, run=behave, stack=None)
+        run_cells(
+            tmp_path / "stack", cells_that(["ok", "stop late once", "ok"]), Places(1), QUIET, run=behave, stack=None
+        )
 
 
 def test_whole_seeds_come_first(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok", "ok"], seeds=2)
-    run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
     assert starts(tmp_path) == [c.key for c in cells if c.seed == 0] + [c.key for c in cells if c.seed == 1]
 
 
@@ -288,7 +291,7 @@ def test_a_sweep_that_ends_before_it_has_its_marker_can_be_begun_again(tmp_path:
 
 def test_of_two_sweeps_the_second_is_refused(tmp_path: Path) -> None:
     with owned(tmp_path / "out"), pytest.raises(UserError, match=rf"process {os.getpid()}\b"):
-        sweep("double-descent", [], tmp_path / "out", grid=("adapter.rank=1",), seeds=1, quiet=True)
+        sweep("double-descent", [], tmp_path / "out", SweepOptions(grid=("adapter.rank=1",), seeds=1), quiet=True)
     assert not list(tmp_path.iterdir())
 
 
@@ -309,7 +312,7 @@ def test_sweep_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:
 
 def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: Path) -> None:
     cells = cells_that(["ok"] * 3)
-    run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
     for cell, other in ((cells[0], {"code": "0" * 12}), (cells[1], {"flatshift": "0.0.1"})):
         path = tmp_path / "cells" / cell.key / RESULT
         found = json.loads(path.read_text(encoding="utf-8")) | other
@@ -318,9 +321,9 @@ def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: P
     made = stale(results_of(tmp_path, cells))
     assert made.keys() == {cells[0].key, cells[1].key}
     assert made[cells[0].key].endswith("0" * 12) and made[cells[1].key].startswith("0.0.1 ")
-    run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
     assert len(starts(tmp_path)) == 3
-    run_cells(tmp_path, cells, 1, QUIET, run=behave, rerun=set(made))
+    run_cells(tmp_path, cells, Places(1), QUIET, run=behave, rerun=set(made))
     assert Counter(starts(tmp_path)) == {cells[0].key: 2, cells[1].key: 2, cells[2].key: 1}
     assert not stale(results_of(tmp_path, cells))
 
@@ -331,7 +334,7 @@ def test_damaged_result_is_named(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text('{"status": "do', encoding="utf-8")
     with pytest.raises(UserError, match=r"result\.json: not a cell's result"):
-        run_cells(tmp_path, [cell], 1, QUIET, run=behave)
+        run_cells(tmp_path, [cell], Places(1), QUIET, run=behave)
 
 
 @pytest.mark.parametrize("name", [RESULT, "trace.jsonl"])
@@ -344,9 +347,9 @@ def test_a_changed_byte_of_a_finished_cell_is_noticed(tmp_path: Path, name: str)
     file = folder / name
     file.write_text(file.read_text().replace("1.5" if name == RESULT else "0.25", "9.5"))
     with pytest.raises(UserError, match=rf"{name} is not what was saved \(SHA-256 in {RESULT}\); delete"):
-        run_cells(tmp_path, cells, 1, QUIET, run=behave)
+        run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
     (folder / RESULT).unlink()
-    run_cells(tmp_path, cells, 1, QUIET, run=behave)
+    run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
     assert all(read_result(tmp_path / "cells" / cell.key) for cell in cells)
 
 

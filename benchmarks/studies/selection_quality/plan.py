@@ -20,7 +20,7 @@ from experiments.studies.cell import file_digest as digest
 from experiments.studies.study import chosen, locate, study_recipe
 from finetune.digests import digest as file_digest
 from finetune.errors import UserError
-from selection.config import Features, TokenNgrams, needs, one_size
+from selection.config import Auto, Domains, Features, GotD, Method, TokenNgrams, needs
 
 RECIPE = Path(__file__).resolve().parent / "selection-quality.yaml"
 """The study that is published."""
@@ -127,7 +127,7 @@ class Plan:
         budgets = study.budgets_of(target) if embedder is None else (study.embedder_budget,)
         rows = self._rows[target]
         tokens = study.unit == "tokens" or "tokens" in needs(recipe.select.method)
-        each = followed.each if followed else len(budgets) > 1 and one_size(recipe.select.method)
+        each = followed.each if followed else len(budgets) > 1 and _one_size(recipe.select.method)
         key = short_hash(
             [
                 "selection", features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
@@ -275,3 +275,8 @@ def _only(whole: Quality, selectors: Sequence[str], targets: Sequence[str]) -> Q
 
 def _budgets(study: Quality) -> list[int]:
     return sorted({budget for target in study.targets for budget in study.budgets_of(target)})
+
+
+def _one_size(method: Method) -> bool:
+    """Whether a selection is shaped for its budget, so that the first k of a larger one are not the selection of k."""
+    return isinstance(method, Domains | Auto) or (isinstance(method, GotD) and method.rounds > 1)

@@ -14,15 +14,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from experiments.recipe import Resolved
 from experiments.recipe.config import Sweep
+from experiments.recipe.sweep import SweepOptions
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.statistics.sequential import Look, looks
 from experiments.studies.cell import Cell
-from experiments.studies.devices import choose_devices
+from experiments.studies.devices import Places, choose_devices
 from experiments.studies.directory import results_of, stale_keys
 from experiments.studies.queue import run_cells
 from experiments.studies.sweep.axes import Axes, Design, as_values, count_of, parse_grid
@@ -54,59 +55,25 @@ def sweep(
     recipe: str | Resolved,
     overrides: Sequence[Branch],
     out: Path,
+    options: SweepOptions,
     *,
-    grid: Sequence[str] | None = None,
-    seeds: int | None = None,
-    design: Design | None = None,
-    points: int | None = None,
-    bisection: str | None = None,
-    epsilon: float | None = None,
-    jobs: int | None = None,
-    stack: str | None = None,
-    devices: str = "auto",
-    rerun_stale: bool = False,
-    rerun_failed: bool = False,
-    max_cells: int | None = None,
-    part: str | None = None,
-    merged: Sequence[Path] = (),
-    until: Literal["decided"] | None = None,
     quiet: bool = False,
     draw: Draw | None = None,
 ) -> int:
     """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell diverged or failed.
 
-    recipe: file, shipped name, or resolved. overrides: laid over it. grid: `key=v1,v2,…` texts, else the recipe's own
-    with its design and points. bisection: `data.train.limit[=lo..hi]`, up to a train error of epsilon (0.1). jobs:
-    worker processes, by default one for each CUDA device. rerun_stale, rerun_failed: also finished cells of other code,
-    and those that failed without diverging. max_cells: refuse a larger plan (`MOST_CELLS`).
-    part: `i/n`, only these cells; merged: directories of parts whose cells are copied here, where nothing runs then.
-    until: `decided` takes seeds in steps up to their number, and stops when every curve has a verdict
-    (`experiments.statistics.sequential`).
-    stack: `auto` or how many cells may share a backbone. devices: see `choose_devices`. draw: draws its page.
+    recipe: file, shipped name, or resolved. overrides: laid over it. draw: draws its page.
     Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's or in use,
     before any cell runs; Interrupted when stopped or when the disk is full.
     """
-    asked = _asked(Base.of(recipe, overrides), grid, seeds, design, points, bisection, epsilon, stack)
-    placed = choose_devices(devices, asked.base.recipe.train.device)
-    workers = jobs if jobs is not None else max(1, len(placed))
-    if workers < 1:
-        raise UserError(f"--jobs must be at least 1, got {jobs}")
-    if devices != "auto" and workers < len(placed):
-        raise UserError(f"--jobs {jobs} leaves some of --devices {devices} without work; give at least {len(placed)}")
-    share = None if part is None else Part.parse(part)
-    if asked.bisection is not None and (share or merged):
-        raise UserError("--bisect looks at each cell before it plans the next: it takes no --part and no --merge")
-    if share and merged:
-        raise UserError("--part runs cells and --merge only gathers them; give one of the two")
-    check_parts(merged)
-    if until is not None and (asked.bisection is not None or part is not None or merged):
-        other = "--bisect" if asked.bisection is not None else "--part" if part is not None else "--merge"
-        raise UserError(
-            f"--until decided looks at whole curves as seeds come in; {other} has none: leave one of them out"
-        )
-    steps = looks(asked.seeds) if until is not None else ()
+    asked = _asked(Base.of(recipe, overrides), options)
+    places = _places(options, asked)
+    share = None if options.part is None else Part.parse(options.part)
+    _refuse_mixtures(options)
+    check_parts(options.merge)
+    steps = looks(asked.seeds) if options.until is not None else ()
     asked.base.check(asked.axes)
-    asked.refuse_more(MOST_CELLS if max_cells is None else max_cells)
+    asked.refuse_more(MOST_CELLS if options.max_cells is None else options.max_cells)
     with owned(out):
         check_directory(out)
         check_finished(out)
@@ -118,9 +85,7 @@ def sweep(
         console = Console(quiet=quiet)
         for line in said:
             console.say(line)
-        before = claim(out, asked.document(cells), asked.base.resolved)
-        if before == 1:
-            console.say(f"{out} was made by an earlier version (format 1): finished cells of the same recipe are kept")
+        claim(out, asked.document(cells), asked.base.resolved)
         if _could_record(asked):
             console.say(
                 "cells record nothing along the steps; --record.steps log adds curves over the steps, norms, effective "
@@ -134,8 +99,10 @@ def sweep(
                 searched.update(dict.fromkeys(cell.key for cell in some))
                 write_marker(out, {**asked.document(cells), "keys": list(searched)})
             results = results_of(out, some)
-            rerun = stale_keys(results, console, rerun=rerun_stale) | (_failed(results) if rerun_failed else set())
-            run_cells(out, some, workers, console, label=label, stack=asked.stack, devices=placed, rerun=rerun)
+            rerun = stale_keys(results, console, rerun=options.rerun_stale)
+            if options.rerun_failed:
+                rerun |= _failed(results)
+            run_cells(out, some, places, console, label=label, stack=asked.stack, rerun=rerun)
 
         more: dict[str, Row] = {}
         try:
@@ -146,8 +113,8 @@ def sweep(
             else:
                 if others := count_others(out, cells):
                     console.say(f"{others} finished cells in {out} are not of this plan: kept, but not in its tables")
-                if merged:
-                    merge(out, cells, merged, console)
+                if options.merge:
+                    merge(out, cells, options.merge, console)
                 elif steps:
                     cells = _until_decided(out, asked, cells, steps, run, console)
                 else:
@@ -158,6 +125,35 @@ def sweep(
             raise
         with disk_full_interrupts(f"writing the tables of {out}"):
             return _close(out, cells, more, console, draw)
+
+
+def _places(options: SweepOptions, asked: _Asked) -> Places:
+    """Worker processes and the devices that they get in turn (`choose_devices`)."""
+    placed = choose_devices(options.devices, asked.base.recipe.train.device)
+    jobs = options.jobs
+    workers = jobs if jobs is not None else max(1, len(placed))
+    if workers < 1:
+        raise UserError(f"--jobs must be at least 1, got {jobs}")
+    if options.devices != "auto" and workers < len(placed):
+        raise UserError(
+            f"--jobs {jobs} leaves some of --devices {options.devices} without work; give at least {len(placed)}"
+        )
+    return Places(workers, placed)
+
+
+def _refuse_mixtures(options: SweepOptions) -> None:
+    """Ways to plan and run that exclude each other."""
+    if options.bisect is not None and (options.part or options.merge):
+        raise UserError("--bisect looks at each cell before it plans the next: it takes no --part and no --merge")
+    if options.part and options.merge:
+        raise UserError("--part runs cells and --merge only gathers them; give one of the two")
+    if options.until is None:
+        return
+    given = {"--bisect": options.bisect is not None, "--part": options.part is not None, "--merge": options.merge}
+    if other := next((flag for flag, used in given.items() if used), None):
+        raise UserError(
+            f"--until decided looks at whole curves as seeds come in; {other} has none: leave one of them out"
+        )
 
 
 def _until_decided(
@@ -246,35 +242,27 @@ def _could_record(asked: _Asked) -> bool:
     return True
 
 
-def _asked(
-    base: Base,
-    grid: Sequence[str] | None,
-    seeds: int | None,
-    design: Design | None,
-    points: int | None,
-    bisection: str | None,
-    epsilon: float | None,
-    stack: str | None,
-) -> _Asked:
+def _asked(base: Base, options: SweepOptions) -> _Asked:
+    design, points, bisection = options.design, options.points, options.bisect
     block = base.recipe.sweep or Sweep()
-    if grid is not None:
-        if not grid:
+    if options.grid is not None:
+        if not options.grid:
             raise UserError("--grid: give key=v1,v2,…, or leave the flag out for the recipe's own `sweep.grid`")
-        axes = parse_grid(grid)
+        axes = parse_grid(options.grid)
     else:
         axes = {key: as_values(key, values) for key, values in block.grid.items()}
         design, points = design or block.design, points if points is not None else block.points
-    if epsilon is not None and bisection is None:
+    if options.epsilon is not None and bisection is None:
         raise UserError("--epsilon has a meaning with --bisect only")
-    search = parse_bisection(bisection, epsilon, base.recipe) if bisection is not None else None
+    search = parse_bisection(bisection, options.epsilon, base.recipe) if bisection is not None else None
     if search is not None and search.key in axes:
         raise UserError(f"--bisect {search.key}: the key is an axis of the grid too; leave it out there")
     if not axes and search is None:
         raise UserError(f"recipe {base.name!r} has no `sweep.grid`: give --grid key=v1,v2,…")
-    count = seeds if seeds is not None else block.seeds
+    count = options.seeds if options.seeds is not None else block.seeds
     if count < 1:
         raise UserError(f"--seeds must be at least 1, got {count}")
-    return _Asked(base, axes, count, design or "grid", points, search, _stack(stack, block.stack))
+    return _Asked(base, axes, count, design or "grid", points, search, _stack(options.stack, block.stack))
 
 
 def _stack(flag: str | None, recipe: int | str) -> int | None:

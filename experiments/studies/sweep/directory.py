@@ -37,8 +37,8 @@ def check_directory(out: Path) -> None:
     read_marker(out)
 
 
-def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
-    """Write sweep.json, then where it came from; returns the format that the directory had before, 0 if it is new.
+def claim(out: Path, plan: dict[str, Any], base: Resolved) -> None:
+    """Write sweep.json, then where it came from.
 
     A kill at any point leaves a directory that the same command knows as its own.
 
@@ -54,7 +54,6 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> int:
     write_marker(out, plan)
     with disk_full_interrupts(f"writing {out}"):
         write_provenance(out, recipe_yaml=base.to_yaml())
-    return int(before.get("format", 1)) if before else 0
 
 
 def note_finished(out: Path) -> None:

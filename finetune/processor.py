@@ -1,0 +1,21 @@
+"""The CPU that this process runs on, as the system tells of it."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from pathlib import Path
+
+
+@functools.cache
+def processor() -> tuple[str, tuple[str, ...]]:
+    """Its model and, where the system tells, its instruction flags, sorted."""
+    info: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            info.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass  # not Linux
+    model = info.get("model name") or platform.processor() or platform.machine()
+    return model, tuple(sorted(set(info.get("flags", info.get("Features", "")).split())))
