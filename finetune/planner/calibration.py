@@ -9,11 +9,9 @@ one) stays as published. Reading what was kept imports no torch.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache_directory import cache_root, remember
+from ..processor import processor
 from .throughput import CORE, DEVICES, PUBLISHED, Constants, Device, Work, seconds
 
 _TURNS = 3
@@ -105,17 +104,8 @@ def _work(probe: _Probe) -> Work:
 
 
 def _place(row: str) -> Path:
-    about = row if row != "CPU" else f"CPU-{hashlib.sha256(_processor().encode()).hexdigest()[:12]}"
+    about = row if row != "CPU" else f"CPU-{hashlib.sha256(processor()[0].encode()).hexdigest()[:12]}"
     return cache_root() / f"plan-{about}.json"
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _best(call: Callable[[], object], kind: str) -> float:
