@@ -11,6 +11,7 @@ A bar is judged on the median ratio where a row has a peer figure, else on `ours
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -64,11 +65,10 @@ def peak_bytes(step: Callable[[], Any]) -> float:
     import torch
 
     gc.collect()
-    alive = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in gc.get_objects()
-        if isinstance(t, torch.Tensor)
-    }
+    alive = {}
+    for tensor in (t for t in gc.get_objects() if isinstance(t, torch.Tensor)):
+        with contextlib.suppress(RuntimeError):  # of a DTensor, whose part is a tensor of its own
+            alive[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     kineto: Any = profiler.profiler

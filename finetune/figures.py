@@ -11,6 +11,11 @@ def gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
+def duration(seconds: float) -> str:
+    """`12 ms`, `3.27 s`."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 def per_second(rate: float, unit: str) -> str:
     """`9,840 texts/s`, `3.27 steps/s`: no exponent, three figures below a hundred."""
     return f"{rate:,.0f} {unit}/s" if rate >= 99.5 else f"{rate:.3g} {unit}/s"

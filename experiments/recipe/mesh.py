@@ -16,7 +16,8 @@ from finetune import assets
 from finetune.config import Mesh
 from finetune.errors import user_path
 from finetune.launch import consistency, failure, spawn
-from finetune.planner.auto_mesh import AXES, resolve
+from finetune.planner.auto_mesh import resolve
+from finetune.planner.layouts import AXES
 
 
 def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[str]:

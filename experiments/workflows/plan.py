@@ -12,11 +12,31 @@ from typing import Any
 from experiments.recipe import load_recipe
 from experiments.recipe.tree import Branch
 from finetune.errors import UserError
-from finetune.planner.cluster import Cluster, layouts, read_sizes, table
+from finetune.planner.calibration import calibrate
+from finetune.planner.cluster import Cluster, read_sizes
+from finetune.planner.devices import at_hand
+from finetune.planner.footprint import Sizes
+from finetune.planner.layouts import Layout, best_of, layouts, table
 from finetune.planner.rules import Settings
+from finetune.planner.throughput import DEVICES, PUBLISHED
 
 _AUTO = "bf16"
 """What `train.precision: auto` comes to on every device of the table that multiplies it natively."""
+
+
+def calibrated() -> list[str]:
+    """Measure what this machine reaches, keep it, and say so."""
+    devices = at_hand()
+    return calibrate(devices.row, devices.kind, devices.count)[1]
+
+
+def _cluster(gpus: str, node: int | None, link: float | None, network: float | None) -> Cluster:
+    if gpus.strip().lower() != "here":
+        return Cluster.parse(gpus, node=node, link=link, network=network)
+    if given := [name for name, value in (("node", node), ("nvlink", link), ("ib", network)) if value is not None]:
+        raise UserError(f"--{given[0]}: --gpus here is one machine as it is; write COUNTxNAME to describe another")
+    devices = at_hand()
+    return Cluster.at_hand(devices, devices.count, devices.count)
 
 
 def plan(
@@ -44,13 +64,13 @@ def plan(
         raise UserError("train.epochs: plan reads no rows to count; give --tokens or train.steps")
     if train.precision == "auto":
         train = dataclasses.replace(train, precision=_AUTO)  # type: ignore[arg-type]
-    cluster = Cluster.parse(gpus, node=node, link=link, network=network)
+    cluster = _cluster(gpus, node, link, network)
     sizes = read_sizes(model or found.backbone, found.adapter)
     settings = Settings.of(dataclasses.replace(found, train=train))
     settings = dataclasses.replace(settings, mesh=dataclasses.replace(found.mesh, auto=False))
     ways = ("none", "selective", "full") if recompute == "any" else (recompute,)
     priced = layouts(sizes, cluster, settings, recompute=ways)
-    best = priced[0]
+    best = best_of([layout for layout in priced if layout.expert_parallel == 1])
     wanted = tokens if tokens is not None else float(best.tokens * train.steps)
     timed = best.fits and train.precision != "fp32"
     hours = wanted / best.tokens * best.time.total / 3600
@@ -58,29 +78,51 @@ def plan(
         "model": model or found.backbone,
         "cluster": str(cluster),
         "devices": cluster.count,
+        "kind": cluster.kind,
         "frozen": sizes.elements,
         "trained": sizes.adapter,
-        "usable_gib": round(best.room / 2**30, 2),
+        "usable_gib": None if best.room is None else round(best.room / 2**30, 2),
         "fits": best.fits,
         "recipe": best.recipe if best.fits else None,
         "tokens": wanted,
         "hours": round(hours, 3) if timed else None,
         "cost": round(hours * cluster.count * price, 2) if price is not None and timed else None,
+        "best": priced.index(best),
         "layouts": [layout.document() for layout in priced],
-        "notes": [
-            "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors.",
-            "allocated is what tensors take; reserved and nvidia_smi are ranges of what the pool and the driver add.",
-        ],
+        "notes": _notes(cluster, sizes, priced[0]),
         "table": table(priced, cluster, sizes),
     }
+
+
+def _notes(cluster: Cluster, sizes: Sizes, first: Layout) -> list[str]:
+    notes = [
+        "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors."
+        if cluster.constants == PUBLISHED
+        else f"Seconds take what --calibrate measured for {cluster.name}; between nodes they are published shares.",
+        "allocated is what tensors take; reserved and nvidia_smi are ranges of what the pool and the driver add.",
+    ]
+    if cluster.kind == "cuda" and cluster.name not in DEVICES:
+        notes.append("This device is not in the table: its meshes are ranked by rates of an A100.")
+    if sizes.experts > 1:
+        notes.append(
+            f"{sizes.experts} experts a block, {sizes.routed} for a token: their activations are a formula that no "
+            "trace has checked, and all ranks are taken to get as many tokens."
+        )
+    if first.fits and first.expert_parallel > 1:
+        notes.append(
+            f"The fastest mesh shares experts out (ep {first.expert_parallel}), which training cannot do yet: the "
+            "lines, hours and cost are those of the best that it can."
+        )
+    return notes
 
 
 def render(document: dict[str, Any]) -> str:
     """For a person: the table, the lines to paste, hours and cost."""
     lines = [*document["table"]]
     if document["fits"]:
-        best = document["layouts"][0]
+        best = document["layouts"][document["best"]]
         low, high = best["nvidia_smi_gib"]
+        shown = f", nvidia-smi will show {low:g} to {high:g}" if document["kind"] == "cuda" else ""
         took = (
             "train.precision fp32: seconds are those of bf16 products and too short; no hours"
             if document["hours"] is None
@@ -88,11 +130,12 @@ def render(document: dict[str, Any]) -> str:
             + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
         )
         lines += [
-            f"best: {best['allocated_gib']:g} GiB in use on the fullest device, nvidia-smi will show {low:g} to "
-            f"{high:g}; an update of {best['update_s']:.3g} s ({_causes(best['seconds'])})",
+            f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; an update of "
+            f"{best['update_s']:.3g} s ({_causes(best['seconds'])})",
             took,
             "for the recipe:",
             *(f"  {line}" for line in document["recipe"].splitlines()),
+            *document["notes"][2:],
         ]
     else:
         lines.append(

@@ -80,8 +80,9 @@ from finetune.lock import owned
 from finetune.models.backbone import open_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
-from finetune.planner.cluster import Cluster, update_seconds
+from finetune.planner.cluster import Cluster
 from finetune.planner.footprint import Sizes
+from finetune.planner.layouts import update_seconds
 from finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
 from finetune.planner.rules import Settings, check_settings
 from finetune.planner.throughput import device_named

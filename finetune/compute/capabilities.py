@@ -127,16 +127,3 @@ def seed_draws(seed: int, device: torch.device) -> None:
     if _real(device):
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-
-
-def slice_rows(vocabulary: int, device: str) -> int:
-    """Rows of one slice of logits (rows, `vocabulary`), on a device of this kind.
-
-    A product of few rows streams the whole head through the processor for them: below 128 rows that is what it costs,
-    above 256 a CPU gains nothing, but its caches lose the slice where the vocabulary is small. So a CPU gets 256 rows,
-    fewer where these are above 2²² logits (16 MiB in float32), never below 128; more where they are below 2²⁰, which
-    the calls of a slice would cost. A GPU gets 2²⁷ logits (`benchmarks.any_machine`).
-    """
-    if device != "cpu":
-        return max((1 << 27) // vocabulary, 128)
-    return min(max(256, (1 << 20) // vocabulary), max(128, (1 << 22) // vocabulary))

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import attention as packed_attention
-from .capabilities import capabilities, slice_rows
+from .capabilities import capabilities
 from .numerics import attention, evaluating
+from .slices import slice_rows
 from .widened import WidenedLinear
 
 if TYPE_CHECKING:
@@ -353,6 +354,7 @@ def _slices(
                 if smoothing:
                     logits.sub_(smoothing / logits.shape[1])
                 torch.mm(logits.to(weight.dtype), weight, out=gradient[start : start + rows])
+            del logits  # else it is there while the next ones are made
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compute.capabilities import capabilities, slice_rows
+from ..compute.capabilities import capabilities
 from ..compute.loss import Head, aligned, find_head
 from ..compute.numerics import forward_precision
+from ..compute.slices import slice_rows
 from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
 from ..data.share import ALONE, Share

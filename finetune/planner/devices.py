@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-_QUERY = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+from .throughput import device_named
+
+_QUERY = ["nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total,name", "--format=csv,noheader,nounits"]
 _QUERY_SECONDS = 20.0
 # Of a device's free memory: what its context and the communication buffers take, and what the allocator loses.
 _CONTEXT_BYTES = int(1.5 * 2**30)
@@ -30,6 +32,8 @@ class Devices:
     """Bytes: free on the fullest CUDA device, or available on this machine for all its processes; None: unknown."""
     limit: int | None = None
     """Bytes that one process may take (a resource limit); None: as many as there are."""
+    row: str | None = None
+    """Of `finetune.planner.throughput.DEVICES`; None: a device that is not in that table."""
 
     def each(self, ranks: int) -> int | None:
         """Bytes that one of `ranks` ranks on this machine may count on; None: unknown."""
@@ -42,33 +46,39 @@ class Devices:
 def at_hand(device: str = "auto") -> Devices:
     """The devices that `train.device` means on this machine."""
     if device != "cpu":
-        free = _cuda_devices()
+        free, row = _cuda_devices()
         if (name := device.removeprefix("cuda:")).isdecimal():
             number = int(name)
             free = free[number : number + 1]
         if free or device.startswith("cuda"):
             known = [bytes_ for bytes_ in free if bytes_ is not None]
-            return Devices("cuda", max(1, len(free)), min(known, default=None))
+            return Devices("cuda", max(1, len(free)), min(known, default=None), row=row)
     return Devices("cpu", _cores(), _machine_memory(), _process_limit())
 
 
-def _cuda_devices() -> list[int | None]:
-    """Free bytes of each CUDA device that a process here sees, in its order; None for one that cannot be asked."""
+def _cuda_devices() -> tuple[list[int | None], str | None]:
+    """Free bytes of each CUDA device that a process here sees, in its order, None for one that cannot be asked; and
+    which row of the table the first of the machine is."""
     if "+cpu" in importlib.metadata.version("torch"):
-        return []
+        return [], None
     try:
         run = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return visible(run.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return [], None
+    return visible(run.stdout, os.environ.get("CUDA_VISIBLE_DEVICES")), _row(run.stdout)
+
+
+def _row(table: str) -> str | None:
+    first = [cell.strip() for cell in table.partition("\n")[0].split(",", 4)]
+    return device_named(first[4], int(first[3]) << 20) if len(first) == 5 and first[3].isdigit() else None
 
 
 def visible(table: str, chosen: str | None) -> list[int | None]:
-    """Free bytes by device from nvidia-smi's `index, uuid, memory.free` in MiB, of those in CUDA_VISIBLE_DEVICES.
+    """Free bytes by device from nvidia-smi's `index, uuid, memory.free, …` in MiB, of those in CUDA_VISIBLE_DEVICES.
 
     A name that the table lacks (a slice of a device) counts with unknown memory; all after a negative one is hidden.
     """
-    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 2]
+    rows = [[cell.strip() for cell in line.split(",")][:3] for line in table.splitlines() if line.count(",") >= 2]
     free = {name: int(mib) << 20 if mib.isdigit() else None for *names, mib in rows for name in names}
     if chosen is None:
         return [free[index] for index, _, _ in rows]

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..adapters.patterns import by_pattern
 from ..atomic import read_object
+from ..compute.slices import slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train
 from ..errors import UserError
 from ..figures import gib
@@ -24,6 +25,9 @@ from ..figures import gib
 _BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
 _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re.IGNORECASE)
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
+_EXPERT = re.compile(r"\.experts\.(?!.*router)")
+_ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _LOGITS_BYTES = 1 << 30
@@ -59,9 +63,13 @@ class Sizes:
     below: int
     """Blocks under the lowest that is adapted."""
     products: int = 0
-    """Elements of a block's matrices."""
+    """Elements of a block's matrices that a token meets."""
     experts: int = 0
     """Of a block; 0: every token meets all weights."""
+    routed: int = 0
+    """Experts that a token is sent to."""
+    expert_elements: int = 0
+    """Elements of all experts of a block."""
     head: int = 0
     """Channels of an attention head."""
     normed: bool = False
@@ -93,7 +101,7 @@ class Sizes:
         """The sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, adapted, normed = [], [0, 0], 0, 0, False, set(), False
-        ranks = [0, 0]
+        ranks, routed = [0, 0], 0
         for name, shape in shapes.items():
             place = _BLOCK.match(name)
             if place is None:
@@ -103,6 +111,10 @@ class Sizes:
                 continue
             key = (place["stack"], int(place["number"]))
             blocks[key] = blocks.get(key, 0) + math.prod(shape)
+            if _EXPERT.search(name):
+                routed += math.prod(shape)
+                gated |= "gate" in name or "w3" in name
+                continue
             multiplied += math.prod(shape) if len(shape) == 2 else 0
             gated |= bool(re.search(r"gate_proj|wi_1|w1\.weight", name))
             normed |= bool(re.search(r"\bq_norm\.weight", name))
@@ -115,12 +127,14 @@ class Sizes:
                 adapted.add(key[1])
         if not blocks:
             raise UserError(f"{where}: its weights show no blocks, so nobody can tell what fits")
+        experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
+        chosen = _first(config, *_ROUTED) if routed else 0
         hidden = _first(config, "hidden_size", "n_embd", "d_model")
         heads = _first(config, "num_attention_heads", "n_head", "num_heads")
         return cls(
             kind=str(config.get("model_type")),
             hidden=hidden,
-            feed_forward=_first(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden),
+            feed_forward=_feed_forward(config, hidden, chosen),
             heads=heads,
             groups=_first(config, "num_key_value_heads", default=heads),
             vocabulary=_first(config, "vocab_size", default=1),
@@ -130,12 +144,14 @@ class Sizes:
             adapter=sum(trained),
             inputs=inputs // len(blocks),
             below=min(adapted, default=0),
-            products=multiplied // len(blocks),
+            products=(multiplied + routed * chosen // max(experts, 1)) // len(blocks),
             head=_first(config, "head_dim", default=hidden // heads),
             normed=normed,
             ranks=(ranks[0] // len(blocks), ranks[1] // len(blocks)),
             trained=(trained[0] // len(blocks), trained[1] // len(blocks)),
-            experts=max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0),
+            experts=experts if routed else 0,
+            routed=chosen,
+            expert_elements=routed // len(blocks),
             positions=next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None),
         )
 
@@ -157,73 +173,124 @@ class Footprint:
     """Adapter, gradients and optimizer state."""
     activations: int
     """Kept between forward and backward."""
+    work: int
+    """What the loss, or a block's backward pass, needs besides while those are there."""
     logits: int
     """Of evaluation; training makes them in slices."""
 
     @property
     def total(self) -> int:
-        """Activations and logits are not there at the same time."""
-        return self.weights + self.gathered + self.adapter + max(self.activations, self.logits)
+        """Activations and logits of an evaluation are not there at the same time."""
+        return self.weights + self.gathered + self.adapter + max(self.activations + self.work, self.logits)
 
     def __str__(self) -> str:
         causes = {"weights": self.weights, "gathered": self.gathered, "adapter": self.adapter}
-        causes |= {"activations": self.activations} if self.activations > self.logits else {"logits": self.logits}
+        training = {"activations": self.activations, "work": self.work}
+        causes |= training if self.activations + self.work > self.logits else {"logits": self.logits}
         return " + ".join(f"{gib(count)} {cause}" for cause, count in causes.items() if count)
 
 
-def footprint(backbone: Sizes, *, mesh: Mesh, adapter: Adapter, train: Train, rows: int | None = None) -> Footprint:
+def footprint(
+    backbone: Sizes,
+    *,
+    mesh: Mesh,
+    adapter: Adapter,
+    train: Train,
+    rows: int | None = None,
+    device: str = "cuda",
+    expert_parallel: int = 1,
+) -> Footprint:
     """What a rank of `mesh` holds.
 
     Args:
         rows: of a micro-batch on one rank; by default its share of `train.batch_size`.
+        device: kind of device, which settles how many logits are made at once.
+        expert_parallel: data ranks that share out the experts of every block, and so never gather those of others.
     """
     width = WIDTHS[train.precision]
     stored = 2 if train.backbone_precision == "bf16" else width
-    kept = _PACKED_BYTES.get(train.quantization or "", stored)
+    packed = _PACKED_BYTES.get(train.quantization or "", stored)
     shards = mesh.dp * mesh.cp
-    block, end = max(backbone.blocks) * kept, max(backbone.ends, default=0) * stored
-    unit = int(max(block, end)) // mesh.tp
+    block, end = max(backbone.blocks) * packed, max(backbone.ends, default=0) * stored
+    others = backbone.expert_elements * (1 - 1 / expert_parallel) * packed
+    unit = int(max(block - others, end)) // mesh.tp
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
     outside = sum(backbone.ends) * stored if mesh.pp == 1 else end
     stage = int(layers * block + outside) // mesh.tp
     gathered = 0
     if shards > 1 and mesh.zero == 3:
-        gathered = stage + unit if mesh.pp > 1 or not mesh.reshard else 2 * unit
+        whole = stage - int(layers * others) // mesh.tp
+        gathered = whole + unit if mesh.pp > 1 or not mesh.reshard else 2 * unit
     held = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
     rows = rows or math.ceil(train.batch_size / (mesh.replicate * mesh.dp))
     tokens = rows * train.max_length
+    kept = int(_activations(backbone, mesh, adapter, train) * _in_flight(mesh, train, rows))
+    state = _STATE_BYTES * backbone.adapter // (mesh.pp * held)
+    work = _work(backbone, mesh, adapter, train, rows, device)
+    if mesh.pp == 1 and train.accumulate == 1:  # gradients come while activations go
+        work = max(0, work - state // 4)
     return Footprint(
         weights=stage // (shards if mesh.zero == 3 else 1),
         gathered=gathered,
-        adapter=_STATE_BYTES * backbone.adapter // (mesh.pp * held),
-        activations=int(_activations(backbone, mesh, adapter, train, width) * _in_flight(mesh, train, rows))
-        + _casts(backbone, mesh, train),
+        adapter=state,
+        activations=kept + _casts(backbone, mesh, train),
+        work=work,
         logits=min(_LOGITS_BYTES, 4 * tokens * backbone.vocabulary),
     )
 
 
-def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, width: int) -> float:
-    """Bytes that the blocks of one rank keep for backward of one row.
+def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
+    """Bytes that the blocks of one rank keep for backward of one row."""
+    block = _block(backbone, mesh, adapter, train)
+    layers = math.ceil(len(backbone.blocks) / mesh.pp)
+    between = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)  # a recomputed block's input
+    kept = between * layers + block if train.checkpointing == "full" else block * layers
+    return kept * train.max_length * backbone.hidden / mesh.cp
 
-    In units of T·D bytes a block keeps: two norms' inputs in float32; query, key, value and the attention's result,
-    and inputs of their norms in float32; of the feed-forward what its activation needs and its result; the inputs of
-    the adapters, and what comes out of their A; the sums of softmax and norms. Within 0.5 % of what autograd keeps for
-    Llama, Qwen2 and Qwen3 blocks with all linear layers adapted (tests/unit/test_plan_trace.py); with fewer it is too
-    much.
+
+def _block(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
+    """Bytes that a block keeps for backward, in units of T·D.
+
+    Two norms' inputs in float32; query, key, value (of groups, which a kernel without a mask does not repeat) and the
+    attention's result, and inputs of their norms in float32; of the feed-forward what its activation needs and its
+    result; the inputs of the adapters, and what comes out of their A; the sums of softmax and norms. Within 0.5 % of
+    what autograd keeps for Llama, Qwen2 and Qwen3 blocks with all linear layers adapted
+    (tests/unit/test_plan_trace.py); with fewer it is too much.
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
+    width = WIDTHS[train.precision]
     whole = 8.0 + 2 * width + (8 + width * (backbone.ranks[0] * attends + backbone.ranks[1])) / hidden
     cut = backbone.wide * backbone.feed_forward / hidden * width
     if attends:
-        cut += (4 * width * heads * backbone.head + 4 * heads) / hidden
+        cut += (2 * width * (heads + backbone.groups) * backbone.head + 4 * heads) / hidden
         cut += 4 * (heads + backbone.groups) * (backbone.head + 1) / hidden if backbone.normed else 0
+    whole += 2 * width * backbone.routed  # tokens as experts get them, and what each gives back
     if adapter.dropout > 0:
         whole += (width + 1) * backbone.inputs / backbone.hidden
-    block = (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
-    layers = math.ceil(len(backbone.blocks) / mesh.pp)
-    between = width / (mesh.tp if mesh.sequence_parallel else 1)  # what a recomputed block begins with
-    kept = between * layers + block if train.checkpointing == "full" else block * layers
-    return kept * train.max_length * backbone.hidden / mesh.cp
+    return (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
+
+
+def _work(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
+    """Bytes at the worst of three moments, beyond what is kept by then.
+
+    The loss: a slice of logits in float32, and in fewer bits what it is made of; supervised states, their gradient and
+    the last norm's result. The last norm's backward pass: its sums in float32 and three gradients of states. A block's:
+    two gradients of the feed-forward's width, or those of its norms. Where blocks are recomputed, one is kept by the
+    last of these moments only.
+    """
+    width = WIDTHS[train.precision]
+    piece = rows if mesh.pp == 1 else math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
+    tokens = piece * train.max_length // mesh.cp
+    states = tokens * backbone.hidden
+    cut = -(-backbone.vocabulary // mesh.tp)
+    logits = min(slice_rows(cut, device), tokens) * cut * (4 + (width if width < 4 else 0))
+    loss = 3 * width * states + logits
+    norm = (20 if width < 4 else 16) * states
+    block = max(2 * width * tokens * backbone.feed_forward // mesh.tp, 12 * states)
+    if train.checkpointing != "full":
+        return max(loss, norm, block)
+    recomputed = int(_block(backbone, mesh, adapter, train) * tokens * backbone.hidden)
+    return max(loss - recomputed, norm - recomputed, block)
 
 
 def _casts(backbone: Sizes, mesh: Mesh, train: Train) -> int:
@@ -246,10 +313,22 @@ def _in_flight(mesh: Mesh, train: Train, rows: int) -> float:
     return min(rows * train.accumulate, looped * piece * mesh.pp)
 
 
+def _feed_forward(config: Mapping[str, Any], hidden: int, routed: int) -> int:
+    """Channels between a block's two maps; of experts those of all that a token is sent to, and of shared ones."""
+    dense = _first(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden)
+    if not routed:
+        return dense
+    each = _first(config, "moe_intermediate_size", default=dense)
+    shared = _first(config, "shared_expert_intermediate_size", default=0) or each * _first(
+        config, "n_shared_experts", default=0
+    )
+    return routed * each + shared
+
+
 def _adapted(name: str, adapter: Adapter) -> bool:
-    if _NO_LAYER.search(name):
-        return False
     module = name.removesuffix(".weight")
+    if _NO_LAYER.search(name) or _ROUTER.search(module):
+        return False
     if any(f".{module}".endswith(f".{suffix}") for suffix in adapter.exclude or ()):
         return False
     if adapter.targets == "all-linear":

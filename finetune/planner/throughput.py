@@ -9,17 +9,28 @@ rows of 2104.04473, Table 1, alone (A100, full training); what they miss elsewhe
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass
 
-PRODUCTS = 0.641
-"""Share of a device's bf16 peak that matrix products reach."""
-ELEMENTS = 0.97
-"""Bytes that element-wise kernels move ÷ those that they must."""
-FAST_LINK = 0.64
-"""Share of the nominal bandwidth inside a node (one direction) that collectives reach: 192 of 300 GB/s."""
-SHARDS = 0.63
-"""Share of the nominal bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3, 2104.04473)."""
+
+@dataclass(frozen=True)
+class Constants:
+    """What is reached of a device's data sheet."""
+
+    products: float = 0.641
+    """Share of the bf16 peak that matrix products reach."""
+    elements: float = 0.97
+    """Bytes that element-wise kernels move at the sheet's bandwidth ÷ those that they must."""
+    fast_link: float = 0.64
+    """Share of the nominal bandwidth inside a node (one direction) that collectives reach: 192 of 300 GB/s."""
+    shards: float = 0.63
+    """Share of the nominal bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3,
+    2104.04473)."""
+
+
+PUBLISHED = Constants()
+"""Fitted on the ten rows of 2104.04473, Table 1, alone (A100, full training)."""
 _OVERLAP = 3.0
 """T = (Tc³ + Tm³)^(1/3) for gathers that computing hides in part."""
 
@@ -55,6 +66,8 @@ DEVICES = {
     "MI300X-192": Device(192 * GB, 1307e12, 5.3e12, 448 * GB),
 }
 """By name and memory in GB; figures of their data sheets, without sparsity."""
+CORE = Device(4 * GB, 50e9, 10e9, 5 * GB)
+"""About a core of a CPU, to tell meshes of one apart; `flatshift plan --calibrate` measures this machine's."""
 
 
 def device_named(name: str, memory: int) -> str | None:
@@ -98,7 +111,11 @@ class Work:
     """Whether those come from the same node."""
     reduced: float = 0.0
     """Bytes of gradients that a rank sends in an update."""
+    reduced_inside: bool = False
     tp_inside: bool = True
+    exchanged: float = 0.0
+    """Bytes that a rank sends to the experts of others and back in a micro-batch, gradients too."""
+    exchanged_inside: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,6 +133,8 @@ class Seconds:
     """Activations sent between stages."""
     gradients: float
     head: float
+    experts: float = 0.0
+    """Tokens sent to experts on other ranks, and back."""
 
     @property
     def total(self) -> float:
@@ -123,29 +142,31 @@ class Seconds:
         return sum(vars(self).values())
 
 
-def seconds(work: Work, device: Device, *, network: float) -> Seconds:
+def seconds(work: Work, device: Device, *, network: float, constants: Constants = PUBLISHED) -> Seconds:
     """Of one update. network: bytes/s between nodes of one device."""
+    at = constants
     b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp
     passes = (3 if work.whole else 2) + (work.recompute == "full")
     core = 4 * b * s * s * h * (3 if work.recompute == "none" else 4)  # selective computes the scores again, too
     multiplied = 2 * work.products * b * s * passes + core
-    layers = work.layers / p
-    products = layers * multiplied / t / (device.flops * PRODUCTS)
+    layers = math.ceil(work.layers / p)  # of the fullest stage, which all wait for
+    products = layers * multiplied / t / (device.flops * at.products)
     scores = 0.0 if work.fused_attention else 5 * work.heads * s / (h * t)
     kept = (34 / t if work.sequence_parallel else 10 + 24 / t) + scores
-    elements = layers * ELEMENTS * b * s * h * kept * passes / device.bandwidth
+    elements = layers * at.elements * b * s * h * kept * passes / device.bandwidth
     reduces = 6 if work.recompute == "full" else 4
-    fast = device.link * FAST_LINK if work.tp_inside else network
+    fast = device.link * at.fast_link if work.tp_inside else network
     tensor = 0.0 if t == 1 else layers * reduces * 2 * (t - 1) / t * 2 * b * s * h / fast
-    head = (6 if work.whole else 4) * b * s * work.head / t / (device.flops * PRODUCTS)
-    stage = products + elements + tensor + head / (1 if p == 1 else max(1.0, p / 2))
+    head = (6 if work.whole else 4) * b * s * work.head / t / (device.flops * at.products)
+    exchange = layers * work.exchanged / (device.link * at.fast_link if work.exchanged_inside else network)
+    stage = products + elements + tensor + exchange + head / (1 if p == 1 else max(1.0, p / 2))
     gathers = 0.0
     if work.gathered:
-        taken = work.gathered / (device.link * FAST_LINK if work.gathered_inside else network * SHARDS)
+        taken = work.gathered / (device.link * at.fast_link if work.gathered_inside else network * at.shards)
         gathers = (stage**_OVERLAP + taken**_OVERLAP) ** (1 / _OVERLAP) - stage
     idle = (p - 1) / work.virtual * (stage + gathers)
     sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 / t / network
-    gradients = work.reduced / network
+    gradients = work.reduced / (device.link * at.fast_link if work.reduced_inside else network)
     return Seconds(
         products=products * work.micro,
         elements=elements * work.micro,
@@ -154,5 +175,6 @@ def seconds(work: Work, device: Device, *, network: float) -> Seconds:
         bubble=idle,
         pipeline=sent * work.micro,
         gradients=gradients,
-        head=(stage - products - elements - tensor) * work.micro,
+        head=(stage - products - elements - tensor - exchange) * work.micro,
+        experts=exchange * work.micro,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,7 @@ class Flags:
     model: str | None = None
     """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
     gpus: str = "1xH100-80"
-    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory."""
+    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; `here`: what this machine has."""
     node: int | None = None
     """Devices of a node; by default 8, or all of them."""
     nvlink: float | None = None
@@ -40,9 +41,11 @@ class Flags:
     tokens: float | None = None
     """Tokens to be trained on, for hours and cost; by default the recipe's train.steps."""
     out: Path | None = None
-    """File for what --json prints."""
+    """File for what --json prints, or NAME.html for a page of figures."""
     json: bool = False
     """Print all layouts as JSON."""
+    calibrate: bool = False
+    """Measure in about a minute what this machine reaches of its device's rates, and keep it for later plans."""
 
 
 def run(argv: list[str]) -> int:
@@ -53,6 +56,11 @@ def run(argv: list[str]) -> int:
         value = getattr(flags, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: give a number above 0")
+    if flags.calibrate:
+        from experiments.workflows.plan import calibrated
+
+        print("\n".join(calibrated()))
+        return 0
     from experiments.workflows.plan import plan, render
 
     document = plan(
@@ -69,11 +77,15 @@ def run(argv: list[str]) -> int:
     )
     text = json.dumps(document, indent=2, ensure_ascii=False)
     if flags.out is not None:
-        from finetune.atomic import replacing
+        from finetune.atomic import write_text
 
         if flags.out.exists():
             raise UserError(f"--out: {flags.out} exists; name another file or remove it")
-        with replacing(flags.out) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
+        written = text + "\n"
+        if flags.out.suffix == ".html":
+            from experiments.report.chapters.plan import page
+
+            written = page({**document, "command": f"flatshift plan {shlex.join(argv)}"})
+        write_text(flags.out, written)
     print(text if flags.json else render(document))
     return 0 if document["fits"] else 1

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from finetune.compute.capabilities import slice_rows
+from finetune.compute.slices import slice_rows
 from finetune.config import Mesh
 from finetune.models.meta import empty_model
 from finetune.models.weight_names import Checkpoint, canonical

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute import loss as loss_module
-from finetune.compute.capabilities import slice_rows
 from finetune.compute.loss import batch_loss, find_head, linear_cross_entropies, linear_cross_entropy, loss_sum
+from finetune.compute.slices import slice_rows
 from finetune.config import Adapter
 from finetune.models.load import load_backbone
 from finetune.tasks import Classify, LanguageModel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +39,33 @@ class Largest(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.shape != (VOCABULARY, 32):
                 self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
+
+
+class Slices(TorchDispatchMode):
+    """The most storages of a slice's size that were there at once."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.bytes, self.there, self.most = 4 * elements, set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == self.bytes and storage._cdata not in self.there:
+                self.there.add(storage._cdata)
+                weakref.finalize(storage, self.there.discard, storage._cdata)
+        self.most = max(self.most, len(self.there))
+        return out
+
+
+def test_a_slice_is_gone_before_the_next_is_made(monkeypatch):
+    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device: 16)
+    linear = torch.nn.Linear(8, 500, bias=False).requires_grad_(False)
+    hidden = torch.ones(64, 8, requires_grad=True)
+    with Slices(16 * 500) as watching:
+        loss_module.linear_cross_entropy(hidden, linear, torch.arange(64)).backward()
+    assert watching.most == 1
 
 
 @pytest.fixture(scope="module")

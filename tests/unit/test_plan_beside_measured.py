@@ -14,7 +14,8 @@ from experiments.results.run import discover
 from experiments.workflows import train as workflow
 from finetune.config import Adapter, Mesh, Train
 from finetune.figures import beside_text
-from finetune.planner.cluster import Cluster, read_sizes, update_seconds
+from finetune.planner.cluster import Cluster, read_sizes
+from finetune.planner.layouts import update_seconds
 from finetune.planner.memory import MemoryPlan
 from finetune.planner.rules import Settings
 from finetune.planner.throughput import device_named

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compute.capabilities import capabilities, slice_rows
+from ...compute.capabilities import capabilities
+from ...compute.slices import slice_rows
 from . import borders
 
 
@@ -116,6 +117,7 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
                 if gradient is not None:
                     logits.div_(norm).scatter_add_(1, wanted, -own)
                     torch.mm(logits.to(weight.dtype), weight, out=gradient[first : first + rows])
+                del logits  # else it is there while the next ones are made
         ctx.save_for_backward(gradient)
         ctx.group = group
         return terms

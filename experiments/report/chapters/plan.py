@@ -1,0 +1,115 @@
+"""The page of `flatshift plan --out NAME.html`: bytes and seconds of the best mesh by cause, and all meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.report import formats
+from experiments.report.blocks import Bars, Chapter, Notes, Pre, Section, Table, Tile
+from experiments.report.html import render
+from finetune.figures import duration, gib
+
+_MOST, _NEAREST = 30, 10
+"""Meshes in the table: of those that fit, and of those that do not."""
+_CAUSES = {
+    "weights": "frozen weights",
+    "gathered": "gathered weights",
+    "adapter": "adapter, gradients, optimizer",
+    "activations": "activations kept for backward",
+    "work": "loss and backward pass at work",
+    "logits": "logits of an evaluation",
+    "products": "matrix products",
+    "elements": "element-wise traffic",
+    "tensor": "tensor parallelism",
+    "gathers": "gathers that nothing hides",
+    "bubble": "idle in the pipeline",
+    "pipeline": "sent between stages",
+    "gradients": "gradients of the adapter",
+    "head": "output layer and loss",
+    "experts": "tokens sent to experts",
+}
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The whole page as HTML; everything that came from files or settings is escaped by the template."""
+    best, fits = document["layouts"][document["best"]], document["fits"]
+    what = f"{document['model']} on {document['cluster']}"
+    room = document["usable_gib"]
+    if fits:
+        finding = f"It fits: {best['name']} holds {best['allocated_gib']:g} GiB on the fullest device"
+        finding += "." if room is None else f", of {room:g} that may be used."
+    else:
+        finding = f"It does not fit: the nearest mesh, {best['name']}, is short of {best['short_gib']:g} GiB a device."
+    sections = [
+        Section("Memory by cause", [_bars(_held(best["bytes"]), gib)], f"Of the fullest rank of {best['name']}."),
+        Section("Time by cause", [_bars(best["seconds"], duration)], f"Of an update on {best['name']}."),
+        _meshes(document["layouts"], document["best"]),
+        Section("How far to trust this", [Notes(document["notes"])]),
+    ]
+    if document["recipe"]:
+        sections.insert(2, Section("For the recipe", [Pre(document["recipe"])]))
+    facts = [("backbone", f"{document['frozen']:,} frozen values"), ("adapter", f"{document['trained']:,} trained")]
+    chapter = Chapter(
+        name=what, kind="plan", finding=finding, facts=facts, tiles=_tiles(document, best), sections=sections,
+        slug="plan", command=str(document.get("command", "")),
+    )  # fmt: skip
+    return render([chapter])
+
+
+def _held(causes: Mapping[str, int]) -> dict[str, int]:
+    """Without what is there at another time only: logits of an evaluation, or what training keeps."""
+    training = causes["activations"] + causes["work"]
+    absent = {"logits"} if training >= causes["logits"] else {"activations", "work"}
+    return {name: value for name, value in causes.items() if name not in absent}
+
+
+def _bars(values: Mapping[str, float], said: Any) -> Bars:
+    kept = sorted(((value, name) for name, value in values.items() if value > 0), reverse=True)
+    longest = kept[0][0] if kept else 1.0
+    return Bars([(_CAUSES[name], said(value), value / longest) for value, name in kept])
+
+
+def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[Tile]:
+    low, high = best["nvidia_smi_gib"]
+    shown = f"nvidia-smi shows {low:g} to {high:g}" if document["kind"] == "cuda" else ""
+    tiles = [
+        Tile("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
+        Tile("an update", duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
+        Tile("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
+    ]
+    if document["hours"] is not None:
+        cost = "" if document["cost"] is None else f"costs {document['cost']:,.2f}"
+        tiles.append(Tile(f"{document['tokens']:,.0f} tokens", f"{document['hours']:,.3g} h", note=cost))
+    return tiles
+
+
+def _meshes(layouts: Sequence[Mapping[str, Any]], best: int) -> Section:
+    fitting = [layout for layout in layouts if layout["fits"]]
+    others = [layout for layout in layouts if not layout["fits"]]
+    rows = [
+        {
+            "mesh": layout["name"] + _remark(layout, layouts[best]),
+            "rows × micro": f"{layout['batch_size']} × {layout['accumulate']}",
+            "recompute": layout["checkpointing"],
+            "GiB": f"{layout['allocated_gib']:.2f}",
+            "short of GiB": "–" if layout["fits"] else f"{layout['short_gib']:.2f}",
+            "update": duration(layout["update_s"]),
+            "tokens/s": f"{layout['tokens_per_s']:,.0f}",
+            "MFU": formats.percent(layout["mfu"]),
+        }
+        for layout in (*fitting[:_MOST], *others[:_NEAREST])
+    ]
+    lead = (
+        f"{len(fitting)} of {len(layouts)} fit; those first, the fastest first, then the nearest. Of meshes that the "
+        "model cannot tell apart (2 %) the one with the fewest cuts is chosen."
+    )
+    if len(rows) < len(layouts):
+        lead += f" {len(rows)} are shown; --json has all."
+    return Section("Meshes", [Table.of(rows, words=("mesh", "recompute"))], lead)
+
+
+def _remark(layout: Mapping[str, Any], best: Mapping[str, Any]) -> str:
+    if not layout["trainable"]:
+        return " (not in training yet)"
+    return " (chosen)" if layout is best and layout["fits"] else ""

@@ -1,0 +1,216 @@
+"""What this machine reaches of a device's rates, measured in a minute (`flatshift plan --calibrate`) and kept.
+
+Three things are timed: one large matrix product; a LoRA-adapted Llama block forward and backward, as the difference of
+models of three blocks and of one, whose time beyond its products is element-wise traffic; and, where there are two
+devices or more, an all-reduce among them. What cannot be measured here (between nodes; between devices where there is
+one) stays as published. Reading what was kept imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..cache_directory import cache_root, remember
+from ..processor import processor
+from .throughput import CORE, DEVICES, PUBLISHED, Constants, Device, Work, seconds
+
+_TURNS = 3
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Sizes that a kind of device is timed on."""
+
+    hidden: int
+    tokens: int
+    reduced: int
+    """Bytes of an all-reduce."""
+
+
+_PROBES = {"cuda": _Probe(2048, 4096, 256 << 20), "cpu": _Probe(256, 256, 8 << 20)}
+
+
+def kept(row: str) -> Constants | None:
+    """What was measured here for a row of the table of devices; None: nothing that can be read."""
+    try:
+        found = json.loads(_place(row).read_text(encoding="utf-8"))["constants"]
+        constants = Constants(**found)
+        return constants if all(0 < value < 100 for value in asdict(constants).values()) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[str]]:
+    """Measure, keep, and say what was measured.
+
+    row: of the table of devices, what this machine has (`finetune.planner.devices`); None: another one, whose rates are
+    told but not kept, since nothing says what share of what they are. ranks: devices, or cores.
+    """
+    device = CORE if kind == "cpu" else DEVICES.get(row or "")
+    probe = _PROBES[kind]
+    rate = _product_rate(kind, probe)
+    block = _block_seconds(kind, probe)
+    link = _link_rate(kind, min(ranks, 8 if kind == "cuda" else 2), probe)
+    lines = [
+        f"matrix products: {rate / 1e9:,.4g} GFLOP/s in {'bf16' if kind == 'cuda' else 'fp32, one core'}",
+        f"a LoRA block of width {probe.hidden} over {probe.tokens:,} tokens: {block * 1e3:.3g} ms forward and backward",
+        "between devices: one device only, not measured" if link is None else f"all-reduce: {link / 1e9:.3g} GB/s",
+    ]
+    if device is None:
+        return PUBLISHED, [*lines, "this device is not in the table of `--gpus`, so no plan can use these figures"]
+    constants = _constants(device, probe, rate, block, link)
+    row = row or "CPU"
+    remember(_place(row), {"constants": asdict(constants), "measured": lines})
+    shares = ", ".join(
+        f"{name} {value:.3g} (published {getattr(PUBLISHED, name):.3g})" for name, value in asdict(constants).items()
+    )
+    return constants, [*lines, f"plans for {row} take from now on: {shares}", f"kept in {_place(row)}"]
+
+
+def _constants(device: Device, probe: _Probe, rate: float, block: float, link: float | None) -> Constants:
+    products = rate / device.flops
+    shape = _work(probe)
+    predicted = seconds(shape, device, network=1.0, constants=dataclasses.replace(PUBLISHED, products=products))
+    left = max(block - predicted.products, 0.05 * block)
+    return Constants(
+        products=products,
+        elements=PUBLISHED.elements * left / predicted.elements,
+        fast_link=PUBLISHED.fast_link if link is None else link / device.link,
+        shards=PUBLISHED.shards,
+    )
+
+
+def _work(probe: _Probe) -> Work:
+    h = probe.hidden
+    return Work(
+        layers=1,
+        hidden=h,
+        heads=h // 64,
+        products=4 * h * h + 3 * h * 3 * h,
+        head=0,
+        sequence=probe.tokens,
+        rows=1,
+        micro=1,
+    )
+
+
+def _place(row: str) -> Path:
+    about = row if row != "CPU" else f"CPU-{hashlib.sha256(processor()[0].encode()).hexdigest()[:12]}"
+    return cache_root() / f"plan-{about}.json"
+
+
+def _best(call: Callable[[], object], kind: str) -> float:
+    """Shortest of a few turns, seconds; on a CPU this thread's own, which others on a busy machine do not lengthen."""
+    import torch
+
+    clock = time.perf_counter if kind == "cuda" else time.thread_time
+    found = []
+    for _ in range(_TURNS + 1):
+        began = clock()
+        call()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        found.append(clock() - began)
+    return min(found[1:])
+
+
+def _product_rate(kind: str, probe: _Probe) -> float:
+    import torch
+
+    from ..compute.numerics import cpu_threads
+
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    n, h = probe.tokens, probe.hidden
+    with cpu_threads(1 if kind == "cpu" else None):
+        a, b = (torch.full(shape, 0.5, dtype=dtype, device=kind) for shape in ((n, h), (h, 4 * h)))
+        return 2 * n * h * 4 * h / _best(lambda: torch.mm(a, b), kind)
+
+
+def _block_seconds(kind: str, probe: _Probe) -> float:
+    from ..compute.numerics import cpu_threads
+
+    with cpu_threads(1 if kind == "cpu" else None):
+        three, one = (_best(_model_step(kind, probe, blocks), kind) for blocks in (3, 1))
+    return max((three - one) / 2, 1e-6)
+
+
+def _model_step(kind: str, probe: _Probe, blocks: int) -> Callable[[], None]:
+    """Forward and backward through a random Llama with LoRA on every linear layer, as a step computes it."""
+    import peft
+    import torch
+    import transformers
+
+    from ..compute.numerics import without_input_casts
+    from ..compute.precision import autocast
+    from ..config import Train
+
+    train = Train(precision="bf16" if kind == "cuda" else "fp32")
+    device = torch.device(kind)
+    config = transformers.LlamaConfig(
+        hidden_size=probe.hidden,
+        intermediate_size=3 * probe.hidden,
+        num_hidden_layers=blocks,
+        num_attention_heads=probe.hidden // 64,
+        num_key_value_heads=probe.hidden // 64,
+        vocab_size=128,
+        max_position_embeddings=probe.tokens,
+        use_cache=False,
+    )
+    with torch.random.fork_rng(devices=[]), torch.device(kind):
+        bare: Any = transformers.LlamaModel(config)
+        bare = bare.to(torch.bfloat16 if kind == "cuda" else torch.float32)
+        model: Any = peft.get_peft_model(bare, peft.LoraConfig(r=8, target_modules="all-linear"))
+    ids = torch.zeros(1, probe.tokens, dtype=torch.long, device=device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        with without_input_casts(model, train):
+            with autocast(train, device):
+                out = model(input_ids=ids).last_hidden_state
+            torch.autograd.grad(out.float().sum(), trained)
+
+    return step
+
+
+def _link_rate(kind: str, ranks: int, probe: _Probe) -> float | None:
+    """Bytes/s in one direction that a rank of a ring sends in an all-reduce; None with one rank."""
+    if ranks < 2:
+        return None
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_reduce, args=(kind, ranks, probe.reduced, folder), nprocs=ranks)
+        return float((Path(folder) / "rate").read_text(encoding="utf-8"))
+
+
+def _reduce(rank: int, kind: str, ranks: int, size: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    values = torch.ones(size // 4, device=f"cuda:{rank}" if kind == "cuda" else "cpu")
+    found = []
+    for _ in range(_TURNS + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(values)
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - began)
+    if rank == 0:
+        (Path(folder) / "rate").write_text(str(2 * (ranks - 1) / ranks * size / min(found[1:])), encoding="utf-8")
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort at interpreter shutdown

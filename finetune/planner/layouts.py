@@ -1,0 +1,368 @@
+"""Every mesh that rules and sizes allow, with its bytes and seconds by cause: what `flatshift plan` ranks for a cluster
+and `mesh.auto` for the devices at hand.
+
+Each is priced by `footprint` and `throughput`; `plan` also cuts the rows of an update into every number of
+micro-batches that divides them and recomputes as much as is best, where `mesh.auto` leaves both as the recipe has them.
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import WIDTHS, Adapter, Mesh, Train
+from ..errors import UserError
+from ..figures import duration, gib
+from ..models.families import FAMILIES, pipeline_families
+from .cluster import Cluster
+from .footprint import Footprint, Sizes, footprint
+from .rules import Settings, broken_rule, check_settings
+from .throughput import Seconds, Work, seconds
+
+AXES = ("pp", "replicate", "dp", "cp", "tp")
+
+
+_RESERVED = (1.03, 1.10)
+"""The allocator's pool ÷ what is in use."""
+_OUTSIDE = (1.5, 3.0)
+"""GiB of CUDA context and NCCL buffers, which nvidia-smi counts besides."""
+_RECOMPUTE = ("none", "selective", "full")
+_UNCOUNTED = ("train_whole", "soft_tokens", "experts", "bias")
+"""Of the adapter: what trains beside LoRA, or in its place."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One mesh with one way to cut its rows, priced."""
+
+    mesh: Mesh
+    train: Train
+    needs: Footprint
+    time: Seconds
+    flops: float
+    """Of the model in an update: 4 per frozen weight and token that it multiplies with, attention besides."""
+    cluster: Cluster
+    expert_parallel: int = 1
+    """Data ranks that share out the experts of every block; training has no more than 1."""
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that a rank may count on; None: unknown."""
+        return self.cluster.room
+
+    @property
+    def taken(self) -> float:
+        """Bytes of the rank that has most, on a CUDA device with the allocator's slack."""
+        return self.needs.total * (_RESERVED[1] if self.cluster.kind == "cuda" else 1.0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank that has most has room."""
+        return self.room is None or self.taken <= self.room
+
+    @property
+    def short(self) -> int:
+        """Bytes that the fullest rank lacks."""
+        return max(0, int(self.taken) - (self.room or int(self.taken)))
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Those that fit first, fastest first; then the nearest."""
+        return not self.fits, self.time.total if self.fits else self.needs.total / max(self.room or 1, 1)
+
+    @property
+    def tokens(self) -> int:
+        """Of an update."""
+        return self.train.batch_size * self.train.accumulate * self.train.max_length
+
+    @property
+    def mfu(self) -> float:
+        """Share of the devices' bf16 peak that the model's own FLOPs are."""
+        return self.flops / (self.time.total * self.cluster.count * self.cluster.device.flops)
+
+    @property
+    def name(self) -> str:
+        """Its axes."""
+        name = mesh_name(self.mesh) or "one device"
+        name += " (sequence)" if self.mesh.sequence_parallel and self.mesh.tp > 1 else ""
+        return name + (f" × ep {self.expert_parallel}" if self.expert_parallel > 1 else "")
+
+    def document(self) -> dict[str, Any]:
+        """For JSON and pages."""
+        axes = {axis: getattr(self.mesh, axis) for axis in AXES if getattr(self.mesh, axis) > 1}
+        gigabytes = self.needs.total / 2**30
+        more = {"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}
+        return {
+            "name": self.name,
+            "mesh": axes | more,
+            "trainable": self.expert_parallel == 1,
+            "batch_size": self.train.batch_size,
+            "accumulate": self.train.accumulate,
+            "checkpointing": self.train.checkpointing,
+            "fits": self.fits,
+            "bytes": {**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(self.needs)}},
+            "allocated_gib": round(gigabytes, 2),
+            "reserved_gib": [round(gigabytes * share, 2) for share in _RESERVED],
+            "nvidia_smi_gib": [
+                round(gigabytes * share + more, 2) for share, more in zip(_RESERVED, _OUTSIDE, strict=True)
+            ],
+            "short_gib": round(self.short / 2**30, 2),
+            "seconds": {name: float(f"{value:.4g}") for name, value in vars(self.time).items()},
+            "update_s": float(f"{self.time.total:.4g}"),
+            "tokens_per_s": round(self.tokens / self.time.total, 1),
+            "mfu": round(self.mfu, 4),
+        }
+
+    @property
+    def recipe(self) -> str:
+        """The lines to paste."""
+        axes = ", ".join(f"{axis}: {getattr(self.mesh, axis)}" for axis in AXES if getattr(self.mesh, axis) > 1)
+        more = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
+        lines = [f"mesh: {{{axes}{more}}}"] if axes else []
+        cut = f"batch_size: {self.train.batch_size}, accumulate: {self.train.accumulate}"
+        return "\n".join([*lines, f"train: {{{cut}, checkpointing: {self.train.checkpointing}}}"])
+
+
+_ALIKE = 1.02
+"""Times that the model cannot tell apart."""
+
+
+def best_of(found: Sequence[Layout]) -> Layout:
+    """The fastest that fits, of those that are as good as equal that with the fewest cuts: copies before shards before
+    tensor parallelism before stages. If none fits, the nearest."""
+    first = min(found, key=lambda layout: layout.order)
+    if not first.fits:
+        return first
+    alike = [layout for layout in found if layout.fits and layout.time.total <= _ALIKE * first.time.total]
+    return min(alike, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total))
+
+
+def mesh_name(mesh: Mesh) -> str:
+    """Its axes that are not 1; empty where all are."""
+    return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1)
+
+
+def layouts(
+    sizes: Sizes, cluster: Cluster, settings: Settings, *, recompute: tuple[str, ...] = _RECOMPUTE
+) -> list[Layout]:
+    """Every layout of all the cluster's devices that rules and sizes allow, those that fit first, fastest first; of
+    one mesh only its best.
+
+    The rows of an update, `train.batch_size × train.accumulate`, stay what they are. Axes that are set stay.
+    Raises UserError if there is none, with what stands in the way.
+    """
+    given, train = settings.mesh, settings.train
+    check_counted(sizes, settings)
+    _check_cut(sizes, given)
+    rows = train.batch_size * train.accumulate
+    if cluster.count % given.size:
+        raise UserError(f"mesh: {given.size} ranks of the axes that are set do not divide {cluster.count} devices")
+    free = [axis for axis in ("replicate", "dp", "tp", "pp") if getattr(given, axis) == 1]
+    found: dict[tuple[int, ...], Layout] = {}
+    for mesh in options(given, cluster.count, free):
+        for cut in _divisors(rows):
+            if (rows // cut) % (mesh.replicate * mesh.dp):
+                continue
+            batch = dataclasses.replace(train, batch_size=rows // cut, accumulate=cut)
+            if not allowed(mesh, given, dataclasses.replace(settings, mesh=mesh, train=batch), sizes, cluster.node):
+                continue
+            for how in recompute:
+                trained = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
+                read = settings.task.as_read(trained)
+                for variant, shared in _variants(mesh, sizes):
+                    layout = priced(variant, read, sizes, settings.adapter, cluster, expert_parallel=shared)
+                    layout = dataclasses.replace(layout, train=trained)
+                    key = (*(getattr(mesh, axis) for axis in AXES), shared)
+                    if key not in found or layout.order < found[key].order:
+                        found[key] = layout
+    if not found:
+        check_settings(dataclasses.replace(settings, mesh=given))
+        raise UserError(
+            f"no mesh of {cluster.count} devices goes with {rows} rows of an update, {sizes.heads} heads in "
+            f"{sizes.groups} groups and {len(sizes.blocks)} blocks; raise train.batch_size or train.accumulate to a "
+            f"multiple of the data ranks, or take fewer devices"
+        )
+    return sorted(found.values(), key=lambda layout: layout.order)
+
+
+def _check_cut(sizes: Sizes, given: Mesh) -> None:
+    """Raise UserError for axes that are set and that training could not cut this backbone along."""
+    if given.tp > 1:
+        if sizes.kind not in FAMILIES:
+            raise UserError(f"mesh.tp: {sizes.kind} is none of {', '.join(FAMILIES)}; leave it out, mesh.dp shards any")
+        parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary)
+        if any(part % given.tp for part in parts):
+            near = max(n for n in _divisors(math.gcd(*parts)) if n <= given.tp)
+            raise UserError(
+                f"mesh.tp: {given.tp} does not divide {sizes.heads} heads in {sizes.groups} groups, a feed-forward "
+                f"of {sizes.feed_forward} and {sizes.vocabulary:,} words of this backbone; nearest that does: {near}"
+            )
+    if given.pp > 1:
+        known, stages = pipeline_families(), given.pp * (given.virtual or 1)
+        if sizes.kind not in known:
+            raise UserError(f"mesh.pp: {sizes.kind} is none of {', '.join(known)}; leave it out, mesh.dp shards any")
+        if stages > len(sizes.blocks):
+            raise UserError(
+                f"mesh.pp: {given.pp} × {given.virtual or 1} stages are more than the {len(sizes.blocks)} blocks of "
+                f"this backbone; take at most {len(sizes.blocks) // (given.virtual or 1)}"
+            )
+
+
+def _variants(mesh: Mesh, sizes: Sizes) -> Iterator[tuple[Mesh, int]]:
+    """A mesh with and without sequence parallelism, and with its data ranks sharing out experts."""
+    meshes = [mesh]
+    if mesh.tp > 1 and not mesh.sequence_parallel:
+        meshes.append(dataclasses.replace(mesh, sequence_parallel=True))
+    shared = [e for e in _divisors(mesh.dp) if e == 1 or (sizes.experts > 1 and sizes.experts % e == 0)]
+    yield from itertools.product(meshes, shared)
+
+
+def check_counted(sizes: Sizes, settings: Settings) -> None:
+    """Raise UserError for what the formulas leave out: nothing fits on a guess."""
+    adapter, longest = settings.adapter, settings.train.max_length
+    if uncounted := [name for name in _UNCOUNTED if getattr(adapter, name) is not None]:
+        raise UserError(f"plan: adapter.{uncounted[0]} is not counted yet; it knows LoRA alone, so leave that out")
+    if not sizes.adapter:
+        raise UserError(f"adapter.targets: {adapter.targets!r} names no linear layer of {sizes.kind}; take all-linear")
+    if sizes.positions is not None and longest > sizes.positions:
+        raise UserError(
+            f"train.max_length {longest} is more than the {sizes.positions} positions of the backbone; take "
+            f"{sizes.positions}, or write what it can do into its config.json"
+        )
+
+
+def update_seconds(sizes: Sizes, cluster: Cluster, settings: Settings) -> float | None:
+    """Of an update of these settings on `cluster`; None for what the formulas do not count, and float32 products."""
+    if settings.train.precision not in ("bf16", "fp16"):
+        return None
+    try:
+        check_counted(sizes, settings)
+    except UserError:
+        return None
+    read = settings.task.as_read(settings.train)
+    return priced(settings.mesh, read, sizes, settings.adapter, cluster).time.total
+
+
+def priced(
+    mesh: Mesh, train: Train, sizes: Sizes, adapter: Adapter, cluster: Cluster, *, expert_parallel: int = 1
+) -> Layout:
+    """One layout of all the cluster's devices, with its bytes and seconds."""
+    width = WIDTHS[train.precision]
+    data = mesh.replicate * mesh.dp
+    rows = train.batch_size // data
+    pieces = train.accumulate
+    of_piece = rows
+    if mesh.pp > 1:
+        of_piece = math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
+        pieces = train.accumulate * math.ceil(rows / of_piece)
+    blocks, shards = len(sizes.blocks), mesh.dp * mesh.cp
+    times = 1 if not mesh.reshard or mesh.pp > 1 else 2
+    gathered = 0.0
+    if shards > 1 and mesh.zero == 3:
+        experts, sharing = blocks * sizes.expert_elements, shards // expert_parallel
+        parts = ((sum(sizes.blocks) - experts, shards), (experts / expert_parallel, sharing))
+        gathered = times * width * sum(part * (n - 1) / n for part, n in parts) / (mesh.tp * mesh.pp)
+    if mesh.pp > 1:
+        gathered /= max(pieces, 1)
+    inside = shards * mesh.tp <= cluster.node
+    adapters = 4 * sizes.adapter / (mesh.tp * mesh.pp)
+    held = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
+    copies = data * mesh.cp // held
+    # to shards once, then among their copies once there and once back
+    reduced = adapters * ((held - 1) / held + 2 * (copies - 1) / copies / held)
+    sequence = train.max_length // mesh.cp
+    sent = 4 * of_piece * sequence * sizes.hidden * sizes.routed * width
+    work = Work(
+        layers=blocks,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        products=sizes.products + sizes.adapter / blocks,
+        head=sizes.vocabulary * sizes.hidden,
+        sequence=sequence,
+        rows=of_piece,
+        micro=pieces,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        virtual=1 if mesh.schedule in ("1f1b", "gpipe") else mesh.virtual or 2,
+        recompute=train.checkpointing,
+        sequence_parallel=mesh.sequence_parallel,
+        gathered=gathered,
+        gathered_inside=inside,
+        reduced=reduced,
+        reduced_inside=cluster.count <= cluster.node,
+        tp_inside=mesh.tp <= cluster.node,
+        exchanged=sent * (expert_parallel - 1) / expert_parallel,
+        exchanged_inside=expert_parallel * mesh.tp <= cluster.node,
+    )
+    tokens = train.batch_size * train.accumulate * train.max_length
+    attention = 12 * train.max_length * sizes.hidden * blocks
+    flops = tokens * (4 * (blocks * sizes.products + work.head) + 6 * sizes.adapter + attention)
+    needs = footprint(
+        sizes, mesh=mesh, adapter=adapter, train=train, device=cluster.kind, expert_parallel=expert_parallel
+    )
+    took = seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
+    return Layout(mesh, train, needs, took, flops, cluster, expert_parallel)
+
+
+def options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
+    """Every mesh of so many ranks in which only `free` axes grow."""
+    left, rest = divmod(ranks, mesh.size)
+    for widths in itertools.product(_divisors(left), repeat=len(free)):
+        if rest == 0 and math.prod(widths) == left:
+            axes: dict[str, Any] = dict(zip(free, widths, strict=True))
+            yield dataclasses.replace(mesh, **axes)
+
+
+def allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Sizes, node: int) -> bool:
+    """Whether settings and backbone allow a mesh; of axes that are set, only the settings are asked."""
+    if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
+        return False
+    if option.tp > given.tp:
+        parts = (sizes.heads, sizes.groups, sizes.feed_forward, sizes.vocabulary, node)
+        if sizes.kind not in FAMILIES or any(part % option.tp for part in parts):
+            return False
+    if option.pp > given.pp:
+        stages = option.pp * (option.virtual or 1)
+        if sizes.kind not in pipeline_families() or stages > len(sizes.blocks):
+            return False
+    # A is (rank × inputs): shards that divide neither pad every adapter up to their number
+    shards = option.dp * option.cp
+    pads = option.adapters == "shard" and settings.adapter.rank % shards and sizes.hidden % shards
+    return not (option.dp > given.dp and pads)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8) -> list[str]:
+    """For a person: the backbone, the best meshes, and what those that do not fit lack."""
+    room = found[0].room
+    fitting = [layout for layout in found if layout.fits]
+    lines = [
+        f"{sizes.kind}, {sizes.elements / 1e9:.3g} B frozen, {sizes.adapter / 1e6:.3g} M trained, on {cluster}, "
+        f"{'an unknown part' if room is None else gib(room)} of each to be used"
+    ]
+    head = (
+        f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'update':>9} {'tokens/s':>10} {'MFU':>6}"
+    )
+    shown = (fitting or found)[:most]
+    lines.append(head)
+    for layout in shown:
+        lines.append(
+            f"  {layout.name:46} {f'{layout.train.batch_size} × {layout.train.accumulate}':>13} "
+            f"{layout.train.checkpointing:>10} {gib(layout.needs.total):>10} {duration(layout.time.total):>9} "
+            f"{layout.tokens / layout.time.total:>10,.0f} {layout.mfu:>6.1%}"
+        )
+    if len(found) > len(fitting):
+        least = min((layout for layout in found if not layout.fits), key=lambda layout: layout.needs.total)
+        lines.append(
+            f"{len(found) - len(fitting)} of {len(found)} meshes do not fit; the nearest, {least.name}, is "
+            f"short of {gib(least.short)} a device ({least.needs})"
+        )
+    return lines
