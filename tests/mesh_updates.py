@@ -22,8 +22,8 @@ def few_updates(engine: Any, batches: Any, task: Any, steps: int) -> tuple[list[
     losses, first = [], {}
     for step in range(steps):
         micros = batches.at(step)
-        sides = engine.sides(micros, task=task, head=head, precision=contextlib.nullcontext)
         if task.has_reference:
+            sides = engine.sides(micros, task=task, head=head, precision=contextlib.nullcontext)
             micros = [dataclasses.replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)]
         loss = engine.forward_backward(
             micros, batches.supervised(step), task=task, head=head, context=lambda i: contextlib.nullcontext()

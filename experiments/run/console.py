@@ -27,7 +27,7 @@ _EVERY_S = 4.0
 """Between two lines of a piece of work where there is no terminal."""
 
 
-class _Voice:
+class _Output:
     """When this process last said something, and how many speak for it: bars of a terminal, ranks that it started."""
 
     last = 0.0
@@ -37,25 +37,25 @@ class _Voice:
 @contextmanager
 def others_speak() -> Iterator[None]:
     """While it lasts, `never_silent` has nothing to say."""
-    _Voice.others += 1
+    _Output.others += 1
     try:
         yield
     finally:
-        _Voice.others -= 1
-        _Voice.last = time.monotonic()
+        _Output.others -= 1
+        _Output.last = time.monotonic()
 
 
 @contextmanager
 def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
     """Say on stderr that `what` is at work wherever nothing else was said for so many seconds."""
-    begun = _Voice.last = time.monotonic()
+    begun = _Output.last = time.monotonic()
     ended = threading.Event()
 
     def speak() -> None:
         while not ended.wait(every / 8):
             now = time.monotonic()
-            if not _Voice.others and now - _Voice.last >= every:
-                _Voice.last = now
+            if not _Output.others and now - _Output.last >= every:
+                _Output.last = now
                 print(f"{what}: at work for {now - begun:.0f} s", file=sys.stderr, flush=True)
 
     speaker = threading.Thread(target=speak, name="never-silent", daemon=True)
@@ -97,7 +97,7 @@ class Console:
             for line in whole:
                 self.log(line)
         for line in () if self.quiet else whole if self.verbose else short:
-            _Voice.last = time.monotonic()
+            _Output.last = time.monotonic()
             print(line, file=sys.stderr, flush=True)
 
     @contextmanager

@@ -225,13 +225,11 @@ class Engine:
         head: Head | None,
         precision: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> list[Sides | None]:
-        """What must be known of an update before its passes: of each of this rank's micro-batches the reference and the
-        drift of its answers (`finetune.compute.loss.with_reference`); None where the task asks for nothing.
+        """What must be known of an update of a `task.has_reference` before its passes: of each of this rank's
+        micro-batches the reference and the drift of its answers (`finetune.compute.loss.with_reference`).
 
         Outside of a regularizer's step, so that the reference is the backbone as it is. Every rank calls this.
         """
-        if not task.has_reference:
-            return [None] * len(micros)
         on_device = [micro.to(self.device) for micro in micros]
         known = with_reference(
             self.model,

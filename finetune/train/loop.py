@@ -278,7 +278,10 @@ class _Loop:
         self.engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
         count = self.stage.batches.supervised(place)
         rate = learning_rate(step, steps=self.train.steps, optimizer=self.stage.optimizer)
-        sides = self.engine.sides(self.stage.batches.at(place), task=task, head=self.head, precision=self._precision)
+        sides: Sequence[Sides | None] = ()
+        if task.has_reference:
+            micros = self.stage.batches.at(place)
+            sides = self.engine.sides(micros, task=task, head=self.head, precision=self._precision)
         verdict, overflowed = None, True
         while overflowed:
             losses: list[torch.Tensor] = []
@@ -320,11 +323,9 @@ class _Loop:
         return line
 
     def _micros(self, place: int, sides: Sequence[Sides | None]) -> list[MicroBatch]:
-        """The micro-batches of an update, with what is known of their answers."""
+        """The micro-batches of an update, with what is known of their answers, if anything is."""
         micros: list[MicroBatch] = self.stage.batches.at(place)
-        return [
-            micro if known is None else replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)
-        ]
+        return [replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)] if sides else micros
 
     def undo(self, verdict: Verdict, rate: float) -> Line | Verdict:
         """Leave the update out and return its line, or the verdict where the stage is to go back."""
