@@ -75,11 +75,6 @@ class MooreLewisSelector(Selector):
         finite_number(self.minimum, "minimum", least=1)
         finite_number(self.memory_gib, "memory_gib", above=0.0)
         rows, aims = need(pool, target, "tokens", "moore-lewis")
-        if rows.size != aims.size:
-            raise SelectionError(
-                f"pool tokens are of a vocabulary of {rows.size:,} and target tokens of one of {aims.size:,}; "
-                "make both with the same tokenizer"
-            )
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; moore-lewis has nothing to compare with")
         most = max(1000, int(self.memory_gib * 2**30) // ROW_BYTES)
