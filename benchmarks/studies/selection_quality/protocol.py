@@ -58,8 +58,8 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         )
     if forms := [name for name, arm in study.arms.items() if arm.source == "form"]:
         sentences.append(
-            f"By form alone ({', '.join(forms)}): moore-lewis on case, digits, marks and spacing, without any word. What "
-            "it wins shows what nats owe to form."
+            f"By form alone ({', '.join(forms)}): moore-lewis on case, digits, marks and spacing, without any word. "
+            "What it wins shows what nats owe to form."
         )
     if study.form:
         sentences.append(
