@@ -58,6 +58,7 @@ quality:
     random: {{set: {{select.method.kind: random}}}}
     gotd: {{set: {{select.method.kind: gotd}}, note: "<b>transport</b>"}}
     matched: {{source: matched, like: gotd}}
+    by-form: {{source: form}}
     all: {{source: pool}}
     target-text: {{source: target}}
     no-warm-up: {{source: none}}

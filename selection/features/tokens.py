@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -12,6 +13,8 @@ from selection.lazy import np
 
 CHUNK = 8192
 """Texts whose tokens are looked at together."""
+_RESIDENT = 1 << 26
+"""Bytes of a file that may be read before its pages are handed back to the system, which keeps them while it can."""
 Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]
 """texts -> the token numbers of each, without special tokens."""
 
@@ -19,12 +22,13 @@ Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]
 class TokenRows(Sequence[Any]):
     """The tokens of N texts: row i is an integer array. 8 bytes a row in memory beside `flat`.
 
-    flat (T,): all tokens, an array or a memory map. ends (N,) int64: where each text ends in it. size: tokens are
-    below it (the vocabulary).
+    flat (T,): all tokens, an array, or one over the file `mapped`, of which at most 64 MiB stay in memory while `parts`
+    reads it. ends (N,) int64: where each text ends in it. size: tokens are below it (the vocabulary).
     """
 
-    def __init__(self, flat: Any, ends: Any, size: int):
+    def __init__(self, flat: Any, ends: Any, size: int, mapped: mmap.mmap | None = None):
         self.flat, self.ends, self.size = flat, np.asarray(ends, dtype=np.int64), int(size)
+        self._mapped = mapped
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], size: int) -> TokenRows:
@@ -55,11 +59,15 @@ class TokenRows(Sequence[Any]):
                     total += len(part.flat)
                     if progress:
                         progress(min(low + CHUNK, len(texts)))
-            flat = np.memmap(path, dtype=kind, mode="r") if total else np.empty(0, kind)
+            mapped = None
+            if total:
+                with path.open("rb") as source:
+                    mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
         finally:
             with contextlib.suppress(OSError):
                 path.unlink()
-        return cls(flat, np.concatenate(ends), size)
+        flat = np.empty(0, kind) if mapped is None else np.frombuffer(mapped, kind)
+        return cls(flat, np.concatenate(ends), size, mapped)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -87,8 +95,14 @@ class TokenRows(Sequence[Any]):
 
     def parts(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Number of its first text, tokens, and lengths of one chunk after another."""
+        read = 0
         for low in range(0, len(self), CHUNK):
-            yield low, *self.part(low, min(low + CHUNK, len(self)))
+            flat, lengths = self.part(low, min(low + CHUNK, len(self)))
+            yield low, flat, lengths
+            read += flat.nbytes
+            if self._mapped is not None and read > _RESIDENT and hasattr(mmap, "MADV_DONTNEED"):
+                self._mapped.madvise(mmap.MADV_DONTNEED)
+                read = 0
 
     def take(self, rows: Any) -> TokenRows:
         """The rows with these numbers, in memory."""

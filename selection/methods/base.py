@@ -172,13 +172,19 @@ def finite_number(value: Any, name: str, *, above: float = -inf, least: float = 
 
 
 def need(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
-    """Both sides' `part` ("texts", "tokens" or "features"), features as matrices. SelectionError: one is missing."""
+    """Both sides' `part` ("texts", "tokens" or "features"), features as matrices. SelectionError: one is
+    missing, or tokens are of two vocabularies."""
     found = []
     for name, side in (("pool", pool), ("target", target)):
         value = getattr(side, part)
         if value is None:
             raise SelectionError(f"{method} works on {part}, and the {name} has none; pass {part}= to it")
         found.append(feature_matrix(value, name) if part == "features" else value)
+    if part == "tokens" and found[0].size != found[1].size:
+        raise SelectionError(
+            f"pool tokens are of a vocabulary of {found[0].size:,} and target tokens of one of {found[1].size:,}; "
+            "make both with the same tokenizer"
+        )
     return found[0], found[1]
 
 

@@ -7,6 +7,7 @@ form of the target's texts, which warm-up has to teach as well as their words.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class MooreLewis:
     """Cross-entropy difference (Moore–Lewis): −mean log p_target/p_pool per token, trigrams of the backbone's
-    tokens."""
+    tokens; short texts shrunk to the pool's mean."""
 
     kind: Literal["moore-lewis"] = "moore-lewis"
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
-    share: float = 0.5
-    """Of the target's model in its mixture with the pool's: what the target's texts do not hold is left to the pool."""
+    share: float = 0.2
+    """Of the target's model in its mixture with the pool's: what the target's texts do not hold is left to the pool.
+    The smaller, the less a token that the target lacks speaks against a text, beside those that it has."""
+    prior: float = 15.0
+    """Tokens of an average pool text that every text is taken to hold beside its own, so that a long text has to be
+    like the target less markedly than a short one, which may be so by chance. 0: the plain mean per token."""
     minimum: int = 8
     """Tokens; shorter texts come behind all others, because a few tokens may look like the target by chance."""
     memory_gib: float = 1.0
@@ -35,6 +40,7 @@ class MooreLewis:
 
     def __post_init__(self) -> None:
         check(self, "share", above=0, most=1)
+        check(self, "prior", least=0)
         check(self, "minimum", least=1)
         check(self, "memory_gib", least=0.001)
 
@@ -43,16 +49,20 @@ class MooreLewis:
 
 
 class MooreLewisSelector(Selector):
-    """Scores by −(1/n) Σ_t log (share·p_target + (1 − share)·p_pool)/p_pool, n tokens t of a text.
+    """Scores by −(Σ_t g_t + prior·ḡ) / (n + prior) over the n tokens t of a text, where
+    g_t = log (share·p_target + (1 − share)·p_pool)/p_pool, and ḡ is the mean of the texts' mean gains.
 
     p: interpolated modified Kneser–Ney trigrams (`selection.methods.ngrams`), of all target and all pool texts. The
-    ratio of one token is at least 1 − share, so that no single token damns a text. Texts of fewer than `minimum`
+    ratio of one token is at least 1 − share, so that no single token damns a text; share near 0 gives the order of the
+    mean ratio itself, which is the gradient of the target's cross-entropy as the pool's model takes up a text, share 1
+    that of Moore and Lewis. `prior` shrinks short texts to the pool's mean. Texts of fewer than `minimum`
     tokens follow behind all others, among themselves by their scores. memory_gib: of the pool's model. Weights are
     ignored. `evidence` says which tokens spoke for a text.
     """
 
-    def __init__(self, *, share: float = 0.5, minimum: int = 8, memory_gib: float = 1.0):
+    def __init__(self, *, share: float = 0.2, prior: float = 15.0, minimum: int = 8, memory_gib: float = 1.0):
         self.share = share
+        self.prior = prior
         self.minimum = minimum
         self.memory_gib = memory_gib
 
@@ -61,14 +71,10 @@ class MooreLewisSelector(Selector):
         from selection.methods.ngrams import ROW_BYTES, KneserNey, TrigramCounts
 
         finite_number(self.share, "share", above=0.0, most=1.0)
+        finite_number(self.prior, "prior", least=0.0)
         finite_number(self.minimum, "minimum", least=1)
         finite_number(self.memory_gib, "memory_gib", above=0.0)
         rows, aims = need(pool, target, "tokens", "moore-lewis")
-        if rows.size != aims.size:
-            raise SelectionError(
-                f"pool tokens are of a vocabulary of {rows.size:,} and target tokens of one of {aims.size:,}; "
-                "make both with the same tokenizer"
-            )
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; moore-lewis has nothing to compare with")
         most = max(1000, int(self.memory_gib * 2**30) // ROW_BYTES)
@@ -79,15 +85,19 @@ class MooreLewisSelector(Selector):
                 progress("counting n-grams", low + len(lengths), len(rows))
         reference = KneserNey(*counts.table(), rows.size)
         self._models = KneserNey.of(aims, most), reference
-        scores = np.empty(len(rows))
+        gains = np.empty(len(rows))
         for low, flat, lengths in rows.parts():
-            gains = self._gains(flat, lengths, rows.size)
             text_of = np.repeat(np.arange(len(lengths)), lengths)
-            sums = np.bincount(text_of, weights=gains, minlength=len(lengths))
-            scores[low : low + len(lengths)] = -sums / np.maximum(lengths, 1)
+            gains[low : low + len(lengths)] = np.bincount(
+                text_of, weights=self._gains(flat, lengths, rows.size), minlength=len(lengths)
+            )
             if progress:
                 progress("comparing n-grams", low + len(lengths), len(rows))
-        short = rows.lengths < self.minimum
+        lengths = rows.lengths
+        # A sum that does not depend on the order of rows, to the last bit.
+        usual = math.fsum(gains / np.maximum(lengths, 1)) / len(rows)
+        scores = -(gains + self.prior * usual) / np.maximum(lengths + self.prior, 1.0)
+        short = lengths < self.minimum
         self.scores_ = behind(scores, short, scores) if not short.all() else scores
         self.nearest_target_ = None
         self.diagnostics_ = {
@@ -106,7 +116,7 @@ class MooreLewisSelector(Selector):
         return hasattr(self, "_models")
 
     def evidence(self, rows: TokenRows) -> list[Any]:
-        """For each text what each of its tokens said for it: log of its ratio, nats; their mean is −score."""
+        """For each text what each of its tokens said for it: log of its ratio, nats."""
         self._fitted()
         flat, lengths = rows.part(0, len(rows))
         return np.split(self._gains(flat, lengths, rows.size), np.cumsum(lengths)[:-1]) if len(rows) else []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from finetune.config import Columns
+from finetune.data import view as view_module
 from finetune.data.rows import Row, Seen, read_rows
 from finetune.data.view import spill_rows
 from finetune.errors import UserError
@@ -54,6 +55,28 @@ def test_a_view_is_the_list_it_was_made_of(tmp_path: Path, rows):
     assert (view.indices() == np.arange(9000)).all()
     with pytest.raises(IndexError):
         view[9000]
+
+
+def _held(name: str) -> int:
+    """Bytes of this process that /proc names so."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
+def test_reading_a_large_view_holds_a_bounded_part_of_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(view_module, "_RESIDENT", 1 << 20)
+    texts = [f"{i} " + "x" * 4000 for i in range(8000)]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    view = spill_rows(read_rows([str(source)]), tmp_path / "kept", columns=Columns())
+    before = most = _held("RssFile")
+    for number, text in enumerate(view.texts):
+        assert text == texts[number]
+        if number % 500 == 0:
+            most = max(most, _held("RssFile"))
+    assert most - before < 20 << 20 < sum(map(len, texts)), "all of 32 MB, unless pages are handed back"
+    assert view[77].values["text"] == texts[77]
 
 
 def test_take_reorders(tmp_path: Path, rows):

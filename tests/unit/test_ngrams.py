@@ -100,17 +100,37 @@ def test_texts_of_the_targets_kind_come_first_and_short_ones_last(selector):
 
 def test_scores_are_the_mean_ratio_and_the_evidence_adds_up():
     rows, aims = texts(80, 1), texts(20, 2)
-    selector = MooreLewisSelector(share=0.7, minimum=1)
-    selector.fit(Pool(tokens=TokenRows.of(rows, SIZE)), Pool(tokens=TokenRows.of(aims, SIZE)))
+    plain = MooreLewisSelector(share=0.7, prior=0.0, minimum=1)
+    shrunk = MooreLewisSelector(share=0.7, prior=5.0, minimum=1)
+    for selector in (plain, shrunk):
+        selector.fit(Pool(tokens=TokenRows.of(rows, SIZE)), Pool(tokens=TokenRows.of(aims, SIZE)))
     p, q = naive(aims, SIZE), naive(rows, SIZE)
-    for i in (3, 17, 60):
-        padded = [SIZE, SIZE, *rows[i]]
-        grams = [(padded[j], padded[j + 1], padded[j + 2]) for j in range(len(rows[i]))]
-        if grams:
-            expected = -np.mean([np.log(0.7 * p(*gram) / q(*gram) + 0.3) for gram in grams])
-            assert selector.scores_[i] == pytest.approx(expected, rel=1e-10)
-    (spoke,) = selector.evidence(TokenRows.of([rows[3]], SIZE))
-    assert len(spoke) == len(rows[3]) and -np.mean(spoke) == pytest.approx(selector.scores_[3])
+    gains = []
+    for row in rows:
+        padded = [SIZE, SIZE, *row]
+        grams = [(padded[j], padded[j + 1], padded[j + 2]) for j in range(len(row))]
+        gains.append([np.log(0.7 * p(*gram) / q(*gram) + 0.3) for gram in grams])
+    means = np.array([np.mean(some) if some else 0.0 for some in gains])
+    full = [i for i, row in enumerate(rows) if row]
+    np.testing.assert_allclose(plain.scores_[full], -means[full], rtol=1e-10, atol=1e-12)
+    expected = [-(sum(gains[i]) + 5.0 * means.mean()) / (len(gains[i]) + 5.0) for i in full]
+    np.testing.assert_allclose(shrunk.scores_[full], expected, rtol=1e-10, atol=1e-12)
+    (spoke,) = plain.evidence(TokenRows.of([rows[3]], SIZE))
+    assert len(spoke) == len(rows[3]) and -np.mean(spoke) == pytest.approx(plain.scores_[3])
+
+
+def test_a_short_text_has_to_be_like_the_target_more_markedly_than_a_long_one():
+    """Flukes of nine tokens come before long texts of the target's kind by the plain mean, and behind them shrunk."""
+    r = np.random.default_rng(0)
+    up = [(r.integers(40) + np.arange(80)) % 40 for _ in range(20)]
+    for text in up:
+        text[::8] = r.integers(0, 40, len(text[::8]))
+    fluke = [(r.integers(40) + np.arange(9)) % 40 for _ in range(5)]
+    noise = [r.integers(0, 40, 40) for _ in range(200)]
+    pool = Pool(tokens=TokenRows.of([*up, *fluke, *noise], 40))
+    target = Pool(tokens=TokenRows.of([(r.integers(40) + np.arange(60)) % 40 for _ in range(30)], 40))
+    plain, shrunk = (MooreLewisSelector(prior=prior).fit(pool, target).select(20) for prior in (0.0, 40.0))
+    assert len({*range(20, 25)} & {*plain.tolist()}) >= 4 and {*shrunk.tolist()} == {*range(20)}
 
 
 def test_cross_entropy_falls_where_the_model_read_the_same_kind():

@@ -43,12 +43,12 @@ def test_every_cell_ends_and_trials_are_equal(made) -> None:
     _, out, document = made
     assert all(cell["status"] == "done" for cell in cells(out)), [cell["reason"] for cell in cells(out)]
     assert document["cells"] == len(cells(out)) and not document["failed"]
-    assert {row["trials"] for row in document["trials"]} == {2} and len(document["trials"]) == 5 * 2
+    assert {row["trials"] for row in document["trials"]} == {2} and len(document["trials"]) == 6 * 2
     trials = cells(out, "trial") + cells(out, "fine-tune trial")
     assert {cell["seed"] for cell in trials} == {1_000_003} and {cell["judged"] for cell in trials} == {"validation"}
     finals = cells(out, "final")
     assert {cell["seed"] for cell in finals} == {0, 1} and {cell["judged"] for cell in finals} == {"test"}
-    with_budget, without = 3 * (2 + 1), 3 * 2
+    with_budget, without = 4 * (2 + 1), 3 * 2
     assert len(finals) == 2 * (with_budget + without)
     assert {cell["budget"] for cell in finals if "accuracy" not in cell["metrics"]} == {10}
 

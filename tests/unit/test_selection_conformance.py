@@ -480,6 +480,15 @@ def test_settings_that_cannot_work_are_one_sentence(selector, told, pool, target
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
+@pytest.mark.parametrize("selector", [MooreLewisSelector(), ClassifierSelector(), AutoSelector(budget=5)])
+def test_tokens_of_two_tokenizers_are_one_sentence(selector, pool, target):
+    sides = [replace(side, tokens=TokenRows.of([[1, 2]] * len(side), size)) for side, size in ((pool, 5), (target, 7))]
+    with pytest.raises(
+        SelectionError, match="a vocabulary of 5 and target tokens of one of 7; make both with the same"
+    ):
+        selector.fit(*sides)
+
+
 def test_every_method_of_the_table_is_in_this_suite():
     kinds = {method.__dataclass_fields__["kind"].default for method in get_args(Method)}
     assert kinds <= {name.split("-")[0] for name in CASES} | set(CASES)

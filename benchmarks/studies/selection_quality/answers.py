@@ -109,6 +109,7 @@ def _controls(document: Document) -> list[str]:
         verdict = "no clear difference" if not _clear(difference) else "lower" if difference["value"] < 0 else "higher"
         what = {
             "matched": f"a random draw with the domains and lengths of its choice ({name})",
+            "form": f"what is nearest to the target in form alone ({name})",
             "pool": f"the whole pool ({name})",
             "target": f"the target's own unlabelled texts ({name})",
             "none": f"no warm-up ({name})",

@@ -95,6 +95,8 @@ class SelectionCell:
     """Key of the selection that a matched draw follows."""
     unit: str = "passages"
     """What budgets count."""
+    form: bool = False
+    """Whether form alone is looked at."""
 
     kind: Literal["selection"] = "selection"
 

@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.studies.cells.rows import split_rows
 from benchmarks.studies.selection_quality.cells import SelectionCell, TargetRows
 from benchmarks.studies.selection_quality.features import pool_vectors, vectors
+from benchmarks.studies.selection_quality.form import shapes
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
 from experiments.recipe.config import Recipe
 from experiments.select.embedding import tokenizer_of
@@ -29,7 +30,7 @@ from finetune.errors import UserError
 from finetune.seeds import derive
 from finetune.tasks import Task
 from selection import Pool, TokenRows, build_selector
-from selection.config import needs
+from selection.config import MooreLewis, needs
 from selection.methods.base import keyed_uniform
 
 _WORD = re.compile(r"\w+")
@@ -139,7 +140,7 @@ def _selected(
 ) -> tuple[np.ndarray, dict[str, Any], dict[int, int]]:
     """Rows of the stored pool in rank order, what the selector says of itself, and the passages of each budget."""
     assert cell.recipe.select is not None
-    method = cell.recipe.select.method
+    method = MooreLewis() if cell.form else cell.recipe.select.method
     whole = len(rows) == len(stored)
     pool = Pool(
         ids=stored.ids if whole else [stored.ids[i] for i in rows.tolist()],
@@ -157,6 +158,8 @@ def _selected(
         lengths = tokens.lengths + 1  # a passage ends with a token of its own
         if cell.unit == "tokens":
             budget = min(len(rows), int(budget / lengths.mean()) + 1)
+    if cell.form:
+        pool, target = replace(pool, tokens=shapes(pool.texts or ())), replace(target, tokens=shapes(texts))
     selector = build_selector(method, seed=derive(cell.seed, "select"), budget=budget, device="cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

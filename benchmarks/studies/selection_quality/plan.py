@@ -126,18 +126,19 @@ class Plan:
         features = self.features if embedder is None else self.embedders[embedder]
         budgets = study.budgets_of(target) if embedder is None else (study.embedder_budget,)
         rows = self._rows[target]
+        form = study.arms[arm].source == "form"
         tokens = study.unit == "tokens" or "tokens" in needs(recipe.select.method)
         each = followed.each if followed else len(budgets) > 1 and _one_size(recipe.select.method)
         key = short_hash(
             [
                 "selection", features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
                 seed, list(budgets), like, *(["a selection for each budget"] if each else []),
-                *([study.unit, recipe.backbone] if tokens else []),
+                *([study.unit, recipe.backbone] if tokens else []), *(["by form alone"] if form else []),
             ]
         )  # fmt: skip
         return SelectionCell(
-            key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, each, like, study.unit
-        )
+            key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, each, like, study.unit, form
+        )  # fmt: skip
 
     def trial(self, arm: str, target: str, lr: float) -> TrainingCell:
         """A warm-up of one learning rate, judged on validation texts."""

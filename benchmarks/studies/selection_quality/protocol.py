@@ -56,6 +56,11 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
             "Budgets count tokens of the backbone: a selection is the best passages that hold so many, and a warm-up "
             "of as many tokens reads it through once, whatever the length of its passages."
         )
+    if forms := [name for name, arm in study.arms.items() if arm.source == "form"]:
+        sentences.append(
+            f"By form alone ({', '.join(forms)}): moore-lewis on case, digits, marks and spacing, without any word. "
+            "What it wins shows what nats owe to form."
+        )
     if study.form:
         sentences.append(
             "Nats in plain form come from a second warm-up at the same rate and seed: chosen passages and judged texts "

@@ -10,7 +10,7 @@ from experiments.recipe.config import Recipe
 from finetune.bounds import LONGEST
 from finetune.config import check_bounds
 
-Source = Literal["selector", "matched", "pool", "target", "none"]
+Source = Literal["selector", "matched", "form", "pool", "target", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class QualityArm:
 
     source: Source = "selector"
     """Where the warm-up's text comes from: a `selector`'s choice; a random draw `matched` to another arm's choice in
-    hidden domain and length; the whole `pool`; the `target` texts themselves; or `none`: no warm-up."""
+    hidden domain and length; what is nearest to the target in `form` alone: moore-lewis on case, digits, marks and
+    spacing without any word; the whole `pool`; the `target` texts themselves; or `none`: no warm-up."""
     set: dict[str, Any] = field(default_factory=dict)
     """Recipe keys (dotted) and their values for this arm: those of `select.method`, and no others."""
     like: str = ""
@@ -179,7 +180,7 @@ class Quality:
 
     def has_budget(self, arm: str) -> bool:
         """Whether an arm selects."""
-        return self.arms[arm].source in ("selector", "matched")
+        return self.arms[arm].source in ("selector", "matched", "form")
 
     def fine_tunes(self, budget: int | None) -> bool:
         """Whether the fine-tune runs after this budget."""
