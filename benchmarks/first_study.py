@@ -139,9 +139,10 @@ def tune(
     console: Console,
     arms: Sequence[Arm] = ARMS,
 ) -> tuple[dict[Arm, list[Branch]], dict[str, Any]]:
-    """The best (warm-up lr, lr) of each arm by dev loss, all arms with equally many runs."""
+    """The best (warm-up lr, lr) of each arm by dev loss, all arms with equally many runs; they see no test rows."""
+    blind = from_override("data.test.files", "[]")
     cells = {
-        (arm, pair): arm_cell(recipe, [*overrides, *arm.overrides(), *rates(*pair)], TUNING_SEED)
+        (arm, pair): arm_cell(recipe, [*overrides, *arm.overrides(), *rates(*pair), blind], TUNING_SEED)
         for arm in arms
         for pair in trials.of(arm)
     }
