@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compute.blocked_attention import blocked
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, aligned, find_head
 from ..compute.numerics import forward_precision
@@ -95,7 +96,7 @@ def document_nats(
         batch = micro.to(device)
         if not masked:
             batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
-        with forward_precision(device, autocast_dtype):
+        with forward_precision(device, autocast_dtype), blocked(model, device, autocast_dtype):
             if first:
                 head, first = find_head(model, batch.inputs, task=task), False
             if head is None:
