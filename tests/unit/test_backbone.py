@@ -277,3 +277,15 @@ def test_a_hub_name_in_the_cache_loads_without_a_network(llama, tmp_path, offlin
     (repository / "snapshots" / commit / "model.safetensors").rename(repository / "snapshots" / commit / "model.bin")
     with pytest.raises(UserError, match="somebody/tiny"):
         open_backbone("somebody/tiny")
+
+
+def test_the_tokenizer_of_another_backbone_is_refused(tmp_path):
+    directory = save_backbone("llama", tmp_path / "llama", vocab_size=100)
+    byte_tokenizer().save_pretrained(directory)
+    with pytest.raises(UserError, match=r"its tokenizer has \d+ tokens and the model reads 100, so it is another"):
+        open_backbone(directory).tokenizer  # noqa: B018
+    directory = save_backbone("llama", tmp_path / "added", vocab_size=len(byte_tokenizer()))
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<image>"])  # as Gemma 3 has one for pictures
+    tokenizer.save_pretrained(directory)
+    assert len(open_backbone(directory).tokenizer) == open_backbone(directory).config.vocab_size + 1
