@@ -54,7 +54,7 @@ def blocked(model: nn.Module, device: torch.device | str, dtype: torch.dtype | N
 
     dtype: of autocast.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     kind = capabilities(torch.device(device)).kind
     able = kind == "cpu" and dtype is torch.bfloat16 and bf16_instructions()
     if not able or getattr(config, "_attn_implementation", None) != "sdpa":

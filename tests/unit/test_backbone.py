@@ -98,9 +98,10 @@ def test_the_pad_token_of_the_config_stays_where_nothing_else_is_padded_with(tmp
     counting = save_backbone("roberta", tmp_path / "roberta", vocab_size=352, pad_token_id=3)
     byte_tokenizer().save_pretrained(counting)  # its positions begin after the pad token, in a merged model too
     assert load_backbone(counting, **task).config.pad_token_id == 3
-    beyond = without(save_backbone("llama", tmp_path / "beyond", vocab_size=40), "pad_token_id")
+    beyond = without(save_backbone("llama", tmp_path / "beyond", vocab_size=320), "pad_token_id")
     tokenizer = byte_tokenizer()
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(300)
+    tokenizer.add_special_tokens({"pad_token": "<beyond>"})
+    assert tokenizer.pad_token_id == 320, "added without a row of the embedding, as many Llama tokenizers have it"
     tokenizer.save_pretrained(beyond)
     assert load_backbone(beyond, **task).config.pad_token_id == 1
 
