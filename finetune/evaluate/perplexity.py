@@ -81,6 +81,7 @@ def document_nats(
     """
     nats, tokens = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
     vocabulary = vocabulary_size(model)
+    most = min(LOGITS // vocabulary, capabilities(torch.device(device)).judged_tokens or LOGITS)
     head: Head | None = None
     first = share == ALONE
     batches = iterate_eval(
@@ -88,7 +89,7 @@ def document_nats(
         task=task,
         batch_size=batch_size,
         pad_id=pad_id,
-        max_tokens=LOGITS // vocabulary,
+        max_tokens=most,
         share=share.part,
         multiple=share.multiple,
     )

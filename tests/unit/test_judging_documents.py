@@ -1,4 +1,5 @@
-"""Attention by blocks of queries is attention: beside the definition in float64, and beside `sdpa` in a whole model."""
+"""How documents are judged on a CPU: by blocks of queries, beside the definition of attention in float64 and beside
+`sdpa` in a whole model, and few enough at once."""
 
 from __future__ import annotations
 
@@ -66,3 +67,18 @@ def test_documents_are_judged_by_blocks_and_others_as_before(tmp_path: Path, mon
     assert not {70, 33} & set(calls), "a mask is for sdpa; the look for the head has none"
     with blocked(model, "cpu", torch.float32):
         assert model.config._attn_implementation == "sdpa"
+
+
+def test_no_more_tokens_are_judged_at_once_than_suit_a_cpu(tmp_path: Path) -> None:
+    save_backbone("llama", tmp_path / "llama", max_position_embeddings=1024)
+    model = load_backbone(str(tmp_path / "llama"), task=LanguageModel()).eval()
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, 60, 100 + 10 * (i % 5)).tolist() for i in range(50)]
+    examples = [Example(ids, [-100, *ids[1:]], str(i), "") for i, ids in enumerate(rows)]
+    seen: list[torch.Size] = []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True)
+    how = {"pad_id": 0, "task": LanguageModel(), "masked": False}
+    nats, _ = document_nats(model, examples, batch_size=50, **how)
+    assert max(rows * tokens for rows, tokens in seen) <= 2048 and len(seen) <= 7
+    alone, _ = document_nats(model, examples, batch_size=1, **how)
+    np.testing.assert_allclose(nats, alone, rtol=1e-5)
