@@ -235,15 +235,7 @@ def _costs(document: Document) -> Block:
         )
     equal_time = f"equal time, {_unit(document['metric'])}"
     return Table(
-        [
-            "method",
-            "step time ÷",
-            equal_time,
-            "95 % t",
-            "sharpness ÷",
-            "95 % t",
-            "what it is",
-        ],
+        ["method", "step time ÷", equal_time, "95 % t", "sharpness ÷", "95 % t", "what it is"],
         rows,
         "Equal time: the endpoint again with as many steps as the baseline's time allows; `as above` where a step "
         "costs about the same.",
