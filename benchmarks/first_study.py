@@ -75,7 +75,8 @@ TARGETS = {
         "data.train.limit": 100,
     },
 }
-COMPARISONS = (
+Comparison = tuple[str, str, str, str]
+COMPARISONS: tuple[Comparison, ...] = (
     ("random", "plain", "cold", "plain"),
     ("gotd", "plain", "cold", "plain"),
     ("gotd", "plain", "random", "plain"),
@@ -130,17 +131,24 @@ def rates(warmup_lr: float | None, lr: float | None) -> list[Branch]:
 
 
 def tune(
-    recipe: str, out: Path, overrides: Sequence[Branch], trials: Trials, jobs: int, console: Console
+    recipe: str,
+    out: Path,
+    overrides: Sequence[Branch],
+    trials: Trials,
+    jobs: int,
+    console: Console,
+    arms: Sequence[Arm] = ARMS,
 ) -> tuple[dict[Arm, list[Branch]], dict[str, Any]]:
-    """The best (warm-up lr, lr) of each arm by dev loss, all arms with equally many runs."""
+    """The best (warm-up lr, lr) of each arm by dev loss, all arms with equally many runs; they see no test rows."""
+    blind = from_override("data.test.files", "[]")
     cells = {
-        (arm, pair): arm_cell(recipe, [*overrides, *arm.overrides(), *rates(*pair)], TUNING_SEED)
-        for arm in ARMS
+        (arm, pair): arm_cell(recipe, [*overrides, *arm.overrides(), *rates(*pair), blind], TUNING_SEED)
+        for arm in arms
         for pair in trials.of(arm)
     }
     run_cells(out, list(cells.values()), Places(jobs), console, label="tune")
     settings, tuned = {}, {}
-    for arm in ARMS:
+    for arm in arms:
         losses = {pair: result_of(out, cells[arm, pair])["metrics"]["dev"]["loss"]["value"] for pair in trials.of(arm)}
         best = min(losses, key=losses.__getitem__)
         settings[arm] = rates(*best)
@@ -155,15 +163,21 @@ def tune(
     return settings, tuned
 
 
-def rows(bench: Benchmark, name: str, document: dict) -> None:
+def rows(
+    bench: Benchmark,
+    name: str,
+    document: dict,
+    comparisons: Sequence[Comparison] = COMPARISONS,
+    metrics: Sequence[str] = ("perplexity", "accuracy"),
+) -> None:
     """One row per comparison and endpoint: both means, their ratio, and the paired difference with its interval."""
 
     def by_seed(warmup: str, regularizer: str, metric: str) -> np.ndarray:
         cells = [c for c in document["cells"] if (c["warmup"], c["regularizer"]) == (warmup, regularizer)]
         return np.array([c["metrics"][metric] for c in sorted(cells, key=lambda c: c["seed"])])
 
-    for metric in ("perplexity", "accuracy"):
-        for warmup, regularizer, other_warmup, other_regularizer in COMPARISONS:
+    for metric in metrics:
+        for warmup, regularizer, other_warmup, other_regularizer in comparisons:
             if metric == "perplexity" and warmup == "cold":
                 continue  # no training before the labels: nothing to compare
             ours = by_seed(warmup, regularizer, metric)

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from experiments.results.cells import FORMAT
 from experiments.results.run import read_run
 
 
@@ -18,7 +19,7 @@ def cells(folder: Path, rows: list[dict[str, Any]], grid: dict[str, Any] | None,
     names = list(dict.fromkeys(k for row in rows for k in row))
     pq.write_table(pa.table({k: [row.get(k) for row in rows] for k in names}), folder / "cells.parquet")
     if grid is not None:
-        (folder / "sweep.json").write_text(json.dumps({"recipe": "r", "grid": grid, **plan}))
+        (folder / "sweep.json").write_text(json.dumps({"format": FORMAT, "recipe": "r", "grid": grid, **plan}))
     return read_run(folder).sweep
 
 

@@ -56,6 +56,10 @@ class Comparison:
     """Name → task."""
     methods: dict[str, StudyMethod] = field(default_factory=dict)
     """Name → method; all get the same number of trials on every task."""
+    metric: str = "auto"
+    """What methods are judged by, trials and final runs alike. `auto`: accuracy, where other tasks than classification
+    are judged by their loss and stand beside the primary endpoint. Any other that all tasks are judged by, for example
+    `f1_macro`, `numeric_match` or `loss`: the endpoint is its mean over all informative tasks."""
     baseline: str = "plain"
     """The method that the others are compared with."""
     controls: dict[str, str] = field(default_factory=dict)

@@ -112,6 +112,10 @@ class Sweep:
     lists and from ranges `lo..hi` and `lo..hi:log` (random)."""
     points: int | None = None
     """How many points to draw (design: random)."""
+    metric: str = "auto"
+    """The held-out figure that curves, verdicts and the lowest setting are of: any that the task is judged by, for
+    example `f1_macro`, drawn as 1 less the metric where higher is better. `auto`: error where there is one, else
+    loss."""
     stack: int | Literal["auto"] = 1
     """Cells that train at the same time on one shared backbone at most; 1: each alone; `auto`: as many as memory
     allows. Results of a stack equal those of cells alone up to rounding."""

@@ -51,11 +51,15 @@ def decimals_for(half_width: float | None, value: float) -> int:
 def estimate(
     value: float, low: float | None = None, high: float | None = None, *, plus: bool = False, places: int | None = None
 ) -> tuple[str, str]:
-    """(value, "low to high") at a common number of decimals; the second is empty without an interval of any width."""
+    """(value, "low to high") at a common number of decimals, by powers of ten where one is 1e9 or more; the second is
+    empty without an interval of any width."""
     if not math.isfinite(value):
         return number(value), ""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return (signed if plus else number)(value), ""
+    if max(abs(value), abs(low), abs(high)) >= 1e9:
+        told = [(signed if plus else number)(x) for x in (value, low, high)]
+        return told[0], f"{told[1]} to {told[2]}" if high > low else ""
     places = decimals_for((high - low) / 2, value) if places is None else places
     sign = "+" if plus else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -24,6 +25,7 @@ from experiments.results.sweep_plan import (
     declared_axes,
     declared_epsilon,
     declared_level,
+    declared_metric,
     only_planned,
     planned_cells,
     read_plan,
@@ -34,7 +36,7 @@ from experiments.results.table import SweepTable, Where, encode, floats
 from experiments.results.traces import STEP, late_traces
 from finetune.digests import unsealed
 from finetune.errors import UserError
-from finetune.evaluate.metrics import METRICS, metric_of
+from finetune.evaluate.metrics import METRICS, lack_of, metric_of
 
 GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
 """Figures of a sweep that are computed from recorded ones."""
@@ -64,7 +66,8 @@ class SweepData(SweepTable):
     preconditioned Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, what a bisection
     over the rows of training data found. epsilon: mean train error up to which training data count as fitted.
     together: axes of a paired design that move with another one, and are no axes of their own. planned_seeds: of every
-    point of the plan. level: of every test, less than 5 % where seeds were added until curves were decided.
+    point of the plan. level: of every test, less than 5 % where seeds were added until curves were decided. metric:
+    what the plan asked to be judged by, as the figure that falls as it gets better; None: error, else loss.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class SweepData(SweepTable):
         together: Sequence[Together] = (),
         planned_seeds: int | None = None,
         level: float = 0.05,
+        metric: str | None = None,
     ) -> None:
         super().__init__(table, axes)
         self.fixed = fixed or {}
@@ -96,6 +100,7 @@ class SweepData(SweepTable):
         self.together = tuple(together)
         self.planned_seeds = planned_seeds
         self.level = level
+        self.metric = metric
 
     @property
     def done(self) -> int:
@@ -144,8 +149,8 @@ class SweepData(SweepTable):
         return {**where, **{one.axis: one.at[where[one.first]] for one in self.together}}
 
     def error_columns(self) -> tuple[str, str]:
-        """(test column, train column): error where the task has one, else loss."""
-        name = "error" if self.has("test.error") or self.has("train.error") else "loss"
+        """(test column, train column): of what the plan asked for, else error where the task has one, else loss."""
+        name = self.metric or ("error" if self.has("test.error") or self.has("train.error") else "loss")
         return f"{self.judged(name)}.{name}", f"train.{name}"
 
     def judged(self, name: str) -> str:
@@ -188,7 +193,8 @@ def read_sweep(folder: Path) -> SweepData | None:
     if cells is None or (planned is not None and cells.num_rows < planned):
         late = [f for f in sorted((folder / "cells").glob("*/result.json")) if f.parent.name not in known]
     rows = rows_planned(map(_flat_result, late), plan)
-    cells = _with_errors(_joined([cells], rows))
+    metric = declared_metric(plan)
+    cells = _with_errors(_joined([cells], rows), metric)
     axes, fixed = axes_of_table(cells, declared_axes(plan))
     together: list[Together] = []
     if plan.get("design") == "paired":
@@ -212,6 +218,7 @@ def read_sweep(folder: Path) -> SweepData | None:
         planned_seeds=plan["seeds"] if isinstance(plan.get("seeds"), int) else None,
         epsilon=declared_epsilon(plan) or epsilon or INTERPOLATION,
         level=declared_level(plan),
+        metric=metric,
     )
     derive(data)
     return data
@@ -262,15 +269,18 @@ def _array(values: list[Any]) -> pa.Array:
     return pa.array([None if v is None else str(v) for v in values])
 
 
-def _with_errors(table: pa.Table) -> pa.Table:
-    """error is 1 − accuracy where only accuracy was measured."""
+def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
+    """error is 1 − accuracy where only accuracy was measured; and so is what `metric` lacks, where it is that."""
 
-    for split in SPLITS:
-        name = f"{split}.error"
-        if f"{split}.accuracy" not in table.column_names:
+    derived = {"accuracy": "error"}
+    if metric is not None and metric not in METRICS:
+        derived[next(name for name in METRICS if lack_of(name) == metric)] = metric
+    for split, (whole, lack) in itertools.product(SPLITS, derived.items()):
+        name = f"{split}.{lack}"
+        if f"{split}.{whole}" not in table.column_names:
             continue
         error = floats(table, name)
-        error = np.where(np.isfinite(error), error, 1 - floats(table, f"{split}.accuracy"))
+        error = np.where(np.isfinite(error), error, 1 - floats(table, f"{split}.{whole}"))
         at = table.schema.get_field_index(name)
         table = table.append_column(name, pa.array(error)) if at < 0 else table.set_column(at, name, pa.array(error))
     return table

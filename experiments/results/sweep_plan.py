@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from experiments.results.cells import read_marker
 from finetune.errors import UserError
+from finetune.evaluate.metrics import METRICS, lack_of
 
 AGAIN = "run the sweep again, it keeps its cells"
 
@@ -50,6 +51,12 @@ def declared_level(plan: dict[str, Any]) -> float:
     """Of every test: what the plan's look at its seeds may spend (`experiments.statistics.sequential`), else 5 %."""
     found = plan.get("level")
     return float(found) if isinstance(found, float) and 0 < found < 0.5 else 0.05
+
+
+def declared_metric(plan: dict[str, Any]) -> str | None:
+    """What the plan asked to be judged by, as the figure that falls as it gets better; None: what there is."""
+    found = plan.get("metric")
+    return lack_of(found) if isinstance(found, str) and found in METRICS else None
 
 
 def _epsilon(found: Any) -> float | None:

@@ -1,6 +1,6 @@
-"""Does the warm-up help, and does flatness? Cold, random and GOT-D warm-up × plain and GGPO, on paired seeds.
+"""Does the warm-up help, and does flatness? Arms of a warm-up and a regularizer on paired seeds.
 
-A seed fixes the labelled subset, the data order and the adapter's initialisation for all six arms.
+A seed fixes the labelled subset, the data order and the adapter's initialisation for all arms.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from finetune.atomic import write_json
 from finetune.errors import UserError
 from finetune.run_directory import write_provenance
 
-WarmUp = Literal["cold", "random", "gotd"]
-
 
 @dataclass(frozen=True)
 class Arm:
     """One way to get to the fine-tuned adapter."""
 
-    warmup: WarmUp
-    regularizer: Literal["plain", "ggpo"]
+    warmup: str
+    """How its data are chosen, a `select.method.kind`; `cold`: no warm-up."""
+    regularizer: Literal["plain", "ggpo"] = "plain"
 
     def overrides(self) -> list[Branch]:
         """What this arm changes in the common recipe."""
@@ -49,13 +48,14 @@ def study(
     *,
     name: str,
     seeds: Sequence[int],
+    arms: Sequence[Arm] = ARMS,
     overrides: Sequence[Branch] = (),
     settings: Mapping[Arm, Sequence[Branch]] | None = None,
     tuned: Mapping[str, Any] | None = None,
     jobs: int = 1,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run all arms over `seeds` into `out` (resumable: finished cells are kept) and write and return study.json.
+    """Run the arms over `seeds` into `out` (resumable: finished cells are kept) and write and return study.json.
 
     recipe: needs `select` and `warmup` blocks and a classification task. name: what the target is called. settings: of
     an arm's own, and how they were chosen (`tuned`, for the document).
@@ -64,11 +64,11 @@ def study(
     own = settings or {}
     cells = {
         (arm, seed): arm_cell(recipe, [*overrides, *arm.overrides(), *own.get(arm, ())], seed)
-        for arm in ARMS
+        for arm in arms
         for seed in seeds
     }
     run_cells(out, list(cells.values()), Places(jobs), console, label=f"study {name}")
-    cold = _surprise(text_perplexity(settled(load_recipe(recipe, overrides)).recipe, None, only=("test",)))
+    surprise, cold = _surprise(text_perplexity(settled(load_recipe(recipe, overrides)).recipe, None, only=("test",)))
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():
@@ -81,14 +81,14 @@ def study(
                 "regularizer": arm.regularizer,
                 "seed": seed,
                 "metrics": {
-                    "perplexity": cold if arm.warmup == "cold" else _warm_perplexity(out, cell),
+                    surprise: cold if arm.warmup == "cold" else _warm_perplexity(out, cell),
                     "accuracy": metrics["test"]["accuracy"]["value"],
                     "f1_macro": metrics["test"]["f1_macro"]["value"],
                 },
                 "cell": cell.key,
             }
         )
-    describe = {"perplexity": "of the target's test texts after the warm-up, before any label was seen."}
+    describe = {surprise: "of the target's test texts after the warm-up, before any label was seen."}
     document = {
         "describe": describe,
         "target": name,
@@ -120,10 +120,10 @@ def result_of(out: Path, cell: Cell) -> Mapping[str, Any]:
 def _warm_perplexity(out: Path, cell: Cell) -> float:
     """Perplexity of the target's test texts after the warm-up, before any label was seen."""
     path = out / "cells" / cell.key / "stages" / "warm-up" / "eval.json"
-    return _surprise(json.loads(path.read_text(encoding="utf-8")))
+    return _surprise(json.loads(path.read_text(encoding="utf-8")))[1]
 
 
-def _surprise(figures: Mapping[str, Any]) -> float:
-    """Perplexity of the test texts; of an encoder, which has none, the pseudo-perplexity."""
-    test = figures["test"]
-    return float(test.get("perplexity", test.get("pseudo_perplexity"))["value"])
+def _surprise(figures: Mapping[str, Any]) -> tuple[str, float]:
+    """Perplexity of the test texts and what it is called; of an encoder, which has none, the pseudo-perplexity."""
+    name = next(name for name in ("perplexity", "pseudo_perplexity") if name in figures["test"])
+    return name, float(figures["test"][name]["value"])

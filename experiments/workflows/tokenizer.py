@@ -151,13 +151,16 @@ def cut_by_each(
 def _pairs(
     rows: Sequence[Row], groups: Mapping[str, Any], reference: str | None, parallel: str, notes: list[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Of each group, the rows that the reference has too, and those of the reference, pair by pair."""
+    """Of each group, the rows that the reference has too, and those of the reference, pair by pair; of rows of a group
+    that are said to be the same sentence, the first."""
     if reference is None:
         return {}
-    keys = {
-        group: {str(rows[i].record.get(parallel)): i for i in places if rows[i].record.get(parallel) is not None}
-        for group, places in groups.items()
-    }
+    keys: dict[str, dict[str, int]] = {group: {} for group in groups}
+    again = 0
+    for group, places in groups.items():
+        for i in places:
+            if (key := rows[i].record.get(parallel)) is not None:
+                again += keys[group].setdefault(str(key), i) != i
     found, without = {}, []
     for group, own in keys.items():
         both = sorted(own.keys() & keys[reference].keys())
@@ -170,6 +173,8 @@ def _pairs(
             f"{len(without)} groups (first {without[0]!r}) share no {parallel!r} with {reference!r}: their text is not "
             "parallel, so they have no parity."
         )
+    if again:
+        notes.append(f"{again} rows have the {parallel!r} of an earlier row of their group: left out of parity.")
     return found
 
 

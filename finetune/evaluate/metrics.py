@@ -28,6 +28,7 @@ from ..errors import UserError
 _SHARE = (0.0, 1.0)
 _SIGNED = (-1.0, 1.0)
 _POSITIVE = (0.0, math.inf)
+_LACK = "lack_of_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +223,22 @@ METRICS = {metric.name: metric for metric in _ALL}
 
 
 def metric_of(name: str) -> Metric:
-    """The metric of this name; for a figure that is none of ours, one of which nothing is known but its name."""
+    """The metric of this name, what it lacks (`lack_of`) included; for a figure that is none of ours, one of which
+    nothing is known but its name."""
+    whole = METRICS.get(name.removeprefix(_LACK))
+    if whole is not None and name.startswith(_LACK) and whole.bounds is not None:
+        bounds = (0.0, whole.bounds[1] - whole.bounds[0])
+        return Metric(
+            name=name, title=f"1 − {whole.title}", unit=f"1 − {whole.unit}", lower=True, bounds=bounds,
+            shown_as_share=whole.shown_as_share,
+        )  # fmt: skip
     return METRICS.get(name) or Metric(name=name, title=name.replace("_", " "))
+
+
+def lack_of(name: str) -> str:
+    """The figure that falls as the metric `name` gets better: itself, of accuracy the error, else 1 less the metric,
+    which is at best 1."""
+    return "error" if name == "accuracy" else name if metric_of(name).lower else f"{_LACK}{name}"
 
 
 def names_of(*judged_by: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compute.blocked_attention import blocked
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, aligned, find_head
 from ..compute.numerics import forward_precision
@@ -80,6 +81,7 @@ def document_nats(
     """
     nats, tokens = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
     vocabulary = vocabulary_size(model)
+    most = min(LOGITS // vocabulary, capabilities(torch.device(device)).judged_tokens or LOGITS)
     head: Head | None = None
     first = share == ALONE
     batches = iterate_eval(
@@ -87,7 +89,7 @@ def document_nats(
         task=task,
         batch_size=batch_size,
         pad_id=pad_id,
-        max_tokens=LOGITS // vocabulary,
+        max_tokens=most,
         share=share.part,
         multiple=share.multiple,
     )
@@ -95,7 +97,7 @@ def document_nats(
         batch = micro.to(device)
         if not masked:
             batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
-        with forward_precision(device, autocast_dtype):
+        with forward_precision(device, autocast_dtype), blocked(model, device, autocast_dtype):
             if first:
                 head, first = find_head(model, batch.inputs, task=task), False
             if head is None:

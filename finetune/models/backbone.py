@@ -93,7 +93,7 @@ class Backbone:
         """Its tokenizer; a missing pad token becomes the end-of-sequence token (masked wherever it pads).
 
         Raises:
-            UserError: there is none, or it has neither of those tokens.
+            UserError: there is none, it has neither of those tokens, or more tokens than the model reads.
         """
         return self.own_tokenizer()
 
@@ -107,6 +107,13 @@ class Backbone:
                 tokenizer = AutoTokenizer.from_pretrained(self.directory, config=config, trust_remote_code=False)
         except Exception as error:
             raise UserError(f"{self.where}: its tokenizer cannot be loaded: {first_line(error)}") from error
+        # Without added tokens: some models' own tokenizers have a few that the model never reads.
+        read = getattr(config.get_text_config(), "vocab_size", None)
+        if read is not None and tokenizer.vocab_size > read:
+            raise UserError(
+                f"{self.where}: its tokenizer has {tokenizer.vocab_size:,} tokens and the model reads {read:,}, so it "
+                "is another backbone's; put the tokenizer.json there that belongs to the weights"
+            )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
                 raise UserError(f"{self.where}: its tokenizer has neither a pad nor an end-of-sequence token")

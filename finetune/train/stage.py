@@ -135,13 +135,19 @@ class ForwardBackward:
 
 def check_best(train: Train, task: Task) -> None:
     """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
-    if train.best in ("auto", "loss"):
+    check_judged(train.best, task, "train.best")
+
+
+def check_judged(metric: str, task: Task, setting: str) -> None:
+    """Raise UserError, beginning with `setting`, for a metric that `task` is not judged by; `auto` and `loss` always
+    go."""
+    if metric in ("auto", "loss"):
         return
-    if train.best == "accuracy" and not task.accuracy and "accuracy" not in task.figure_names:
-        raise UserError(f"train.best: accuracy is judged for classification only, not for {task.kind}; take loss")
-    if train.best not in task.figure_names or metric_of(train.best).is_floor:
+    if metric == "accuracy" and not task.accuracy and "accuracy" not in task.figure_names:
+        raise UserError(f"{setting}: accuracy is judged for classification only, not for {task.kind}; take loss")
+    if metric not in task.figure_names or metric_of(metric).is_floor:
         known = ", ".join(name for name in task.figure_names if not metric_of(name).is_floor)
-        raise UserError(f"train.best: {train.best} is not judged for task.kind: {task.kind} as set; there are {known}")
+        raise UserError(f"{setting}: {metric} is not judged for task.kind: {task.kind} as set; there are {known}")
 
 
 def judged_apart(train: Train, task: Task) -> str | None:

@@ -98,9 +98,10 @@ def test_the_pad_token_of_the_config_stays_where_nothing_else_is_padded_with(tmp
     counting = save_backbone("roberta", tmp_path / "roberta", vocab_size=352, pad_token_id=3)
     byte_tokenizer().save_pretrained(counting)  # its positions begin after the pad token, in a merged model too
     assert load_backbone(counting, **task).config.pad_token_id == 3
-    beyond = without(save_backbone("llama", tmp_path / "beyond", vocab_size=40), "pad_token_id")
+    beyond = without(save_backbone("llama", tmp_path / "beyond", vocab_size=320), "pad_token_id")
     tokenizer = byte_tokenizer()
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(300)
+    tokenizer.add_special_tokens({"pad_token": "<beyond>"})
+    assert tokenizer.pad_token_id == 320, "added without a row of the embedding, as many Llama tokenizers have it"
     tokenizer.save_pretrained(beyond)
     assert load_backbone(beyond, **task).config.pad_token_id == 1
 
@@ -277,3 +278,15 @@ def test_a_hub_name_in_the_cache_loads_without_a_network(llama, tmp_path, offlin
     (repository / "snapshots" / commit / "model.safetensors").rename(repository / "snapshots" / commit / "model.bin")
     with pytest.raises(UserError, match="somebody/tiny"):
         open_backbone("somebody/tiny")
+
+
+def test_the_tokenizer_of_another_backbone_is_refused(tmp_path):
+    directory = save_backbone("llama", tmp_path / "llama", vocab_size=100)
+    byte_tokenizer().save_pretrained(directory)
+    with pytest.raises(UserError, match=r"its tokenizer has \d+ tokens and the model reads 100, so it is another"):
+        open_backbone(directory).tokenizer  # noqa: B018
+    directory = save_backbone("llama", tmp_path / "added", vocab_size=len(byte_tokenizer()))
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<image>"])  # as Gemma 3 has one for pictures
+    tokenizer.save_pretrained(directory)
+    assert len(open_backbone(directory).tokenizer) == open_backbone(directory).config.vocab_size + 1

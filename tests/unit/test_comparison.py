@@ -283,13 +283,35 @@ def test_what_train_can_do_can_be_compared(tmp_path: Path) -> None:
         "select.checks: false, warmup.steps: 1, warmup.batch_size: 4}}}",
         "comparison.rounds": "0", "comparison.finalists": "1", "comparison.tuning_seeds": "[1000003]",
         "comparison.seeds": "2", "comparison.sharpness_seeds": "0", "comparison.equal_time_above": "1000",
+        "comparison.metric": "rmse",
     }  # fmt: skip
     overrides = [from_override(key, value) for key, value in laid.items()]
     out, how = tmp_path / "out", {"methods": ["warm"], "tasks": ["scores"]}
-    document = compare(str(recipe), out, data=tmp_path, overrides=overrides, jobs=1, quiet=True, **how)
+    document = compare(str(recipe), out, data=tmp_path, overrides=overrides, jobs=1, quiet=True, page=page, **how)
     table = document["tasks"]["scores"]
-    assert document["diverged"] == [] and (table["metric"], table["informative"]) == ("loss", None)
-    assert all(math.isfinite(table["methods"][name]["mean"]["value"]) for name in ("plain", "warm"))
+    assert document["diverged"] == [] and (table["metric"], table["informative"]) == ("rmse", None)
+    found = {
+        (c["point"]["method"], c["seed"]): c["metrics"]["test"]["rmse"]["value"]
+        for c in cells(out)
+        if c["point"]["kind"] == "final"
+    }
+    differences = [found["warm", seed] - found["plain", seed] for seed in (0, 1)]
+    primary = document["methods"]["warm"]["primary"]
+    assert primary["value"] == pytest.approx(np.mean(differences)) and primary["bootstrap"] is None
+    assert primary["wins"] == sum(d < 0 for d in differences), "of an error the lower one wins"
+    for trial in document["trials"]:
+        tried = {
+            c["point"]["optimizer.lr"]: c["metrics"]["test"]["rmse"]["value"]
+            for c in cells(out)
+            if (c["point"]["kind"], c["point"]["method"]) == ("trial", trial["method"])
+        }
+        assert trial["validation"] == [min(tried.values())] == [tried[trial["chosen"]["optimizer.lr"]]]
+    assert "test RMSE minus plain" in (out / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match=r"comparison\.metric: f1_macro is not judged for task\.kind: regress"):
+        compare(
+            str(recipe), tmp_path / "other", data=tmp_path, jobs=1, quiet=True,
+            overrides=[*overrides, from_override("comparison.metric", "f1_macro")], **how,
+        )  # fmt: skip
     warmed = [cell for cell in cells(out) if cell["point"]["method"] == "warm"]
     stages = [out / "cells" / cell["cell"] / "stages" for cell in warmed]
     assert len(stages) == 4 and all((place / "warm-up" / "eval.json").is_file() for place in stages)

@@ -99,6 +99,8 @@ def test_number(value, shown):
 def test_estimates_line_up():
     assert formats.estimate(54.321, 53.1, 55.6) == ("54.3", "53.1 to 55.6")
     assert formats.estimate(-0.0312, -0.05, -0.012, plus=True) == ("−0.031", "−0.050 to −0.012")
+    large = formats.estimate(3_728_733_645.0, 409_459_944.0, 1.002e10)
+    assert large == ("3.7\u202f×\u202f10⁹", "409,459,944 to 1.0\u202f×\u202f10¹⁰"), "a word of a foreign language"
     assert formats.estimate(0.5, 0.5, 0.5)[1] == ""
     assert formats.estimate(88.2)[1] == "" and formats.estimate(math.nan, 0, 1) == ("NaN", "")
     assert formats.seconds(3725) == "1\u00a0h 02\u00a0min" and formats.percent(0.0667) == "6.7\u00a0%"

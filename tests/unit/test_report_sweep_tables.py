@@ -168,3 +168,23 @@ def test_figures_of_a_trace_and_their_largest_per_cell(tmp_path):
         assert data.column("grad.norm")[i] == pytest.approx(max(late), rel=1e-12)
         sharp = [ln["sharpness.preconditioned"] * ln["lr"] / 38 for ln in own if ln["sharpness.preconditioned"]]
         assert data.column("sharpness.ratio")[i] == pytest.approx(max(sharp), rel=1e-12)
+
+
+def test_a_sweep_is_judged_by_the_metric_that_its_plan_names(tmp_path):
+    shares = {1: 0.2, 4: 0.6, 16: 0.5}
+    found = [{**row, "test.f1_macro": shares[row["adapter.rank"]]} for row in rows({1: 0.1, 4: 0.3, 16: 0.2})]
+    data = cells(tmp_path / "higher", found, {"adapter.rank": [1, 4, 16]}, metric="f1_macro")
+    column = data.error_columns()[0]
+    where, best = data.best(column)
+    assert where == {"adapter.rank": 4} and best.value == pytest.approx(0.4), "the highest F1, not the lowest error"
+    analysis = Analysis(data)
+    assert all(direction.test == column for direction in analysis.directions)
+    (tile, *_) = sweep_tiles(data, analysis)
+    assert tile.label == "lowest test 1 − macro F1"
+    assert "Test 1 − macro F1 along" in words(sweep_sections(data, analysis))
+    found = [{**row, "test.rmse": shares[row["adapter.rank"]]} for row in found]
+    lower = cells(tmp_path / "lower", found, {"adapter.rank": [1, 4, 16]}, metric="rmse")
+    assert lower.error_columns()[0] == "test.rmse" and lower.best("test.rmse")[0] == {"adapter.rank": 1}
+    plain = cells(tmp_path / "plain", found, {"adapter.rank": [1, 4, 16]})
+    named = cells(tmp_path / "accuracy", found, {"adapter.rank": [1, 4, 16]}, metric="accuracy")
+    assert plain.error_columns() == named.error_columns() == ("test.error", "train.error")

@@ -11,6 +11,7 @@ from experiments.report.charts.intervals import corrected_effects
 from experiments.report.figure import Chart
 from experiments.report.html import render
 from experiments.results.run import Run
+from finetune.evaluate.metrics import metric_of
 
 Document = Mapping[str, Any]
 
@@ -42,7 +43,7 @@ def _part(document: Document) -> Part:
     clear = [name for name, m in ranked if m["primary"]["p_holm"] is not None and m["primary"]["p_holm"] < 0.05]
     base = document["baseline"]
     if not ranked:
-        finding = "No informative classification task: the primary endpoint cannot be computed."
+        finding = "No informative task: the primary endpoint cannot be computed."
     elif clear:
         finding = f"After Holm's correction {_and(clear)} {'differs' if len(clear) == 1 else 'differ'} from {base}."
     else:
@@ -66,52 +67,64 @@ def _part(document: Document) -> Part:
         Section("Runs that failed", [_failed(document)], folded=not document["diverged"]),
         Section("Protocol", [Notes(document["protocol"])]),
     ]
-    tiles = [_tile(name, m) for name, m in ranked if m["confirmatory"]][:4]
+    tiles = [_tile(name, m, document["metric"]) for name, m in ranked if m["confirmatory"]][:4]
     return Part("comparison", [finding], tiles, [s for s in sections if s.blocks], facts)
 
 
 def summary(document: Document) -> list[str]:
     """The primary endpoint in lines for a terminal."""
-    lines = []
+    lines, metric = [], document["metric"]
+    what, unit = metric_of(metric).title, _unit(metric)
     for name, m in compared(document):
-        mean, interval = formats.effect(m["primary"], 100.0)
+        mean, interval = formats.effect(m["primary"], _scale(metric))
         p = m["primary"]["p_holm"]
         shown = "–" if p is None else f"{p:.3g}"
         kind = "confirmatory" if m["confirmatory"] else "exploratory"
-        lines.append(f"{name}: {mean} points [{interval}], p (Holm) {shown}, {m['primary']['n']} seeds, {kind}")
-    return lines or ["no informative classification task: no primary endpoint"]
+        lines.append(f"{name}: {what} {mean} {unit} [{interval}], p (Holm) {shown}, {m['primary']['n']} seeds, {kind}")
+    return lines or ["no informative task: no primary endpoint"]
 
 
 def compared(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Methods with a primary endpoint: confirmatory first, then by effect."""
     found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
-    return sorted(found, key=lambda item: (not item[1]["confirmatory"], -item[1]["primary"]["value"]))
+    sign = 1 if metric_of(document["metric"]).lower else -1
+    return sorted(found, key=lambda item: (not item[1]["confirmatory"], sign * item[1]["primary"]["value"]))
+
+
+def _scale(metric: str) -> float:
+    """What a figure is shown times: a share as points."""
+    return 100.0 if metric_of(metric).shown_as_share else 1.0
+
+
+def _unit(metric: str) -> str:
+    """Of a difference."""
+    return "points" if metric_of(metric).shown_as_share else metric_of(metric).unit
 
 
 def _and(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _points(value: float | None) -> float | None:
-    """A share in percentage points."""
-    return None if value is None else 100 * value
+def _times(value: float | None, scale: float) -> float | None:
+    return None if value is None else scale * value
 
 
-def _tile(name: str, m: Mapping[str, Any]) -> Tile:
-    mean, interval = formats.effect(m["primary"], 100.0)
+def _tile(name: str, m: Mapping[str, Any], metric: str) -> Tile:
+    mean, interval = formats.effect(m["primary"], _scale(metric))
     p = m["primary"]["p_holm"]
     note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
-    return Tile(f"{name}, points", mean, interval, note)
+    return Tile(f"{name}, {_unit(metric)}", mean, interval, note)
 
 
 def _primary(document: Document) -> list[Block]:
     ranked = compared(document)
     if not ranked:
-        return [Notes(["No classification task is informative, or none was run."])]
-    rows = []
+        return [Notes(["No task of the endpoint is informative, or none was run."])]
+    metric, rows = document["metric"], []
+    scale, unit = _scale(metric), _unit(metric)
     for name, m in ranked:
         primary = m["primary"]
-        mean, interval = formats.effect(primary, 100.0)
+        mean, interval = formats.effect(primary, scale)
         boot = primary.get("bootstrap")
         rows.append(
             {
@@ -119,30 +132,30 @@ def _primary(document: Document) -> list[Block]:
                 "kind": "confirmatory" if m["confirmatory"] else "exploratory",
                 "seeds": str(primary["n"]),
                 "tasks": ", ".join(primary["tasks"]),
-                "points": mean,
+                unit: mean,
                 "95 % t": interval,
-                "95 % bootstrap": formats.effect({"value": primary["value"], **boot}, 100.0)[1] if boot else "–",
+                "95 % bootstrap": formats.effect({"value": primary["value"], **boot}, scale)[1] if boot else "–",
                 "p": formats.number(primary["p"]),
                 "p (Holm)": formats.number(primary["p_holm"]),
-                "detectable": formats.number(_points(primary["detectable"])),
+                "detectable": formats.number(_times(primary["detectable"], scale)),
                 "seeds won": f"{primary['wins']}/{primary['n']}",
             }
         )
     table = Table.of(
         rows,
-        f"Test accuracy minus {document['baseline']}'s, mean over tasks, percentage points. Detectable: the effect "
-        "found with 80 % power at these seeds. With five seeds a sign-flip p cannot go below 0.0625.",
+        f"Test {metric_of(metric).title} minus {document['baseline']}'s, mean over tasks, {unit}. Detectable: the "
+        "effect found with 80 % power at these seeds. With five seeds a sign-flip p cannot go below 0.0625.",
         words=("method", "kind", "tasks"),
     )
     blocks: list[Block] = [Figures([forest(document)]), table]
     if document["controls"]:
         body = []
         for control in document["controls"]:
-            mean, interval = formats.effect(control["difference"], 100.0)
+            mean, interval = formats.effect(control["difference"], scale)
             found = control["difference"]
             contrast = f"{control['method']} − {control['control']}"
             p = formats.number(found["p"]) if found else "–"
-            body.append({"contrast": contrast, "points": mean, "95 % t": interval, "p": p})
+            body.append({"contrast": contrast, unit: mean, "95 % t": interval, "p": p})
         caption = "What the idea itself adds: the method beside its control, same seeds and tasks; not corrected."
         blocks.append(Table.of(body, caption, words=("contrast",)))
     return blocks
@@ -150,46 +163,46 @@ def _primary(document: Document) -> list[Block]:
 
 def forest(document: Document) -> Chart:
     """Every method's primary endpoint with its t-interval; filled confirmatory, hollow exploratory."""
+    metric = document["metric"]
     return corrected_effects(
         "comparison-forest",
         [(name, m["primary"], not m["confirmatory"]) for name, m in compared(document)],
         title="Primary endpoint of every method",
         caption="Mean over informative tasks, seed-paired, with 95 % t-intervals. Filled: confirmatory; hollow: "
         "exploratory. In colour where Holm's correction leaves p below 0.05 (blue better, orange worse).",
-        x=f"test accuracy minus {document['baseline']}, points",
+        x=f"test {metric_of(metric).title} minus {document['baseline']}, {_unit(metric)}",
         left=170,
-        scale=100.0,
-        lower_is_better=False,
+        scale=_scale(metric),
+        lower_is_better=metric_of(metric).lower,
     )
 
 
 def _task_section(document: Document, task: str) -> Section:
     found = document["tasks"][task]
-    shares = found["metric"] == "accuracy"
-    scale = 100.0 if shares else 1.0
+    metric, scale, classes = metric_of(found["metric"]), _scale(found["metric"]), found["floor"] is not None
     rows = []
     for name, m in found["methods"].items():
         difference = formats.effect(m["difference"], scale)
         row = [name, *formats.effect(m["mean"], scale, plus=False), *difference]
         row.append(formats.number(m["difference"]["p"]) if m["difference"] else "–")
-        row.append(formats.number(_points(m["f1_macro"])) if shares else "–")
+        row.append(formats.number(_times(m["f1_macro"], 100.0)) if classes else "–")
         row += [formats.number(m["loss"]), formats.number(m["sharpness"])]
         rows.append(row)
     sizes = found["rows"]
     lead = f"{sizes['train']} labelled rows a run, {found['steps']} steps. "
-    if shares:
+    if classes:
         verdict = "informative" if found["informative"] else "not informative, left out of the endpoint"
         lead += (
-            f"Majority floor {formats.number(_points(found['floor']))} %; the tuned {document['baseline']} is "
-            f"{formats.number(found['margin_se'])} standard errors above it: {verdict}."
+            f"Majority floor {formats.number(_times(found['floor'], 100.0))} %; the accuracy of the tuned "
+            f"{document['baseline']} is {formats.number(found['margin_se'])} standard errors above it: {verdict}."
         )
     else:
-        lead += "Nats per token of the answers: lower is better; not part of the primary endpoint."
-    metric = "accuracy, %" if shares else "loss, nats"
+        lead += f"{metric.title[:1].upper()}{metric.title[1:]}: {'lower' if metric.lower else 'higher'} is better"
+        lead += "." if found["counts"] else "; not part of the primary endpoint."
     table = Table(
         [
             "method",
-            metric,
+            f"{metric.title}, {'%' if metric.shown_as_share else metric.unit}",
             "95 % t",
             f"− {document['baseline']}",
             "95 % t",
@@ -214,14 +227,15 @@ def _costs(document: Document) -> Block:
             [
                 name,
                 formats.number(m["step_ratio"]),
-                *(formats.effect(equal, 100.0) if equal else ("as above", "–")),
+                *(formats.effect(equal, _scale(document["metric"])) if equal else ("as above", "–")),
                 formats.number(sharp["ratio"]) if sharp else "–",
                 f"{formats.number(sharp['low'])} to {formats.number(sharp['high'])}" if sharp and sharp["low"] else "–",
                 m["note"],
             ]
         )
+    equal_time = f"equal time, {_unit(document['metric'])}"
     return Table(
-        ["method", "step time ÷", "equal time, points", "95 % t", "sharpness ÷", "95 % t", "what it is"],
+        ["method", "step time ÷", equal_time, "95 % t", "sharpness ÷", "95 % t", "what it is"],
         rows,
         "Equal time: the endpoint again with as many steps as the baseline's time allows; `as above` where a step "
         "costs about the same.",

@@ -272,11 +272,12 @@ def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section 
     """Error with verdicts, and loss, along one axis. verdicts: also as a table."""
     axis, table = direction.axis, direction.table
     named = formats.axis_name(axis)
-    kinds = [kind for kind in ("error", "loss") if train_and_test(table, kind)]
+    first = data.error_columns()[0].partition(".")[2]
+    kinds = [kind for kind in dict.fromkeys((first, "error", "loss")) if train_and_test(table, kind)]
     charts: list[Chart] = []
     for kind in kinds:
         lines = train_and_test(table, kind)
-        words = f"{' and '.join(line.name for line in lines).capitalize()} {kind} along {named}"
+        words = f"{' and '.join(line.name for line in lines).capitalize()} {metric_of(kind).title} along {named}"
         if len(direction.drawn) > 1 and (kind != kinds[0] or not is_judged(axis)):
             name = f"sweep-{axis.rpartition('.')[2].replace('_', '-')}-{kind}"
             made = _faceted(direction, lines, name, words, unit_of(kind))

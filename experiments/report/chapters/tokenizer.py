@@ -42,7 +42,9 @@ def _part(document: Document) -> Part:
     found = document["tokenizers"]
     best = max(found, key=lambda name: found[name]["all"]["bytes_per_token"] or 0.0)
     finding = f"{best} needs {formats.number(found[best]['all']['tokens_per_word'])} tokens a word on these texts"
-    finding += ", the fewest a byte." if len(found) > 1 else "."
+    tokens = [formats.number(one["all"]["bytes_per_token"]) for one in found.values()]
+    alike = tokens.count(formats.number(found[best]["all"]["bytes_per_token"])) > 1
+    finding += "." if len(found) == 1 else ", as many a byte as others." if alike else ", the fewest a byte."
     tiles = [
         Tile("bytes per token", formats.number(figures["all"]["bytes_per_token"]), note=name)
         for name, figures in found.items()

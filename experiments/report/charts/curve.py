@@ -35,7 +35,7 @@ class Series:
 
 
 def train_and_test(table: SweepTable, kind: str) -> list[Series]:
-    """The train and the held-out line (test, else dev) of `error` or `loss`, as far as `table` has them."""
+    """The train and the held-out line (test, else dev) of a figure, as far as `table` has them."""
     held = "test" if table.has(f"test.{kind}") else "dev"
     lines = [Series(f"train.{kind}", "blue", "train"), Series(f"{held}.{kind}", "orange", held)]
     return [line for line in lines if table.has(line.column)]

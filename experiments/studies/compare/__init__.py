@@ -3,5 +3,5 @@
     flatshift compare flat-comparison --data DIR --out comparisons/flat
 
 `plan` makes runs of what the recipe's `comparison` block says, `tuning` gives every method the same trials, `run` runs
-all of them, `analysis` judges. The protocol is in `protocol`.
+all of them, `analysis` judges and tells the protocol.
 """

@@ -13,6 +13,7 @@ from experiments.recipe.comparison import Comparison
 from experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
 from experiments.studies.compare.plan import Plan
 from experiments.studies.compare.run import Outcome, Result
+from finetune.evaluate.metrics import metric_of
 from finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
@@ -22,9 +23,9 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
     """comparison.json: everything that the page shows."""
     study = plan.study
     tables = {task: _task(plan, outcome, task) for task in study.tasks}
-    classified = [task for task in study.tasks if plan.classifies(task)]
-    informative = [task for task in classified if tables[task]["informative"]]
-    methods = {name: _method(plan, outcome, name, informative, classified) for name in study.methods}
+    counted = [task for task in study.tasks if plan.counts(task)]
+    informative = [task for task in counted if tables[task]["informative"] is not False]
+    methods = {name: _method(plan, outcome, name, informative, counted) for name in study.methods}
     others = {name: m for name, m in methods.items() if name != study.baseline}
     adjusted = holm(
         {name: m["primary"]["p"] for name, m in others.items() if m["primary"] and m["primary"]["p"] is not None}
@@ -33,6 +34,7 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
         methods[name]["primary"]["p_holm"] = p
     return {
         "recipe": plan.resolved.name,
+        "metric": "accuracy" if study.metric == "auto" else study.metric,
         "baseline": study.baseline,
         "protocol": protocol(study),
         "informative": informative,
@@ -67,7 +69,7 @@ def _all_results(outcome: Outcome) -> Any:
 
 
 def _floor(plan: Plan, outcome: Outcome, task: str) -> float | None:
-    """Majority floor of a task's test rows; None for a task that is not judged by accuracy."""
+    """Majority floor of a task's test rows; None where there are no classes."""
     if not plan.classifies(task):
         return None
     for (_, where), results in outcome.finals.items():
@@ -78,12 +80,13 @@ def _floor(plan: Plan, outcome: Outcome, task: str) -> float | None:
 
 
 def _values(plan: Plan, outcome: Outcome, task: str, results: Sequence[Result], metric: str | None = None) -> BySeed:
-    """A metric by seed; a diverged run has the majority floor, and no value where there is none."""
-    wanted = metric or ("accuracy" if plan.classifies(task) else "loss")
+    """A metric by seed; a diverged run has the majority floor for its accuracy, and no value of other metrics."""
+    wanted = metric or plan.metric(task)
     found = {}
     for result in results:
         if result["status"] == "done":
-            found[int(result["seed"])] = float(result["metrics"][wanted])
+            if result["metrics"][wanted] is not None:
+                found[int(result["seed"])] = float(result["metrics"][wanted])
         elif (
             result["status"] == "diverged"
             and wanted == "accuracy"
@@ -101,12 +104,13 @@ def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
     study = plan.study
     base = _values(plan, outcome, task, outcome.finals[study.baseline, task])
     floor = _floor(plan, outcome, task)
-    mean = t_interval(list(base.values())).value if base else None
     informative, margin = None, None
-    if floor is not None and mean is not None:
+    right = _values(plan, outcome, task, outcome.finals[study.baseline, task], "accuracy") if floor is not None else {}
+    if floor is not None and right:
+        mean = t_interval(list(right.values())).value
         told = outcome.finals[study.baseline, task][0].get("items")
         n = len(told) if isinstance(told, str) else study.tasks[task].test
-        spread = float(np.var(list(base.values()), ddof=1)) / len(base) if len(base) > 1 else 0.0
+        spread = float(np.var(list(right.values()), ddof=1)) / len(right) if len(right) > 1 else 0.0
         error = math.sqrt(spread + mean * (1 - mean) / n)
         margin = (mean - floor) / error if error else (math.inf if mean > floor else 0.0)
         margin = min(margin, 1e6)
@@ -129,7 +133,8 @@ def _task(plan: Plan, outcome: Outcome, task: str) -> dict[str, Any]:
             else {"steps": shorter[0]["steps"], "difference": paired_test(_values(plan, outcome, task, shorter), base)},
         }
     return {
-        "metric": "accuracy" if plan.classifies(task) else "loss",
+        "metric": plan.metric(task),
+        "counts": plan.counts(task),
         "file": study.tasks[task].file,
         "rows": {
             "train": study.tasks[task].train,
@@ -155,18 +160,19 @@ def _plain_mean(values: Sequence[float | None]) -> float | None:
 
 
 def _method(
-    plan: Plan, outcome: Outcome, name: str, informative: Sequence[str], classified: Sequence[str]
+    plan: Plan, outcome: Outcome, name: str, informative: Sequence[str], counted: Sequence[str]
 ) -> dict[str, Any]:
     study = plan.study
     method = study.methods[name]
     mine = [task for task in informative if task in study.runs_on(name)]
-    everything = [task for task in classified if task in study.runs_on(name)]
+    everything = [task for task in counted if task in study.runs_on(name)]
     primary = endpoint(plan, outcome, name, study.baseline, mine)
     if primary is not None and name != study.baseline:
         primary["tasks"] = mine
         primary["p_holm"] = None
         primary["bootstrap"] = _bootstrap(plan, outcome, name, study.baseline, mine)
-        primary["wins"] = sum(d > 0 for d in primary["by_seed"].values())
+        sign = -1 if metric_of(study.metric).lower else 1
+        primary["wins"] = sum(sign * d > 0 for d in primary["by_seed"].values())
     ratio = outcome.step_ratio.get(name)
     return {
         "note": method.note,
@@ -232,7 +238,10 @@ def _sharpness(plan: Plan, outcome: Outcome, name: str) -> dict[str, Any] | None
 
 
 def _bootstrap(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence[str]) -> dict[str, Any] | None:
-    """95 % percentile interval of the endpoint over resampled seeds × test items (the same for both sides)."""
+    """95 % percentile interval of the endpoint over resampled seeds × test items (the same for both sides); None for
+    another than accuracy, which is no mean over items."""
+    if any(plan.metric(task) != "accuracy" for task in tasks):
+        return None
     count = min(len(outcome.finals[ours, tasks[0]]), len(outcome.finals[base, tasks[0]])) if tasks else 0
     if not count:
         return None
@@ -272,40 +281,52 @@ def _trials(plan: Plan, outcome: Outcome, pair: tuple[str, str]) -> dict[str, An
         "on_edge": outcome.edge[pair],
         "lowest_lr": min(run.setting.lr for run, _ in runs),
         "highest_lr": max(run.setting.lr for run, _ in runs),
-        "validation": [
-            result["metrics"]["accuracy" if plan.classifies(pair[1]) else "loss"]
-            for run, result in runs
-            if run.setting == chosen
-        ],
+        "validation": [result["metrics"][plan.metric(pair[1])] for run, result in runs if run.setting == chosen],
     }
 
 
 def protocol(study: Comparison) -> list[str]:
     """The protocol in the words that the page and the results file carry, in order."""
     confirmatory = [name for name, method in study.methods.items() if method.confirmatory and name != study.baseline]
+    what, tasks, judged, floor, diverged = _by_metric(study.metric)
     return [
-        f"Primary endpoint, named beforehand: the mean over informative classification tasks of test accuracy, method "
-        f"minus {study.baseline}, per seed; its mean over seeds with a two-sided paired t-test. Per-task figures, "
-        "generation, macro F1, sharpness and equal-time runs are secondary.",
+        f"Primary endpoint, named beforehand: the mean over {tasks} of test {what}, method minus {study.baseline}, per "
+        "seed; its mean over seeds with a two-sided paired t-test. Per-task figures, generation, macro F1, sharpness "
+        "and equal-time runs are secondary.",
         f"Every method, {study.baseline} included, gets {study.trials} first trials on every task it runs on and "
         f"{study.rounds} further ones: beyond the edge where its best learning rate lies on one, else between its best "
         "and the better neighbour. A method's own knobs come out of the same trials.",
         f"Trials use the seed {study.tuning_seeds[0]}{_again(study)} No final run uses such a seed. Trials are judged "
-        "on validation rows by the task's metric, ties by loss. Test rows are judged once, in the final runs; the last "
-        "step's adapter is taken.",
+        f"on validation rows by {judged}, ties by loss. Test rows are judged once, in the final runs; the last step's "
+        "adapter is taken.",
         "A seed fixes the labelled subset, the order, the adapter's initialisation (where methods share it) and "
         "dropout for all methods.",
         f"{study.seeds} seeds: {', '.join([study.baseline, *confirmatory])}. {study.exploratory_seeds} seeds: the "
         "others, exploratory, compared with the baseline on the same seeds.",
         "p-values are Holm-corrected over all methods together. The detectable effect is (t.975 + t.80)·s_d/√S.",
-        f"A task is informative if the tuned {study.baseline} exceeds the majority floor by three standard errors "
-        "(seeds and test items).",
+        f"A task is informative if the accuracy of the tuned {study.baseline} exceeds the majority floor by three "
+        f"standard errors (seeds and test items){floor}.",
         "The bootstrap resamples seeds and test items, the same for both sides of a difference.",
         f"Equal time: a method whose step takes more than {study.equal_time_above:g} × the baseline's CPU time is run "
         "again, same seeds and settings, with as many steps as the baseline's time allows.",
-        "A diverged final run counts with its task's majority floor and is listed; a diverged trial is lost. For a "
-        "generation task, where there is no floor, its seed is left out for both sides.",
+        f"A diverged final run {diverged}",
     ]
+
+
+def _by_metric(name: str) -> tuple[str, str, str, str, str]:
+    """The endpoint's metric, its tasks, what judges trials, which tasks need no floor, what a diverged run is."""
+    if name == "auto":
+        return (
+            "accuracy", "informative classification tasks", "the task's metric", "",
+            "counts with its task's majority floor and is listed; a diverged trial is lost. For a generation task, "
+            "where there is no floor, its seed is left out for both sides.",
+        )  # fmt: skip
+    title = metric_of(name).title
+    return (
+        title, "informative tasks", title, "; one without classes has no floor and counts",
+        "is listed and its seed left out for both sides, of accuracy it counts with its task's majority floor; a "
+        "diverged trial is lost.",
+    )  # fmt: skip
 
 
 def _again(study: Comparison) -> str:

@@ -94,8 +94,18 @@ class Plan:
         return [(m, t) for t in self.study.tasks for m in self.study.methods if t in self.study.runs_on(m)]
 
     def classifies(self, task: str) -> bool:
-        """Whether a task is judged by accuracy (else by its loss)."""
+        """Whether a task has a majority floor, below which nothing is learnt."""
         return self._recipes[self.study.baseline, task].task.one_class
+
+    def metric(self, task: str) -> str:
+        """What a task is judged by."""
+        if self.study.metric != "auto":
+            return self.study.metric
+        return "accuracy" if self.classifies(task) else "loss"
+
+    def counts(self, task: str) -> bool:
+        """Whether a task that is informative belongs to the primary endpoint."""
+        return self.study.metric != "auto" or self.classifies(task)
 
     def steps(self, task: str) -> int:
         """Optimizer updates of a run at equal steps."""
@@ -104,6 +114,7 @@ class Plan:
     def check(self) -> None:
         """Refuse what cannot run here, as `flatshift train` does; nothing may turn into failed cells in silence."""
         from experiments.recipe.rules import check_cell, check_recipe
+        from finetune.train.stage import check_judged
         from regularizers import build
 
         for method, regularizer in self._tried:
@@ -120,6 +131,7 @@ class Plan:
                     raise UserError("mesh: a study's cell trains on one device; leave every axis at 1 and auto off")
                 check_cell(recipe)
                 check_recipe(recipe)
+                check_judged(self.study.metric, recipe.task, "comparison.metric")
             except UserError as error:
                 raise UserError(f"method {method!r} on task {task!r}: {error}") from None
 

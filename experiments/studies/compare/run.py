@@ -29,6 +29,7 @@ from experiments.studies.compare.tuning import (
 from experiments.studies.study import Batches, claim_study
 from finetune.atomic import write_json
 from finetune.errors import UserError
+from finetune.evaluate.metrics import metric_of
 
 Result = dict[str, Any]
 """What `found_of` makes of a cell's result."""
@@ -134,7 +135,7 @@ def _tune(plan: Plan, batches: Batches, outcome: Outcome) -> None:
     batches.run([run.cell for some in last.values() for seeds in some.values() for run in seeds[1:]], "finalists")
     for pair, grid in grids.items():
         means = {
-            setting: together([score(found_of(batches, run), plan.classifies(pair[1])) for run in seeds])
+            setting: together([score(found_of(batches, run), plan.metric(pair[1])) for run in seeds])
             for setting, seeds in last[pair].items()
         }
         best = best_of(means)
@@ -151,15 +152,19 @@ def _tune(plan: Plan, batches: Batches, outcome: Outcome) -> None:
 
 
 def _scores(batches: Batches, plan: Plan, grid: Mapping[Setting, Run]) -> dict[Setting, Score]:
-    return {setting: score(found_of(batches, run), plan.classifies(run.task)) for setting, run in grid.items()}
+    return {setting: score(found_of(batches, run), plan.metric(run.task)) for setting, run in grid.items()}
 
 
-def score(result: Result, classifies: bool) -> Score:
-    """How a trial did: by accuracy, else by loss."""
+def score(result: Result, metric: str) -> Score:
+    """How a trial did by `metric`; one that this trial has no value of (a correlation of equal numbers) counts as
+    failed."""
     if result["status"] != "done":
         return FAILED
     metrics = result["metrics"]
-    return Score(metrics["accuracy"] if classifies else -metrics["loss"], metrics["loss"])
+    value = metrics[metric]
+    if value is None:
+        return FAILED
+    return Score(-value if metric_of(metric).lower else value, metrics["loss"])
 
 
 def step_ratios(plan: Plan, outcome: Outcome) -> dict[str, float]:

@@ -35,7 +35,7 @@ class Score:
     """How a trial did on validation rows; a diverged one has value −inf."""
 
     value: float
-    """Higher is better: accuracy, or minus the loss."""
+    """Higher is better: the metric, or minus it where lower is better."""
     loss: float
     """Settles ties: lower is better."""
 

@@ -197,6 +197,7 @@ class _Asked:
     points: int | None
     bisection: Bisection | None
     stack: int | None
+    metric: str
 
     def refuse_more(self, most: int) -> None:
         """Raise UserError for a plan of more than `most` cells, before any of them is made, and for seeds that no
@@ -222,6 +223,8 @@ class _Asked:
             found["keys"] = [cell.key for cell in cells]
         if self.points is not None:
             found["points"] = self.points
+        if self.metric != "auto":
+            found["metric"] = self.metric
         if self.bisection is not None:
             found["bisection"] = self.bisection.document()
             grid[self.bisection.key] = [str(value) for value in tried]
@@ -243,6 +246,8 @@ def _could_record(asked: _Asked) -> bool:
 
 
 def _asked(base: Base, options: SweepOptions) -> _Asked:
+    from finetune.train.stage import check_judged
+
     design, points, bisection = options.design, options.points, options.bisect
     block = base.recipe.sweep or Sweep()
     if options.grid is not None:
@@ -262,7 +267,9 @@ def _asked(base: Base, options: SweepOptions) -> _Asked:
     count = options.seeds if options.seeds is not None else block.seeds
     if count < 1:
         raise UserError(f"--seeds must be at least 1, got {count}")
-    return _Asked(base, axes, count, design or "grid", points, search, _stack(options.stack, block.stack))
+    check_judged(block.metric, base.recipe.task, "sweep.metric")
+    stack = _stack(options.stack, block.stack)
+    return _Asked(base, axes, count, design or "grid", points, search, stack, block.metric)
 
 
 def _stack(flag: str | None, recipe: int | str) -> int | None:

