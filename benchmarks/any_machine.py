@@ -87,11 +87,11 @@ def loss_times(vocabulary: int, width: int, tokens: int, precision: str, rounds:
 
     def sliced(rows: int | None = None) -> None:
         hidden.grad = None
-        rule = loss.slice_rows if rows is None else lambda vocabulary, device: rows
+        rule = loss.slice_rows if rows is None else lambda vocabulary, device, width: rows
         with mock.patch.object(loss, "slice_rows", rule):
             loss.linear_cross_entropy(hidden, linear, targets).backward()
 
-    rows = loss.slice_rows(vocabulary, "cpu")
+    rows = loss.slice_rows(vocabulary, "cpu", dtype.itemsize)
     whole()
     sliced()
     ways = {"ours": sliced, "whole": whole, "half": partial(sliced, rows // 2), "double": partial(sliced, rows * 2)}

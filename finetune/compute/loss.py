@@ -337,7 +337,7 @@ def _slices(
     device = capabilities(hidden.device).autocast
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
-    rows = slice_rows(len(weight), device)
+    rows = slice_rows(len(weight), device, hidden.element_size())
     with torch.autocast(device, enabled=False):
         for start in range(0, len(hidden), rows):
             part, wanted = hidden[start : start + rows], targets[start : start + rows, None]

@@ -45,7 +45,8 @@ def token_nats(
     mask = targets != IGNORE
     rows = mask.nonzero()[:, 0]
     scores, wanted = scores[mask], targets[mask]
-    size = slice_rows(values.shape[-1] if linear is None else len(linear.weight), capabilities(values.device).kind)
+    vocabulary = values.shape[-1] if linear is None else len(linear.weight)
+    size = slice_rows(vocabulary, capabilities(values.device).kind, values.element_size())
     parts = []
     for i in range(0, len(wanted), size):
         part = scores[i : i + size]

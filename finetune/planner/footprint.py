@@ -283,7 +283,7 @@ def _work(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int
     tokens = piece * train.max_length // mesh.cp
     states = tokens * backbone.hidden
     cut = -(-backbone.vocabulary // mesh.tp)
-    logits = min(slice_rows(cut, device), tokens) * cut * (4 + (width if width < 4 else 0))
+    logits = min(slice_rows(cut, device, width), tokens) * cut * (4 + (width if width < 4 else 0))
     loss = 3 * width * states + logits
     norm = (20 if width < 4 else 16) * states
     block = max(2 * width * tokens * backbone.feed_forward // mesh.tp, 12 * states)

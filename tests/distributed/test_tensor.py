@@ -181,7 +181,7 @@ def _vocabulary(world: World) -> dict[str, float]:
     exact = F.cross_entropy(hidden.double() @ weight.double().T + bias.double(), targets, reduction="sum")
     (wanted,) = torch.autograd.grad(exact * 0.5, hidden)
     rows = size // world.size
-    assert 0 < n % slice_rows(rows, "cpu") < n  # several slices, the last a part of one
+    assert 0 < n % slice_rows(rows, "cpu", 4) < n  # several slices, the last a part of one
     start = rows * world.rank
     linear = nn.Linear(width, rows).requires_grad_(False)
     linear.weight.copy_(weight[start : start + rows])

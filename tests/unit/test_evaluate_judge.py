@@ -60,7 +60,7 @@ def test_slices_of_logits_do_not_show(monkeypatch):
     logits, labels = torch.randn(2, 9, 11, generator=torch.Generator().manual_seed(0)), torch.randint(0, 11, (2, 9))
     labels[0, :4] = -100
     whole, rows = token_nats(logits, labels, LanguageModel())
-    monkeypatch.setattr("finetune.evaluate.perplexity.slice_rows", lambda vocabulary, device: 2)
+    monkeypatch.setattr("finetune.evaluate.perplexity.slice_rows", lambda vocabulary, device, width: 2)
     sliced, same = token_nats(logits, labels, LanguageModel())
     assert torch.equal(whole, sliced) and torch.equal(rows, same) and rows.tolist() == [0] * 5 + [1] * 8
 

@@ -49,7 +49,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_sliced_and_whole_loss_agree_with_the_naive_sum_in_value_and_gradient(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device: 16)  # several slices
+    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device, width: 16)  # several slices
     model, micro = build(kind, tmp_path), RandomBatches(rows=5).at(0)[0]
     head = find_head(model, micro.inputs, task=LM)
     assert head is not None
@@ -103,7 +103,7 @@ def test_linear_cross_entropy_gradient_by_finite_differences(bias):
 
 @pytest.mark.parametrize(("vocabulary", "rows"), [(5000, 600), (70_001, 250), (140_003, 140)])
 def test_slices_that_divide_neither_rows_nor_vocabulary_agree_with_dense_float64(vocabulary, rows):
-    assert 0 < rows % slice_rows(vocabulary, "cpu") < rows  # a whole slice and a part of one
+    assert 0 < rows % slice_rows(vocabulary, "cpu", 4) < rows  # a whole slice and a part of one
     generator = torch.Generator().manual_seed(3)
     linear = torch.nn.Linear(8, vocabulary, bias=False).requires_grad_(False)
     linear.weight.copy_(torch.randn(vocabulary, 8, generator=generator))
@@ -128,11 +128,12 @@ def test_slices_that_divide_neither_rows_nor_vocabulary_agree_with_dense_float64
 
 def test_slices_are_products_of_many_rows_and_bounded_memory():
     for vocabulary in (2, 999, 4096, 30_522, 32_000, 50_257, 128_256, 262_144):
-        rows = slice_rows(vocabulary, "cpu")
-        assert rows >= 128
-        assert rows * vocabulary <= max(1 << 22, 128 * vocabulary)
-        assert rows <= 256 or rows * vocabulary <= 1 << 20
-        assert slice_rows(vocabulary, "cuda") >= max(128, rows)
+        for width, most in ((4, 1 << 24), (2, 1 << 22)):
+            rows = slice_rows(vocabulary, "cpu", width)
+            assert rows >= 128
+            assert rows * vocabulary <= max(most, 128 * vocabulary)
+            assert rows <= 256 or rows * vocabulary <= 1 << 20
+            assert slice_rows(vocabulary, "cuda", width) >= max(128, rows)
 
 
 def test_large_logits_and_no_supervised_token():

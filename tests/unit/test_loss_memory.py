@@ -60,7 +60,7 @@ class Slices(TorchDispatchMode):
 
 
 def test_a_slice_is_gone_before_the_next_is_made(monkeypatch):
-    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device: 16)
+    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device, width: 16)
     linear = torch.nn.Linear(8, 500, bias=False).requires_grad_(False)
     hidden = torch.ones(64, 8, requires_grad=True)
     with Slices(16 * 500) as watching:
@@ -90,7 +90,7 @@ def gradients(model):
 
 
 def test_training_holds_one_slice_and_loses_no_digit(model, monkeypatch):
-    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device: ALL // 16 // vocabulary)
+    monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device, width: ALL // 16 // vocabulary)
     batch = micro()
     with Largest() as watching:
         head = find_head(model, batch.inputs, task=LM)
@@ -110,7 +110,7 @@ def test_training_holds_one_slice_and_loses_no_digit(model, monkeypatch):
 
 
 def test_evaluation_holds_one_slice_and_gives_the_same_figures(model, monkeypatch):
-    monkeypatch.setattr(perplexity, "slice_rows", lambda vocabulary, device: ALL // 16 // vocabulary)
+    monkeypatch.setattr(perplexity, "slice_rows", lambda vocabulary, device, width: ALL // 16 // vocabulary)
     ids = micro().inputs["input_ids"].tolist()
     examples = [Example(row, [IGNORED, *row[1:]], str(i), f"f:{i}") for i, row in enumerate(ids)]
     with evaluating(model):

@@ -98,7 +98,7 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
         bias = None if bias is None else bias.to(hidden.dtype)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         terms = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        rows = slice_rows(len(weight), device)
+        rows = slice_rows(len(weight), device, hidden.element_size())
         with torch.autocast(device, enabled=False):
             for first in range(0, len(hidden), rows):
                 part, wanted = hidden[first : first + rows], targets[first : first + rows, None]
