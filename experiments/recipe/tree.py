@@ -214,7 +214,7 @@ def merge(lower: Tree, upper: Tree) -> Tree:
     for key, value in upper.children.items():
         children[key] = merge(children[key], value) if key in children else value
         keys[key] = upper.keys.get(key, upper.where)
-    return Branch(children, upper.where, keys)
+    return Branch(children, upper.where, keys, upper.text)
 
 
 def _same_kind(lower: Tree, upper: Tree) -> Branch | None:

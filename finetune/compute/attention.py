@@ -241,17 +241,29 @@ def reading(batch: Any) -> Iterator[dict[str, Tensor]]:
         _READ.reset(token)
 
 
+def _within(mask: Callable[..., Tensor], positions: Tensor, sample: Tensor) -> Callable[..., Tensor]:
+    """transformers' `mask` function inside of each sample of packed rows, by the places in it; both (B, T).
+
+    The oldest transformers that we allow has no function of its own for it."""
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = sample[row, query] == sample[row, key]
+        return same & mask(row, head, positions[row, query], positions[row, key])
+
+    return seen
+
+
 def _mask(usual: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     """transformers' mask function, by the `usual` one: which keys each query sees, bool (B, 1, T, T) (of `eager` what
     is added to their scores); None: those that the kernel shows it anyway."""
-    from transformers.masking_utils import causal_mask_function, packed_sequence_compatibility_function
+    from transformers.masking_utils import causal_mask_function
 
     rows = _READ.get()
     if rows is None or how.get("attention_mask") is None:
         return usual(**how)
     if rows.positions is not None:
         sample = torch.diff(rows.positions, prepend=rows.positions[:, :1] - 1, dim=-1).ne(1).cumsum(-1)
-        how["mask_function"] = packed_sequence_compatibility_function(how["mask_function"], rows.positions, sample)
+        how["mask_function"] = _within(how["mask_function"], rows.positions, sample)
         return usual(**{**how, "attention_mask": None, "allow_is_causal_skip": False})
     behind = how.get("allow_is_causal_skip", True) and how["mask_function"] is causal_mask_function
     if behind or not rows.padded:

@@ -28,6 +28,7 @@ from ..errors import UserError
 _SHARE = (0.0, 1.0)
 _SIGNED = (-1.0, 1.0)
 _POSITIVE = (0.0, math.inf)
+_ANY = (-math.inf, math.inf)
 _LACK = "lack_of_"
 
 
@@ -62,7 +63,7 @@ class Metric:
 _ALL = (
     Metric(
         name="loss", title="loss", unit="nats per supervised token or example", lower=True, bounds=_POSITIVE,
-        headline=9, tile=11, by={"text": "perplexity:loss", "hidden": "perplexity:loss", "document": "text:loss"},
+        headline=11, tile=15, by={"text": "perplexity:loss", "hidden": "perplexity:loss", "document": "text:loss"},
     ),
     Metric(
         name="perplexity", title="perplexity", unit="exp of nats per token", lower=True, bounds=_POSITIVE,
@@ -96,18 +97,20 @@ _ALL = (
     ),
     Metric(
         name="preference_accuracy", title="preference accuracy", unit="share of pairs in the right order",
-        bounds=_SHARE, shown_as_share=True, headline=4, tile=1, by={"preferences": "preference:accuracy"},
+        bounds=_SHARE, shown_as_share=True, headline=9, tile=11, by={"preferences": "preference:accuracy"},
     ),
     Metric(
-        name="reward_margin", title="reward margin", unit="implicit reward, chosen less rejected", headline=5, tile=2,
+        name="reward_margin", title="reward margin", unit="implicit reward, chosen less rejected", bounds=_ANY,
+        headline=10, tile=12,
         by={"preferences": "preference:margin"},
     ),
     Metric(
-        name="chosen_reward", title="reward of chosen answers", unit="implicit reward", tile=3,
+        name="chosen_reward", title="reward of chosen answers", unit="implicit reward", bounds=_ANY, tile=13,
         by={"preferences": "preference:chosen"},
     ),
     Metric(
-        name="rejected_reward", title="reward of rejected answers", unit="implicit reward", lower=True, tile=4,
+        name="rejected_reward", title="reward of rejected answers", unit="implicit reward", lower=True, bounds=_ANY,
+        tile=14,
         by={"preferences": "preference:rejected"},
     ),
     Metric(

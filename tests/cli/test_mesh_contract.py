@@ -67,7 +67,8 @@ def test_one_recipe_on_three_meshes_and_in_one_process(tmp_path: Path) -> None:
     assert run(["train", "classify", "--out", str(one), *flags(SMALL | {"train.threads": 1})]) == 0
     half = flags(SMALL | {"train.steps": 3})
     said = flatshift("train", "classify", "--out", str(mesh), *half, "--mesh.dp", "2").stderr
-    assert "on dp 2" in said and "gathered along dp" in said and said.count("plan:") == 1
+    assert "on dp 2" in said and said.count("plan:") == 1
+    assert "gathered along dp" in (mesh / "log.txt").read_text(encoding="utf-8"), "the whole plan"
     flatshift("train", "--resume", str(mesh), "--train.steps", "6", "--mesh.dp", "1", "--mesh.tp", "2")
     assert "the same curve to rounding" in (mesh / "log.txt").read_text(encoding="utf-8")
 

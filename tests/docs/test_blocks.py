@@ -69,7 +69,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     birds = [" ".join(rng.choice(words, 12)) for _ in range(40)]
     talk = [f"please send the {what} of {n} days ago" for n in range(5) for what in ("bill", "letter")]
     sources = ["wiki" if i % 4 else "news" for i in range(len(birds))]
-    for name in ("pool.jsonl", "corpus/a.jsonl.gz", "pool/a.jsonl"):
+    for name in ("pool.jsonl", "comments.jsonl", "corpus/a.jsonl.gz", "pool/a.jsonl"):
         rows(name, birds, domain=sources)
     for name in ("target.jsonl", "task-train.jsonl", "clean.jsonl"):
         rows(name, talk)
@@ -108,7 +108,7 @@ def do(commands: list[str], out: str = "") -> None:
 
 def test_the_page_on_selection(home: Path) -> None:
     lines = commands("selection.md")
-    assert len(lines) == 12
+    assert len(lines) == 11
     lines = [line.replace("--out picked", f"--out picked-{n}") for n, line in enumerate(lines)]
     do(lines, "one")
 

@@ -43,9 +43,13 @@ def test_the_page_runs_up_to_its_sweep(
     from experiments.results.run import read_run
 
     kept = read_run(Path("runs/first")).predictions["test"]
-    again = found["run"].predict(kept.columns["text"][:3])
-    assert [row["label"] for row in again] == kept.columns["predicted"][:3], "as the run itself said of these rows"
-    assert [row["probability"] for row in again] == pytest.approx(kept.columns["probability"][:3], abs=1e-5)
+    again = found["run"].predict([row["text"] for row in kept.shown[:3]])
+    assert [row["label"] for row in again] == [row["predicted"] for row in kept.shown[:3]], (
+        "as the run itself said of these rows"
+    )
+    assert [row["probability"] for row in again] == pytest.approx(
+        [row["probability"] for row in kept.shown[:3]], abs=1e-5
+    )
     assert len(found["said"]) == 2 and all(0 < row["probability"] <= 1 for row in found["said"])
     assert "lora" in "".join(name for name, _ in found["model"].named_parameters())
     assert "overrides: unknown key 'train.stepz'; did you mean 'steps'?" in capsys.readouterr().out

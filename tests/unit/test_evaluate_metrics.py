@@ -16,6 +16,7 @@ FAMILIES = (
     "classes",
     "sets",
     "numbers",
+    "preferences",
     "agreement",
     "samples",
     "toxicity",

@@ -9,7 +9,7 @@ import pytest
 from finetune.config import Adapter, Mesh, Optimizer, Projector, Train
 from finetune.errors import UserError
 from finetune.planner.rules import REQUIRES, RULES, Settings, check_settings
-from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
+from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
 from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
 
 # (setting, other side) of a rule → what breaks it and nothing before it; what obeys it, as near to that as can be
@@ -112,6 +112,22 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
     ),
     ("adapter.under", "one rank"): ({"under": "runs/first", "tp": 2}, {"under": "runs/first"}),
     ("adapter.bias, adapter.train_whole, adapter.experts", "one rank"): ({"bias": "all", "dp": 2}, {"bias": "all"}),
+    **{
+        (f"mesh.{axis} > 1", "task.kind: preference"): (
+            {axis: 2, "task": Preference()},
+            {"dp": 2, "tp": 2, "task": Preference()},
+        )
+        for axis in ("pp", "cp")
+    },
+    (
+        "task.loss: dpo, ipo or kto",
+        "adapter.init that changes frozen weights (all but default, orthogonal and eva), adapter.under and "
+        "adapter.bias",
+    ): ({"init": "pissa", "task": Preference()}, {"init": "pissa", "task": Preference(loss="simpo")}),
+    ("task.loss: kto", "two examples of an update"): (
+        {"batch_size": 1, "task": Preference(loss="kto")},
+        {"batch_size": 1, "accumulate": 2, "task": Preference(loss="kto")},
+    ),
     ("adapter.soft_tokens", "one rank"): (
         {"soft_tokens": 4, "dp": 2, "task": LanguageModel(pack=False)},
         {"soft_tokens": 4, "task": LanguageModel(pack=False)},

@@ -174,11 +174,11 @@ def test_a_part_of_the_study_shares_its_cells(made) -> None:
     assert set((out / "cells").iterdir()) == before
     assert part["primary_budget"] == 10 and set(part["arms"]) == {"random", "gotd"}
     assert part["exploratory"] and part["missing"] == {
-        "arms": ["matched", "all", "target-text", "no-warm-up"], "targets": ["bank"], "budgets": ["30"],
+        "arms": ["matched", "by-form", "all", "target-text", "no-warm-up"], "targets": ["bank"], "budgets": ["30"],
     }  # fmt: skip
     assert part["answers"][0] == part["protocol"][0] and part["protocol"][0].startswith(
-        "This is a part of the study, run without its arms matched, all, target-text, no-warm-up; targets bank; "
-        "budgets 30: its figures, at a budget of 10 instead of the primary 30, are exploratory"
+        "This is a part of the study, run without its arms matched, by-form, all, target-text, no-warm-up; targets "
+        "bank; budgets 30: its figures, at a budget of 10 instead of the primary 30, are exploratory"
     )
     assert not document["exploratory"] and "exploratory" not in document["protocol"][0] and not document["missing"]
     assert document["targets"]["science"]["fine_tune_edge"]  # of two rates, both are edges

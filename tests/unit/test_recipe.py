@@ -126,6 +126,8 @@ def test_dashes_and_underscores_are_equal_in_flags() -> None:
 def test_text_fields_take_flags_as_typed() -> None:
     for typed in ("1", "no", "{text} =>", " {label}", "a: b", "[x", "'quoted'"):
         assert load_recipe(None, [from_override("data.columns.label", typed)]).recipe.data.columns.label == typed
+    over = load_recipe("preference", [from_override("task.answer", "{answer}")])
+    assert over.recipe.task.answer == "{answer}", "also where the recipe says another text"
 
 
 def test_relative_inputs_become_absolute_and_samples_stay(tmp_path: Path, monkeypatch) -> None:

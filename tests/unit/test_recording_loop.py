@@ -235,7 +235,7 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_noise_of_every_task_is_in_the_data_and_written_down(task, tmp_path):
-    resolved = recipe_of(tmp_path, **TASKS[task], **{"record.train_rows": "null"})
+    resolved = recipe_of(tmp_path, **TASKS[task], **{"record.train_rows": "null", "train.precision": "fp32"})
     clean = prepare(recipe_of(tmp_path, **TASKS[task], **{"data.label_noise": "0"}).recipe)
     noisy = prepare(resolved.recipe)
     changed = [

@@ -105,10 +105,10 @@ def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch)
     from finetune.planner import devices
 
     cells = cells_that(["ok"])
-    monkeypatch.setattr(devices, "_cuda_devices", lambda: [1 << 30])
+    monkeypatch.setattr(devices, "_cuda_devices", lambda: ([1 << 30], None))
     assert on_cuda(Places(1, ("cuda:0",)), cells) and on_cuda(Places(1), cells), "auto is that device"
     assert not on_cuda(Places(1, ("cpu",)), cells)
-    monkeypatch.setattr(devices, "_cuda_devices", list)
+    monkeypatch.setattr(devices, "_cuda_devices", lambda: ([], None))
     assert not on_cuda(Places(1), cells)
 
 
@@ -190,7 +190,7 @@ def test_workers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_process_limit", lambda: None)
     assert memory_of(Places(4), "cpu") == 225 and memory_of(Places(1, ("cpu",)), "auto") == 900
     free = 20 << 30
-    monkeypatch.setattr(devices, "_cuda_devices", lambda: [free, free])
+    monkeypatch.setattr(devices, "_cuda_devices", lambda: ([free, free], None))
     one = memory_of(Places(2, ("cuda:0", "cuda:1")), "auto")
     assert one is not None and 0.6 * free < one < 0.75 * free
     assert memory_of(Places(4, ("cuda:0", "cuda:1")), "auto") == pytest.approx(one / 2, abs=1)

@@ -25,6 +25,7 @@ APART = {
     "finetune.evaluate.metrics": "what a model is judged by, once rows are made",
     "finetune.evaluate.judge": "what a model is judged by, once rows are made",
     "finetune.evaluate.multilabel": "what a model is judged by, once rows are made",
+    "finetune.evaluate.preference": "what a model is judged by, once rows are made",
     "finetune.evaluate.regression": "what a model is judged by, once rows are made",
     "finetune.assets": "where files lie: their content is in the key",
     "finetune.atomic": "how an entry is written",
