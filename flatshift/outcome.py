@@ -44,15 +44,29 @@ def of_training(path: Path) -> None:
 
 def after_run(run: Run) -> list[list[str]]:
     """What to do with a finished run."""
-    path, found = str(run.path), []
-    files = [name for split in ("test", "dev", "train") for name in _files(run.recipe, split)]
-    if files:
-        found.append(["flatshift", "predict", path, "--data", files[0], "--out", f"{run.path.name}-predictions.csv"])
-    task = run.recipe.get("task")
-    kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
-    if kind is not None and (made := kind()).writes and not made.documents:
+    path = str(run.path)
+    files = [name for split in ("test", "dev") for name in _files(run.recipe, split)] or ["UNSEEN.jsonl"]
+    found = [["flatshift", "predict", path, "--data", files[0], "--out", f"{run.path.name}-predictions.csv"]]
+    if _converses(run):
         found.insert(0, ["flatshift", "chat", path])
     return [*found, ["flatshift", "merge", path], ["flatshift", "export", path]]
+
+
+def of_merge(path: Path, merged: Path) -> None:
+    """Where to go with the merged model of the run in `path`."""
+    from experiments.results.run import read_run
+
+    found = [["flatshift", "push", str(merged), f"ORGANISATION/{path.resolve().name}"]]
+    if _converses(read_run(path)):
+        found.insert(0, ["flatshift", "export", str(path), "--to", "gguf"])
+    say("", found)
+
+
+def _converses(run: Run) -> bool:
+    """Whether its model answers prompts."""
+    task = run.recipe.get("task")
+    kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
+    return kind is not None and (made := kind()).writes and not made.documents
 
 
 def _files(recipe: dict[str, Any], split: str) -> list[str]:

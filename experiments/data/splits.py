@@ -129,6 +129,19 @@ def prepare(recipe: Recipe) -> Prepared:
     return _noted(_described(recipe, splits, found.about), found.notes)
 
 
+def borrowed_lines(recipe: Recipe) -> list[str]:
+    """A note where own training rows would be judged by rows of a shipped sample, which the recipe names."""
+    data = recipe.data
+    if not data.train.all_files or any(name.startswith("sample:") for name in data.train.all_files):
+        return []
+    return [
+        f"{split}: {', '.join(files.files)} of the recipe, beside training rows of your own; --data.{split}.files "
+        f"names others, '[]' with --data.holdout 0.2 takes some of the training rows"
+        for split, files in (("dev", data.dev), ("test", data.test))
+        if any(name.startswith("sample:") for name in files.files)
+    ]
+
+
 def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepared:
     """Encode the rows of `files` as test rows of a run that is over, by the classes and units that it trained with.
 

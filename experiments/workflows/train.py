@@ -26,6 +26,7 @@ from experiments.data.lengths import check_memory
 from experiments.data.sources import check_supply, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
     Prepared,
+    borrowed_lines,
     learnt_record,
     noise_record,
     prepare,
@@ -128,6 +129,11 @@ def train(
             said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
+        said += borrowed_lines(recipe)
+        if recipe.regularizer.kind != "plain":
+            said.append(
+                f"regularizer: {recipe.regularizer.kind} ({resolved.origins.get('regularizer.kind', 'default')})"
+            )
         if recipe.select is not None and recipe.select.from_ is not None:
             check_files(Path(recipe.select.from_))
         manifest = _manifest(recipe, prepared)

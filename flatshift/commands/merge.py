@@ -60,6 +60,5 @@ def run(argv: list[str]) -> int:
         print(f"the saved tokenizer reads {result['tokenized_rows']} rows of the run as training did")
     if result["quantization"] is not None:
         print(f"the adapter was trained on the backbone in {result['quantization']}; here it is on the float weights")
-    gguf = ["flatshift", "export", str(flags.run), "--to", "gguf"]
-    outcome.say("", [gguf, ["flatshift", "push", str(out), f"ORGANISATION/{flags.run.resolve().name}"]])
+    outcome.of_merge(flags.run, out)
     return 0

@@ -101,6 +101,7 @@ def do(commands: list[str], out: str = "") -> None:
             words += ["--select.checks", "false"]
         if words[0] == "train":
             words += TINY.split()
+            words += ["--select.budget", "9"] if any(word.startswith("--select.") for word in words) else []
         if "--samples" in words:
             words[words.index("--samples") + 1] = "1"
         assert run(words) == 0, command
