@@ -105,11 +105,11 @@ _ALL = (
         by={"preferences": "preference:margin"},
     ),
     Metric(
-        name="chosen_reward", title="reward of chosen answers", unit="implicit reward", bounds=_ANY, tile=13,
+        name="chosen_reward", title="chosen reward", unit="implicit reward", bounds=_ANY, tile=13,
         by={"preferences": "preference:chosen"},
     ),
     Metric(
-        name="rejected_reward", title="reward of rejected answers", unit="implicit reward", lower=True, bounds=_ANY,
+        name="rejected_reward", title="rejected reward", unit="implicit reward", lower=True, bounds=_ANY,
         tile=14,
         by={"preferences": "preference:rejected"},
     ),
