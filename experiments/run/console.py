@@ -67,6 +67,24 @@ def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
         speaker.join()
 
 
+class _Pace:
+    """Work per second since the first report, so that neither a start nor what was done before a resume counts."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._first: tuple[int, float] | None = None
+
+    def rate(self, done: int) -> float:
+        """Of all that is `done`, where nothing was reported before."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (done, now)
+        before, since = self._first
+        if done > before:
+            return (done - before) / max(now - since, 1e-9)
+        return done / max(now - self._start, 1e-9)
+
+
 class Bar(Protocol):
     """One piece of long work."""
 
@@ -120,23 +138,23 @@ class Console:
             bars.TimeRemainingColumn(),
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
-        start = time.monotonic()
+        pace = _Pace()
         with others_speak(), bars.Progress(*columns, console=RichConsole(stderr=True)) as shown:
             task = shown.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
-                rate = done / max(time.monotonic() - start, 1e-9)
+                rate = pace.rate(done)
                 shown.update(task, completed=done, note=note, rate=per_second(rate, unit) if unit else "")
 
             yield update
 
     def _lines(self, label: str, total: int, unit: str) -> Iterator[Bar]:
         start = last = time.monotonic()
-        latest = (0, "")
+        latest, pace = (0, ""), _Pace()
 
         def line(done: int, note: str) -> str:
             elapsed = time.monotonic() - start
-            rate = done / max(elapsed, 1e-9)
+            rate = pace.rate(done)
             eta = (total - done) / rate if done else float("nan")
             speed = f", {per_second(rate, unit)}" if unit else ""
             return f"{label}: {done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s{'  ' + note if note else ''}"
@@ -144,6 +162,7 @@ class Console:
         def update(done: int, note: str = "") -> None:
             nonlocal last, latest
             latest = (done, note)
+            pace.rate(done)
             if time.monotonic() - last > _EVERY_S:
                 last = time.monotonic()
                 self.say(line(done, note))

@@ -33,3 +33,16 @@ def test_an_outline_is_printed_and_the_whole_is_logged(capsys, quiet: bool, verb
     log: list[str] = []
     Console(quiet=quiet, verbose=verbose, log=log.append).outline(["a"], ["a", "b"])
     assert capsys.readouterr().err == shown and log == ["a", "b"]
+
+
+def test_the_pace_after_a_resume_is_that_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("experiments.run.console.time.monotonic", lambda: now[0])
+    with Console().task("fine-tune", 400, "steps") as bar:
+        now[0] = 10.0
+        bar(236)
+        now[0] = 12.0
+        bar(240)
+    assert capsys.readouterr().err.splitlines()[-1] == "fine-tune: 240/400, 2 steps/s, 12 s, ETA 80 s"
