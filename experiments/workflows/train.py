@@ -10,6 +10,7 @@ resumes from its newest checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -444,13 +445,9 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
             f"the backbone's checkpoint has no masked-LM head: its transform is drawn by train.seed and trains whole, "
             f"its bias stays 0 ({', '.join(fresh)})"
         )
-    shown = (
-        first_batch_panel(
-            batches.at(0)[0], tokenizer, task, label_names=prepared.label_names, units=prepared.units, **size
-        )
-        for size in ({"samples": 1, "width": 240}, {})
-    )
-    context.console.outline([next(shown)], [next(shown)])
+    first, units = batches.at(0)[0], prepared.units
+    panel = functools.partial(first_batch_panel, first, tokenizer, task, label_names=prepared.label_names, units=units)
+    context.console.outline([panel(samples=1, width=240)], [panel()])
     return TrainingStage(
         name=plan.name,
         task=task,
