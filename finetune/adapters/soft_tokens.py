@@ -7,6 +7,7 @@ wrapped model gives logits for the row's own tokens only, so that losses and met
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ..compute.numerics import seeded
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
+from ..models.key_value_cache import cache_name
 from ..planner.rules import Settings, check_settings
 from ..seeds import torch_generator
 from .projector import attach_projector
@@ -58,9 +60,26 @@ def attach_soft_tokens(
     soft.weight.data = table.weight.detach()[drawn.to(table.weight.device)].to(dtype).clone()
     model.soft_tokens = count
     model.forward = functools.partial(_own_tokens_only, model)
+    # PEFT (0.21) tells the first step by the cache, which it knows by its older name only
+    model.base_model_prepare_inputs_for_generation = functools.partial(
+        _renamed, model.base_model_prepare_inputs_for_generation, cache_name(), "past_key_values"
+    )
+    model.prepare_inputs_for_generation = functools.partial(
+        _renamed, model.prepare_inputs_for_generation, "past_key_values", cache_name()
+    )
     if adapter.projector is not None:
         attach_projector(model, adapter.projector, seed=seed, dtype=dtype)
     return model
+
+
+def _renamed(
+    prepare: Callable[..., dict[str, Any]], old: str, new: str, /, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """The inputs of a step of generation, one of them under another name."""
+    inputs = prepare(*args, **kwargs)
+    if old in inputs:
+        inputs[new] = inputs.pop(old)
+    return inputs
 
 
 def _own_tokens_only(model: Any, **inputs: Any) -> Any:

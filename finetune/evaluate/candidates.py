@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from ..compute.numerics import forward_precision
+from ..models.key_value_cache import given_cache, kept_cache
 from .writing import padded
 
 _LOGITS = 1 << 26
@@ -138,7 +139,7 @@ def _batches(order: list[int], items: Sequence[Sequence[Candidate]], model: Any,
 def _read(model: Any, ids: Sequence[int], how: How) -> Any:
     with forward_precision(how.device, how.autocast_dtype):
         row = torch.tensor([list(ids)], device=how.device)
-        return model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
+        return kept_cache(model(input_ids=row, use_cache=True, logits_to_keep=1))
 
 
 def _together(
@@ -152,25 +153,26 @@ def _together(
     positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
     ids, mask, answers, real, positions = (t.to(how.device) for t in (ids, mask, answers, real, positions))
     mask = torch.cat([mask.new_ones(len(items), size), mask], dim=1)
-    kept: dict[str, Any] = {}
+    kept = {}
     if cache is not None:
-        kept["past_key_values"] = copy.deepcopy(cache)
-        kept["past_key_values"].batch_repeat_interleave(len(items))
+        cache = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(len(items))
+        kept = given_cache(cache)
     with forward_precision(how.device, how.autocast_dtype):
         asked = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
         )
         logits = asked.logits.repeat_interleave(each, dim=0)
         if answers.shape[1] > 1:
-            after = asked.past_key_values
+            after = kept_cache(asked)
             after.batch_repeat_interleave(each)
             start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
             said = model(
                 input_ids=answers[:, :-1],
                 attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
                 position_ids=start + torch.arange(answers.shape[1] - 1, device=start.device),
-                past_key_values=after,
                 use_cache=True,
+                **given_cache(after),
             )
             logits = torch.cat([logits, said.logits], dim=1)
     nats = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape)

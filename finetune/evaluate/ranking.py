@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from ..compute.numerics import forward_precision
 from ..data.example import IGNORE, Example
 from ..data.share import ALONE, Share
+from ..models.key_value_cache import given_cache, kept_cache
 from .answers import prompt_of
 from .perplexity import document_nats
 from .writing import batched, padded
@@ -132,15 +133,15 @@ def _shared(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
         )  # logits (B, 1, V)
         logits = asked.logits.repeat_interleave(each, dim=0)
         if answers.shape[1] > 1:
-            cache = asked.past_key_values
+            cache = kept_cache(asked)
             cache.batch_repeat_interleave(each)
             after = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
             said = model(
                 input_ids=answers[:, :-1],
                 attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
                 position_ids=after + torch.arange(answers.shape[1] - 1, device=after.device),
-                past_key_values=cache,
                 use_cache=True,
+                **given_cache(cache),
             )
             logits = torch.cat([logits, said.logits], dim=1)  # (B·K, C, V)
     nats = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape)

@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from ..compute.dropout import recomputed
 from ..errors import UserError
 from ..models.anatomy import attention_modules, blocks
+from ..models.key_value_cache import NAMES
 
-_NO_CACHE = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
+_NO_CACHE = {"use_cache": False} | dict.fromkeys(NAMES)
 _ENABLED = {
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,

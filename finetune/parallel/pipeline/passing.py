@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...compute.loss import Batch
 from ...config import Mesh
+from ...models.key_value_cache import NAMES
 from ..mesh import TOKENS, World
 from .pieces import Piece
 from .plan import rank_of
@@ -151,7 +152,7 @@ class StandIn(nn.Module):
         Raises:
             NotImplementedError: a key-value cache is asked for.
         """
-        if use_cache or inputs.get("past_key_values") is not None:
+        if use_cache or any(inputs.get(name) is not None for name in NAMES):
             raise NotImplementedError("a pipeline keeps no key-value cache")
         (logits,) = self._passing.forward([inputs], lambda part, piece: part(**piece.inputs).logits)
         return SimpleNamespace(logits=logits)
