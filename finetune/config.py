@@ -455,6 +455,11 @@ class Data:
 
     def __post_init__(self) -> None:
         check_bounds(self, label_noise=(0, 1), holdout=(0, 0.4))
+        if self.holdout and self.dev.files and self.test.files:
+            raise ValueError(
+                f"holdout {self.holdout:g} would set nothing apart: dev and test name files; set it to 0, or clear "
+                f"one of them: --data.test.files '[]'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

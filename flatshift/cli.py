@@ -195,7 +195,7 @@ def main() -> None:
     spawn.tie_to_launcher()
     with _heard(sys.argv[1:]) if os.environ["RANK"] == "0" else contextlib.nullcontext():
         code = run(sys.argv[1:])
-    if code and failure.several():
+    if failure.several():
         failure.end_rank(code)
     sys.stdout.flush()
     raise SystemExit(code)

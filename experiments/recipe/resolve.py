@@ -251,8 +251,9 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and not key.startswith(_MAY_CHANGE_ON_RESUME):
             key = ".".join(map(key_of, key.split(".")))
+            others = "; `flatshift eval RUN --data FILE` judges other rows" if key.startswith("data.") else ""
             raise UserError(
-                f"--{key}: a resumed run may change only mesh, train.device and train.steps; start a new run for {key}"
+                f"--{key}: a run keeps all but mesh, train.device and train.steps; start a new run for {key}{others}"
             )
     changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
     return Resolved(with_own_template(run, after), run.name, read_origins(path, before) | changed)

@@ -47,15 +47,20 @@ def others_speak() -> Iterator[None]:
 
 @contextmanager
 def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
-    """Say on stderr that `what` is at work wherever nothing else was said for so many seconds."""
+    """Say on stderr that `what` is at work wherever nothing else was said for so many seconds.
+
+    A file or a pipe is told ever more rarely, up to once a minute: nobody waits in front of it.
+    """
     begun = _Output.last = time.monotonic()
+    longest = every if sys.stderr.isatty() else 15 * every
     ended = threading.Event()
 
     def speak() -> None:
+        wait = every
         while not ended.wait(every / 8):
             now = time.monotonic()
-            if not _Output.others and now - _Output.last >= every:
-                _Output.last = now
+            if not _Output.others and now - _Output.last >= wait:
+                _Output.last, wait = now, min(2 * wait, longest)
                 print(f"{what}: at work for {now - begun:.0f} s", file=sys.stderr, flush=True)
 
     speaker = threading.Thread(target=speak, name="never-silent", daemon=True)

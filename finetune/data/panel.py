@@ -86,7 +86,7 @@ def first_batch_panel(
     width: int = 600,
 ) -> str:
     """The first `samples` of the batch decoded, supervised tokens as ⟦…⟧, at most `width` characters each; of answers
-    that are judged, + before one that is chosen or desirable, − before another.
+    that are judged, + before one that is chosen or desirable, − before another, and both of a pair.
 
     label_names: classes in head order. units: of a regression's targets, which are shown in their own.
 
@@ -100,6 +100,7 @@ def first_batch_panel(
     rows, said = len(micro.rows), f"{micro.supervised} {task.counted} supervised"
     if micro.sides is not None:
         said = f"{int(micro.sides.lengths.sum())} supervised in {micro.supervised} {task.counted}"
+        samples *= 2 if micro.sides.paired else 1
     lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {said}"]
     for i, sample in enumerate(spans[:samples]):
         text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)

@@ -37,18 +37,32 @@ class Figure:
     """(n,) places, among the examples of the split, of the rows that it is of, ascending."""
     of: Callable[[NDArray[np.int64]], NDArray]
     """Takes (R, m) numbers into `rows` and returns (R,)."""
+    share: bool = False
+    """Whether it is the share of rows that count (`possible_share`)."""
 
     @classmethod
     def over(
-        cls, items: Sequence[ArrayLike], statistic: Callable[..., NDArray], rows: ArrayLike | None = None
+        cls,
+        items: Sequence[ArrayLike],
+        statistic: Callable[..., NDArray],
+        rows: ArrayLike | None = None,
+        *,
+        share: bool = False,
     ) -> Figure:
         """As `interval` takes them: arrays of n entries, and what is made of them with shape (R, m)."""
         arrays = [np.asarray(values, dtype=np.float64) for values in items]
         places = np.arange(len(arrays[0])) if rows is None else np.asarray(rows, dtype=np.int64)
-        return cls(places, lambda drawn: statistic(*(values[drawn] for values in arrays)))
+        return cls(places, lambda drawn: statistic(*(values[drawn] for values in arrays)), share)
 
     @classmethod
-    def of_kinds(cls, kinds: NDArray[np.int64], statistic: Callable[[NDArray], NDArray], *, num_kinds: int) -> Figure:
+    def of_kinds(
+        cls,
+        kinds: NDArray[np.int64],
+        statistic: Callable[[NDArray], NDArray],
+        *,
+        num_kinds: int,
+        share: bool = False,
+    ) -> Figure:
         """As `frequency_intervals` takes them."""
 
         def of(drawn: NDArray[np.int64]) -> NDArray:
@@ -56,11 +70,11 @@ class Figure:
             counts = np.bincount(shifted.ravel(), minlength=num_kinds * len(drawn))
             return statistic(counts.reshape(len(drawn), num_kinds).astype(np.float64))
 
-        return cls(np.arange(len(kinds)), of)
+        return cls(np.arange(len(kinds)), of, share)
 
     def renumbered(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> Figure:
         """Of its rows those numbered `order`, whose places are `rows` now (ascending in that order)."""
-        return Figure(rows[order], lambda drawn: self.of(order[drawn]))
+        return Figure(rows[order], lambda drawn: self.of(order[drawn]), self.share)
 
     def within(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers into `self.rows` of those of the places `rows` (ascending) that it is of."""
@@ -101,7 +115,21 @@ def group_interval(
         parts = [of(rng.integers(0, n, size=(size, n))) for size in sizes]
         drawn.append(np.concatenate(parts) if parts else np.array([values[-1]]))
     replicates = np.full(1, np.nan) if total == 1 else np.mean(drawn, axis=0)
-    return _interval(float(np.mean(values)), [replicates], confidence, total)
+    found = _interval(float(np.mean(values)), [replicates], confidence, total)
+    return possible_share(found, confidence) if figure.share and base is None and len(groups) == 1 else found
+
+
+def possible_share(found: Interval, confidence: float) -> Interval:
+    """The interval of a share of items that all count, or none of them: every resample of them is the same.
+
+    What n such items leave possible: 1 − (α/2)^(1/n) from the end (Clopper & Pearson, Biometrika 26, 1934). Any other
+    interval is returned as it is, and so is that of one row, which has none.
+    """
+    if found["value"] is None or found["low"] is None or found["value"] not in (0.0, 1.0):
+        return found
+    room = 1.0 - ((1.0 - confidence) / 2.0) ** (1.0 / found["n"])
+    low, high = (0.0, room) if found["value"] == 0.0 else (1.0 - room, 1.0)
+    return {"value": found["value"], "low": low, "high": high, "n": found["n"]}
 
 
 def interval(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from .bootstrap import Figure, Interval, frequency_intervals
+from .bootstrap import Figure, Interval, frequency_intervals, possible_share
 from .metrics import functions
 
 
@@ -107,8 +107,11 @@ def judge_classes(
     pairs = Pairs.of(true, predicted)
     statistics = {name: partial(function, pairs) for name, function in functions("classes").items()}
     if figures is not None:
-        figures |= {n: Figure.of_kinds(pairs.kinds, of, num_kinds=len(pairs.true)) for n, of in statistics.items()}
-    return frequency_intervals(
+        figures |= {
+            name: Figure.of_kinds(pairs.kinds, of, num_kinds=len(pairs.true), share=name == "accuracy")
+            for name, of in statistics.items()
+        }
+    found = frequency_intervals(
         pairs.kinds,
         statistics,
         num_kinds=len(pairs.true),
@@ -116,3 +119,4 @@ def judge_classes(
         confidence=confidence,
         seed=seed,
     )
+    return found | ({"accuracy": possible_share(found["accuracy"], confidence)} if resamples else {})

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from .bootstrap import Figure, Interval, frequency_intervals
+from .bootstrap import Figure, Interval, frequency_intervals, possible_share
 from .metrics import functions
 
 
@@ -72,8 +72,11 @@ def judge_sets(
     statistics = {name: partial(function, sets) for name, function in functions("sets").items()}
     if figures is not None:
         each = np.arange(len(true))
-        figures |= {name: Figure.of_kinds(each, of, num_kinds=len(true)) for name, of in statistics.items()}
-    return frequency_intervals(
+        figures |= {
+            name: Figure.of_kinds(each, of, num_kinds=len(true), share=name == "accuracy")
+            for name, of in statistics.items()
+        }
+    found = frequency_intervals(
         np.arange(len(true)),
         statistics,
         num_kinds=len(true),
@@ -81,6 +84,7 @@ def judge_sets(
         confidence=confidence,
         seed=seed,
     )
+    return found | ({"accuracy": possible_share(found["accuracy"], confidence)} if resamples else {})
 
 
 def accuracy(sets: Sets, weights: NDArray) -> NDArray:

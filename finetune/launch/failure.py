@@ -7,6 +7,7 @@ A single process prints and returns as ever.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -187,10 +188,14 @@ def wait_for_cause(seconds: float = ECHO_SECONDS) -> Cause | None:
 
 
 def end_rank(code: int) -> NoReturn:
-    """End this rank at once: a broken process group would hang or abort in the interpreter's own clean-up."""
+    """End this rank without the interpreter's own clean-up: a broken process group would hang there, and one that is
+    whole may abort, as gloo's threads let go of tensors late (pytorch/pytorch#179291)."""
+    if code:
+        sign_off()
+    else:  # it has signed off already (`spawn.leave`)
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    sign_off()
     os._exit(code)
 
 

@@ -346,7 +346,8 @@ def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8)
     fitting = [layout for layout in found if layout.fits]
     lines = [
         f"{sizes.kind}, {sizes.elements / 1e9:.3g} B frozen, {sizes.adapter / 1e6:.3g} M trained, on {cluster}, "
-        f"{'an unknown part' if room is None else gib(room)} of each to be used"
+        f"{'an unknown part' if room is None else gib(room)} of each to be used, "
+        f"rows of {found[0].train.max_length:,} tokens"
     ]
     head = (
         f"  {'mesh':46} {'rows × micro':>13} {'recompute':>10} {'memory':>10} {'update':>9} {'tokens/s':>10} {'MFU':>6}"

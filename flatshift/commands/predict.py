@@ -56,5 +56,6 @@ def run(argv: list[str]) -> int:
     )
     if not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
-        outcome.say("", [["flatshift", verb, str(flags.run)] for verb in ("report", "merge", "export")])
+        judged = ["flatshift", "eval", str(flags.run), "--data", *flags.data]  # where the rows have labels
+        outcome.say("", [judged, *(["flatshift", verb, str(flags.run)] for verb in ("report", "merge", "export"))])
     return 0

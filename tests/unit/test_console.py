@@ -13,7 +13,7 @@ def test_silence_is_broken_unless_somebody_else_speaks(capsys: pytest.CaptureFix
     with never_silent("flatshift merge", every=0.05):
         time.sleep(0.4)
     told = capsys.readouterr().err.splitlines()
-    assert 2 <= len(told) <= 8 and set(told) == {"flatshift merge: at work for 0 s"}
+    assert 2 <= len(told) <= 4 and set(told) == {"flatshift merge: at work for 0 s"}  # ever more rarely into a pipe
     console = Console()
     with never_silent("flatshift train", every=1.0):
         for _ in range(12):

@@ -273,7 +273,7 @@ def test_relative_sources_become_absolute_and_where_things_are_kept_names_no_res
     (path / "recipe.resolved.yaml").write_text(resolved.to_yaml(), encoding="utf-8")
     assert resume_recipe(path).recipe == resolved.recipe
     assert resume_recipe(path, [from_override("data.cache", "elsewhere")]).recipe.data.cache == "elsewhere"
-    with pytest.raises(UserError, match=r"--data\.train\.sources\.code\.weight: a resumed run may change only"):
+    with pytest.raises(UserError, match=r"--data\.train\.sources\.code\.weight: a run keeps all but mesh"):
         resume_recipe(path, [from_override("data.train.sources.code.weight", "2")])
 
 

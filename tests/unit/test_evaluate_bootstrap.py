@@ -7,9 +7,18 @@ import time
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from finetune.errors import UserError
-from finetune.evaluate.bootstrap import frequency_intervals, interval, ratio_interval
+from finetune.evaluate.bootstrap import (
+    Figure,
+    frequency_intervals,
+    group_interval,
+    interval,
+    possible_share,
+    ratio_interval,
+    ratio_statistic,
+)
 from finetune.evaluate.classes import judge_classes
 
 
@@ -73,3 +82,27 @@ def test_a_thousand_resamples_of_five_thousand_items_are_quick():
     judge_classes(true.tolist(), predicted.tolist(), resamples=1000, confidence=0.95, seed=0)
     ratio_interval(rng.random(5000), rng.random(5000), resamples=1000)
     assert time.process_time() - started < 2.0
+
+
+@pytest.mark.parametrize("right", [0, 12])
+def test_a_share_of_all_or_of_none_has_the_interval_that_so_few_rows_leave(right):
+    """Resamples of rows that are all alike are alike too; what n of them leave possible is Clopper and Pearson's."""
+    exact = binomtest(right, 12).proportion_ci(0.9, method="exact")
+    said = [0] * 12 if right else [1] * 12
+    figures: dict[str, Figure] = {}
+    draw = {"resamples": 100, "confidence": 0.9, "seed": 0}
+    found = judge_classes([0] * 12, said, **draw, figures=figures)
+    assert (found["accuracy"]["low"], found["accuracy"]["high"]) == pytest.approx((exact.low, exact.high))
+    assert group_interval(figures["accuracy"], [np.arange(12)], resamples=100, confidence=0.9) == found["accuracy"]
+    assert judge_classes([0] * 12, said, resamples=0, confidence=0.9, seed=0)["accuracy"]["low"] == right / 12
+
+
+def test_other_figures_and_single_rows_keep_their_interval():
+    loss = Figure.over([np.ones(5), np.ones(5)], ratio_statistic())
+    alone = group_interval(loss, [np.arange(5)], resamples=10)
+    assert alone is not None and (alone["low"], alone["high"]) == (1.0, 1.0)
+    share = Figure.over([np.ones(5), np.ones(5)], ratio_statistic(), share=True)
+    one = group_interval(share, [np.arange(1)], resamples=10)
+    assert one is not None and one["low"] is None
+    inside = ratio_interval([1.0, 0.0], [1, 1], resamples=50)
+    assert possible_share(inside, 0.95) is inside

@@ -227,6 +227,7 @@ def test_the_panel_marks_both_answers(tokenizer):
     lines = first_batch_panel(batches.at(0)[0], tokenizer, Preference()).splitlines()
     assert "supervised in 1 pairs" in lines[0]
     assert lines[1].endswith(f"+ <bos>{SAID}⟦ {GOOD}<eos>⟧") and lines[2].endswith(f"− <bos>{SAID}⟦ {BAD}<eos>⟧")
+    assert first_batch_panel(batches.at(0)[0], tokenizer, Preference(), samples=1).splitlines() == lines
 
 
 def test_label_noise_calls_the_worse_answer_the_better():

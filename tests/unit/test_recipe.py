@@ -58,6 +58,7 @@ def test_scalars_follow_the_yaml_1_2_core_schema(text: str, value: object) -> No
         ("train:\n  steps: 1.5", 2, "whole number"),
         ("train:\n  steps: true", 2, "whole number"),
         ("\ntrain:\n  steps: -1", 3, "≥ 1"),
+        ("data: {holdout: 0.2, dev: {files: [d]}, test: {files: [t]}}", 1, "set nothing apart"),
         ("optimizer: {lr: fast}", 1, "a number"),
         ("regularizer: ggop", 1, "'ggpo'"),
         ("task:\n  kind: classify\n  pack: true", 3, "task.pack"),

@@ -15,6 +15,7 @@ def part(run: Run) -> Part | None:
     said = sentences(found)
     note = (
         "Everything below that looks measured is computed: the model is linearised where it starts and solved in "
-        "closed form, with the draws as seeds. Weight decay is the ridge, in units of the kernel's mean eigenvalue."
+        "closed form; each seed on this page is a draw of rows and of starting values, not a training run. Weight "
+        "decay is the ridge, in units of the kernel's mean eigenvalue."
     )
     return Part(kind="forecast", findings=said, sections=[Section("What this is", [Notes([note])])])
