@@ -7,6 +7,7 @@ is right in a setting if the dtype that it took is the faster one, or if rounds 
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,42 @@ def narrow_rows(bench: Benchmark) -> None:
                 peer_name="kept in fp32",
                 unit="CPU-s",
             )
+
+
+def threads(backbone: str, rows: int, tokens: int) -> dict[str, list[float]]:
+    """Wall seconds of one float32 update by round, on all threads that torch takes and on one; in a child."""
+    import time
+
+    import torch
+
+    counts = {"ours": torch.get_num_threads(), "peer": 1}
+    run = update(_backbone(backbone), rows, tokens, "fp32")
+    taken: dict[str, list[float]] = {name: [] for name in counts}
+    for turn in range(2 * ROUNDS + 1):
+        for name in counts if turn % 2 == 0 else reversed(list(counts)):
+            torch.set_num_threads(counts[name])
+            run()
+            begun = time.perf_counter()
+            run()
+            if turn:
+                taken[name].append(time.perf_counter() - begun)
+    return taken
+
+
+def thread_rows(bench: Benchmark) -> None:
+    """What `train.threads: null` takes beside one thread: wall time, so nothing may run beside it."""
+    cores = os.cpu_count() or 1
+    for backbone, rows, tokens in SHAPES:
+        shape = {"backbone": backbone, "rows": rows, "tokens": tokens}
+        found = in_child("benchmarks._machine_precision:threads", threads=cores, **shape)
+        bench.row(
+            f"an update of {backbone}, {rows} × {tokens}, fp32, {cores} threads",
+            **found,
+            peer_name="one thread",
+            unit="seconds",
+            bar_op="<=",
+            bar_value=1.05,
+        )
 
 
 def precision_rows(bench: Benchmark) -> None:

@@ -13,6 +13,7 @@ more than AVX2 the second run is left out. One thread, CPU-seconds, in turn. Row
 - attention on short rows in bf16: what we choose beside the faster of both kernels;
 - every number that was chosen by measurement, beside the better of its half and its double;
 - what `train.precision: auto` takes beside the dtype that a whole step is faster in (`benchmarks._machine_precision`);
+- an update on the threads that torch takes by itself beside one thread, in wall time;
 - how long the demo and the tests take (`benchmarks._first_minutes`), with nothing beside them;
 - the training step rehearsed for a CUDA device: waits of an update, and how many cases pass (`benchmarks._rehearsal`).
 """
@@ -36,7 +37,7 @@ from benchmarks._harness import (
     rows_by_group,
 )
 from benchmarks._machine_constants import CONSTANTS
-from benchmarks._machine_precision import narrow_rows, precision_rows
+from benchmarks._machine_precision import narrow_rows, precision_rows, thread_rows
 
 HERE, CONST = "benchmarks.any_machine", "benchmarks._machine_constants"
 NEIGHBOUR = 1.05
@@ -282,6 +283,7 @@ GROUPS: dict[str, Callable[[Benchmark], None]] = {
     "layers": partial(everywhere, layers),
     "attention": partial(everywhere, kernels),
     "numbers": partial(everywhere, constants),
+    "threads": thread_rows,
 }
 
 
