@@ -147,7 +147,9 @@ def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
 
         return Sizes.read(open_backbone(name).directory, adapter)
     except UserError as error:
-        raise UserError(f"{error}; shapes known without it: {', '.join(KNOWN)}") from None
+        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"{hint}{error}; shapes known without it: {', '.join(KNOWN)}") from None
 
 
 def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
