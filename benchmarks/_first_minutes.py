@@ -35,22 +35,28 @@ def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float
     return (time.perf_counter() - wall) / 60, (cpu_clock() - cpu) / 60, last
 
 
-def minute_rows(bench: Benchmark, *, slow: bool) -> None:
-    """The demo and the default tests under the rehearsal; slow: the slow tests as well."""
-    environment = rehearsal()
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.pop(name, None)
+def minute_rows(bench: Benchmark) -> None:
+    """The demo and the default tests under the rehearsal."""
+    environment = _as_found()
     with tempfile.TemporaryDirectory() as folder:
         demo = [sys.executable, "-m", "flatshift", "demo", "--out", str(Path(folder) / "demo")]
         wall, cpu, _ = timed(demo, environment)
         _row(bench, "make demo, after installation", wall, 4, f"{cpu:.1f} CPU-minutes")
     wall, cpu, last = timed(TESTS, environment)
     _row(bench, "the default tests of make test", wall, 15, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
-    if slow:
-        wall, cpu, last = timed([*TESTS, "-m", "slow"], environment)
-        _row(bench, "make slow", wall, 45, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
-    else:
-        bench.row("make slow", unit="minutes", bar_op="<=", bar_value=45, reason="not asked for (--slow)")
+
+
+def slow_rows(bench: Benchmark) -> None:
+    """The tests that are left out of those, under the rehearsal."""
+    wall, cpu, last = timed([*TESTS, "-m", "slow"], _as_found())
+    _row(bench, "make slow", wall, 45, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
+
+
+def _as_found() -> dict[str, str]:
+    """The rehearsal's variables; this process's own limit of threads is lifted."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.pop(name, None)
+    return rehearsal()
 
 
 def _row(bench: Benchmark, what: str, wall: float, most: float, more: str) -> None:

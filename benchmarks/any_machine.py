@@ -1,6 +1,6 @@
 """What was tuned on one machine, on others: rehearsed by hiding instruction sets from the libraries that multiply.
 
-    python -m benchmarks.any_machine                       # everything, about an hour on two cores
+    python -m benchmarks.any_machine                       # everything, about an hour and a half on two cores
     python -m benchmarks.any_machine precision rehearsal   # only these groups; the other rows stay
 
 Every setting runs in a process of its own, natively and once more as on a machine with AVX2 and no bf16 instructions
@@ -14,7 +14,7 @@ more than AVX2 the second run is left out. One thread, CPU-seconds, in turn. Row
 - every number that was chosen by measurement, beside the better of its half and its double;
 - what `train.precision: auto` takes beside the dtype that a whole step is faster in (`benchmarks._machine_precision`);
 - an update on the threads that torch takes by itself beside one thread, in wall time;
-- how long the demo and the tests take (`benchmarks._first_minutes`), with nothing beside them;
+- how long the demo and the tests take, the slow ones apart (`benchmarks._first_minutes`), with nothing beside them;
 - the training step rehearsed for a CUDA device: waits of an update, and how many cases pass (`benchmarks._rehearsal`).
 """
 
@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import _instructions
-from benchmarks._first_minutes import minute_rows
+from benchmarks._first_minutes import minute_rows, slow_rows
 from benchmarks._harness import (
     Benchmark,
     cpu_seconds,
@@ -278,7 +278,8 @@ GROUPS: dict[str, Callable[[Benchmark], None]] = {
     "precision": precision_rows,
     "narrow": narrow_rows,
     "rehearsal": rehearsal,
-    "minutes": partial(minute_rows, slow=False),
+    "minutes": minute_rows,
+    "slow": slow_rows,
     "head": partial(everywhere, losses),
     "layers": partial(everywhere, layers),
     "attention": partial(everywhere, kernels),
@@ -292,14 +293,12 @@ def main() -> None:
     others stay as this machine measured them, with the commit that they are of."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
-    parser.add_argument("--slow", action="store_true", help="minutes: the slow tests as well")
     asked = parser.parse_args()
     if odd := sorted(set(asked.groups) - GROUPS.keys()):
         parser.error(f"there is no group {odd[0]}; take {', '.join(GROUPS)}")
-    groups = GROUPS | ({"minutes": partial(minute_rows, slow=True)} if asked.slow else {})
     limit_threads(1)
     bench = Benchmark("any_machine", packages=("torch", "numpy", "transformers", "peft"))
-    rows_by_group(bench, groups, asked.groups)
+    rows_by_group(bench, GROUPS, asked.groups)
     bench.finish()
 
 

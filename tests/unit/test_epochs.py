@@ -129,5 +129,5 @@ def test_a_run_keeps_its_steps(tmp_path, capsys):
     assert (kept.recipe.train.steps, kept.recipe.train.epochs) == (6, None)
     assert kept.origins["train.steps"] == "train.epochs 1 of 23 rows"
     assert run(["train", "--resume", str(out), "--train.steps", "7"]) == 0
-    with pytest.raises(UserError, match=r"--train\.epochs: a resumed run"):
+    with pytest.raises(UserError, match=r"--train\.epochs: a run keeps all but"):
         resume_recipe(out, [from_override("train.epochs", "2")])
