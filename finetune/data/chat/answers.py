@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .conversation import Conversation, text_of
-from .template import CannotRender, ChatTemplate, Messages, Tools
+from .template import CannotRender, ChatTemplate, Messages, Tools, thoughts_of
 
 _MARK = "xQZ0markedhere0ZQx"  # letters alone: nothing strips, splits or escapes them; found twice, it is refused
 _PROBE = "."
@@ -209,7 +209,7 @@ class Answers:
                     f"the arguments of {function['name']!r} in turn {place + 1} are text, which the template quotes "
                     "once more; give an object"
                 )
-        thoughts = next((turn[key] for key in ("reasoning_content", "reasoning", "thinking") if turn.get(key)), None)
+        thoughts = thoughts_of(turn)
         if isinstance(thoughts, str) and _squeezed(thoughts) not in _squeezed(answer):
             self.thoughts_left_out += 1
 

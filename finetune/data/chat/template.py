@@ -25,6 +25,8 @@ _TOO_MUCH = (ArithmeticError, RecursionError, MemoryError)
 """What a template may ask of Python that it cannot do: 1 // 0, a macro that calls itself, a text of petabytes."""
 _NOW = re.compile(r"strftime_now\(\s*(?:'([^']*)'|\"([^\"]*)\")?")
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a turn has what was thought before it; templates read one or the other."""
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
@@ -146,7 +148,7 @@ class ChatTemplate:
         source = self.source(tools)
         try:
             found: Any = render_jinja_template(
-                conversations=[messages],
+                conversations=[[_under_each_name(turn) for turn in messages]],
                 tools=list(tools) if tools else None,
                 chat_template=source,
                 return_assistant_tokens_mask=track,
@@ -160,3 +162,14 @@ class ChatTemplate:
             raise CannotRender(f"{self.name} fails on it ({said or type(error).__name__})") from error
         (text,), blocks = found
         return text, [(start, end) for start, end in blocks[0]] if track else []
+
+
+def _under_each_name(turn: dict[str, Any]) -> dict[str, Any]:
+    """The turn with its thoughts under the names that templates read, as newer versions of transformers do."""
+    thoughts = thoughts_of(turn)
+    return turn if thoughts is None else {"thinking": thoughts, **turn, "reasoning_content": thoughts}
+
+
+def thoughts_of(turn: dict[str, Any]) -> Any:
+    """What was thought before the turn; None: nothing."""
+    return next((turn[name] for name in THOUGHTS if turn.get(name) is not None), None)
