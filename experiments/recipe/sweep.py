@@ -36,6 +36,11 @@ class SweepOptions:
     """i/n: run only this part of the cells, into a directory of its own (for arrays of jobs that share no disk)."""
     merge: tuple[Path, ...] = ()
     """Sweep directories whose finished cells are gathered in --out; nothing is trained, a missing cell is refused."""
+    shared: bool = False
+    """Take part in a sweep whose --out several hosts share: start the same command on each; a cell is trained by one of
+    them, and what a dead host was at is taken over."""
+    lease: float | None = None
+    """Seconds without a sign of life after which another host's cell is taken over (--shared); 60 by default."""
     until: Literal["decided"] | None = None
     """decided: add seeds in steps, up to --seeds, until every curve has a verdict; the tests share their level out."""
     rerun_stale: bool = False

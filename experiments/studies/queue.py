@@ -29,6 +29,7 @@ from experiments.run.console import Console
 from experiments.studies.cell import Cell, Result, drop_result, finish_cell, result_of, run_cell
 from experiments.studies.devices import Places, memory_of, on_cuda, place
 from experiments.studies.directory import at_work, await_orphans, results_of
+from experiments.studies.leases import Leases
 from experiments.studies.progress import Progress
 from finetune.atomic import sweep_leftovers
 from finetune.errors import Interrupted
@@ -43,6 +44,8 @@ RunUnit = Callable[[Path, Unit, int | None], bool]
 
 _DEATHS = 2
 """Workers that a cell may end, alone, before it is taken to be the cause."""
+_LOOK_S = 1.0
+"""Between two looks at cells that other hosts are at."""
 _STILLBORN = 3
 """Workers in a row that may end before they are ready, before the study gives up."""
 
@@ -83,17 +86,20 @@ def run_cells(
     rerun: Collection[str] = (),
     run: RunUnit = run_unit,
     on_result: Callable[[Path], None] = lambda path: None,
+    leases: Leases | None = None,
 ) -> None:
     """Run the cells that have no result yet, in the processes of `places`.
 
     A single one is this process, unless it computes on a CUDA device: one that failed goes on failing in its process.
 
     stack: cells trained together on one backbone at most; None: as many as memory allows. rerun: keys of finished
-    cells that run anew. run: how a unit is run. on_result: told the file of each result that was written.
+    cells that run anew. run: how a unit is run. on_result: told the file of each result that was written. leases:
+    where other hosts work on the same cells; returns when all have a result, whoever made it.
     Raises Interrupted when stopped or when the disk is full; what was finished stays.
     """
-    await_orphans(out)
-    sweep_leftovers(out / "cells")
+    if leases is None:
+        await_orphans(out)
+        sweep_leftovers(out / "cells")
     unique = {cell.key: cell for cell in cells}
     results = {key: found for key, found in results_of(out, cells).items() if key not in rerun}
     todo = [cell for key, cell in unique.items() if key not in results]
@@ -104,7 +110,7 @@ def run_cells(
     here = places.jobs == 1 and not on_cuda(places, todo)
     units = units_of(todo, places, stack=stack, say=console.say)
     progress = Progress(list(unique.values()), results, console, label=label, workers=min(places.jobs, len(units)))
-    queue = _Queue(out, deque(units), places, progress, run, on_result, rerun)
+    queue = _Queue(out, deque(units), places, progress, run, on_result, rerun, leases)
     try:
         with progress.shown():
             queue.work_here() if here else queue.work()
@@ -158,6 +164,7 @@ class _Queue:
     run: RunUnit
     on_result: Callable[[Path], None]
     rerun: Collection[str] = ()
+    leases: Leases | None = None
     workers: dict[int, _Worker] = field(default_factory=dict)
     deaths: Counter[str] = field(default_factory=Counter)
     stillborn: int = 0
@@ -168,6 +175,10 @@ class _Queue:
         """Run every unit in this process, one after another."""
         while self.waiting:
             unit = self._next(self.places.device(0))
+            if not unit:
+                self.progress.tick()
+                time.sleep(_LOOK_S)
+                continue
             try:
                 self.run(self.out, unit, self.places.given)
             except Interrupted as error:
@@ -244,19 +255,32 @@ class _Queue:
             self._hand_out(worker)
 
     def _hand_out(self, worker: _Worker) -> None:
-        if self.waiting:
-            worker.unit = self._next(self.places.device(worker.number))
+        if self.waiting and (unit := self._next(self.places.device(worker.number))):
+            worker.unit = unit
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: its pipe says so next
                 worker.connection.send(worker.unit)
 
     def _next(self, device: str | None) -> Unit:
-        """The next unit, for `device`; what other code left in its place goes."""
-        unit = tuple(place(cell, device) for cell in self.waiting.popleft())
+        """The next unit, for `device`; what other code left in its place goes. (): others are at all that waits."""
+        unit = tuple(place(cell, device) for cell in self._claimed())
         for cell in unit:
             if cell.key in self.rerun:
                 drop_result(self.out / "cells" / cell.key)
         self.progress.began(unit)
         return unit
+
+    def _claimed(self) -> Unit:
+        """The next unit, of which no other host works on a cell."""
+        if self.leases is None:
+            return self.waiting.popleft()
+        for _ in range(len(self.waiting)):
+            unit = self.waiting.popleft()
+            mine = tuple(cell for cell in unit if self.leases.take(cell.key))
+            self.waiting.extend((cell,) for cell in unit if cell not in mine)
+            self._clear(mine)  # what a dead host left
+            if rest := self._ended(mine):  # asked now that nobody else can make one
+                return rest
+        return ()
 
     def _dismiss(self, worker: _Worker) -> None:
         del self.workers[worker.number]
@@ -294,6 +318,8 @@ class _Queue:
                 rest.append(cell)
                 continue
             self._ended_one(cell, result)
+            if self.leases is not None:
+                self.leases.release(cell.key)
             if result.get("alone") is not None:
                 alone[result["alone"]] += 1
         for reason, count in alone.items():

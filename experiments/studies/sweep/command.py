@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +28,18 @@ from experiments.statistics.sequential import Look, looks
 from experiments.studies.cell import Cell
 from experiments.studies.devices import Places, choose_devices
 from experiments.studies.directory import results_of, stale_keys
+from experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, refuse_claims
 from experiments.studies.queue import run_cells
 from experiments.studies.sweep.axes import Axes, Design, as_values, count_of, parse_grid
 from experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
 from experiments.studies.sweep.directory import (
+    PLANNED,
     check_directory,
     check_finished,
     claim,
     count_others,
     note_finished,
+    refuse_other_plan,
     write_marker,
 )
 from experiments.studies.sweep.parts import Part, check_parts, merge
@@ -74,24 +80,13 @@ def sweep(
     steps = looks(asked.seeds) if options.until is not None else ()
     asked.base.check(asked.axes)
     asked.refuse_more(MOST_CELLS if options.max_cells is None else options.max_cells)
+    console = Console(quiet=quiet)
+    if options.shared:
+        return _shared(out, asked, options, places, console, draw)
     with owned(out):
-        check_directory(out)
-        check_finished(out)
-        said: list[str] = []
-        asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
-        cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
-        if share is not None:
-            cells = share.cells(cells)
-        console = Console(quiet=quiet)
-        for line in said:
-            console.say(line)
+        refuse_claims(out)
+        asked, cells = _planned(out, asked, console, share)
         claim(out, asked.document(cells), asked.base.resolved)
-        if _could_record(asked):
-            console.say(
-                "cells record nothing along the steps; --record.steps log adds curves over the steps, norms, effective "
-                "parameters and what tells an unstable training apart"
-            )
-
         searched: dict[str, None] = {}
 
         def run(some: Sequence[Cell], label: str = "sweep") -> None:
@@ -127,6 +122,64 @@ def sweep(
             return _close(out, cells, more, console, draw)
 
 
+def _planned(out: Path, asked: _Asked, console: Console, share: Part | None) -> tuple[_Asked, list[Cell]]:
+    """What is asked for with its precision decided, and its cells.
+
+    Raises UserError for a directory that is another's.
+    """
+    check_directory(out)
+    check_finished(out)
+    said: list[str] = []
+    asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
+    cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
+    if share is not None:
+        cells = share.cells(cells)
+    for line in said:
+        console.say(line)
+    if _could_record(asked):
+        console.say(
+            "cells record nothing along the steps; --record.steps log adds curves over the steps, norms, effective "
+            "parameters and what tells an unstable training apart"
+        )
+    return asked, cells
+
+
+def _shared(
+    out: Path, asked: _Asked, options: SweepOptions, places: Places, console: Console, draw: Draw | None
+) -> int:
+    """Run cells beside other hosts until all have a result; each host writes the same tables and page at its end."""
+    seconds = 60.0 if options.lease is None else options.lease
+
+    def lost(name: str) -> None:
+        print(
+            f"flatshift: interrupted: {name} was taken over by another host, which had seen no sign of life from this "
+            f"one for {seconds:g} s; start the same command again",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(3)
+
+    check_directory(out)  # before anything is made in it
+    there = out.exists()
+    with contextlib.ExitStack() as stack:
+        if not there:
+            stack.callback(_remove_if_empty, out)
+        leases = stack.enter_context(Leases(out / CLAIMS, seconds=seconds, lost=lost))
+        whole = functools.partial(leases.alone, PLANNED, waits=lambda who: console.say(f"waiting for {who}"))
+        with whole(), owned(out):
+            asked, cells = _planned(out, asked, console, None)
+            refuse_other_plan(out, asked.document(cells))
+            claim(out, asked.document(cells), asked.base.resolved)
+        run_cells(out, cells, places, console, stack=asked.stack, leases=leases)
+        with whole(), owned(out), disk_full_interrupts(f"writing the tables of {out}"):
+            return _close(out, cells, {}, console, draw)
+
+
+def _remove_if_empty(out: Path) -> None:
+    with contextlib.suppress(OSError):
+        out.rmdir()
+
+
 def _places(options: SweepOptions, asked: _Asked) -> Places:
     """Worker processes and the devices that they get in turn (`choose_devices`)."""
     placed = choose_devices(options.devices, asked.base.recipe.train.device)
@@ -143,6 +196,17 @@ def _places(options: SweepOptions, asked: _Asked) -> Places:
 
 def _refuse_mixtures(options: SweepOptions) -> None:
     """Ways to plan and run that exclude each other."""
+    if options.lease is not None and not options.shared:
+        raise UserError("--lease has a meaning with --shared only; add that, or leave it out")
+    if options.lease is not None and not SHORTEST_S <= options.lease <= LONGEST_S:
+        raise UserError(f"--lease {options.lease:g}: give {SHORTEST_S:g} to {LONGEST_S:,.0f} seconds")
+    if options.shared:
+        others = {
+            "--bisect": options.bisect, "--part": options.part, "--merge": options.merge, "--until": options.until,
+            "--rerun-stale": options.rerun_stale, "--rerun-failed": options.rerun_failed,
+        }  # fmt: skip
+        if other := next((flag for flag, given in others.items() if given), None):
+            raise UserError(f"--shared runs each cell of one plan once; {other} asks for more: leave one of them out")
     if options.bisect is not None and (options.part or options.merge):
         raise UserError("--bisect looks at each cell before it plans the next: it takes no --part and no --merge")
     if options.part and options.merge:

@@ -15,11 +15,15 @@ from experiments.results.cells import CELLS, CURVES, EMC, FORMAT, MARKER, POINTS
 from experiments.results.code_version import flatshift_version, source_digest
 from experiments.studies.cell import Cell
 from experiments.studies.directory import WORKERS
+from experiments.studies.leases import CLAIMS, claims_of, holder
 from finetune.atomic import is_bare, sweep_leftovers, write_json
 from finetune.digests import DONE, FILES, check_files, sums
 from finetune.errors import UserError
 from finetune.lock import INSIDE
 from finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
+
+PLANNED = "plan"
+"""The claim of a host that looks at a shared directory as a whole: to plan, and to write the tables."""
 
 
 def check_directory(out: Path) -> None:
@@ -31,7 +35,7 @@ def check_directory(out: Path) -> None:
     if not (out / MARKER).is_file():
         if (out / "cells").is_dir() and (out / WORKERS).exists():  # its marker was broken and is deleted
             return
-        if not is_bare(out, but=(INSIDE, WORKERS)):
+        if not is_bare(out, but=(INSIDE, WORKERS, CLAIMS)):
             raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
         return
     read_marker(out)
@@ -54,6 +58,17 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> None:
     write_marker(out, plan)
     with disk_full_interrupts(f"writing {out}"):
         write_provenance(out, recipe_yaml=base.to_yaml())
+
+
+def refuse_other_plan(out: Path, plan: dict[str, Any]) -> None:
+    """Raise UserError where hosts that share the directory are at work on another plan than this."""
+    before = read_marker(out) if (out / MARKER).is_file() else {}
+    others = [path for path in claims_of(out) if not path.name.startswith(PLANNED)]
+    if before and others and _asked(before) != _asked(plan):
+        raise UserError(
+            f"{out}: {holder(others[0])} is at work there on another recipe or grid; start the same command as there, "
+            "or name another --out"
+        )
 
 
 def note_finished(out: Path) -> None:
