@@ -15,6 +15,7 @@ import yaml
 
 from flatshift.command_line import parse, split_overrides
 from flatshift.commands.select import Flags
+from flatshift.commands.sweep import Flags as SweepFlags
 from tests.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,9 +99,16 @@ def test_the_array_and_its_merge_make_one_sweep(tmp_path: Path) -> None:
 
 
 def test_the_commands_of_a_selection_over_processes_are_ours() -> None:
-    block = blocks("console")[1].replace("\\\n", " ")
+    block = blocks("console")[2].replace("\\\n", " ")
     for line in block.strip().splitlines():
         words = shlex.split(line)
         flags = words[words.index("select") + 1 :]
         own, overrides = split_overrides(flags, Flags)
         assert parse(Flags, "select", own).out == Path("selection") and not overrides
+
+
+def test_the_command_of_a_shared_sweep_is_ours() -> None:
+    words = shlex.split(blocks("console")[1])
+    own, overrides = split_overrides(words[2:], SweepFlags)
+    flags = parse(SweepFlags, "sweep", own)
+    assert words[:2] == ["flatshift", "sweep"] and flags.shared and flags.out == Path("/shared/ranks") and not overrides
