@@ -1,12 +1,13 @@
 """`kill -9` at random moments of `flatshift sweep --jobs 4`, resumed each time: its tables beside an undisturbed one's.
 
-    python -m benchmarks.sweep_kills [--kills 20]
+    python -m benchmarks.sweep_kills [--kills 20] [--hosts 10]
 
 A kill hits one worker (the sweep goes on), the main process alone (its workers find out that they are orphans), or the
 main process and all its workers at once; during the start, or at a random moment after some cells were begun. A sweep
 takes several kills before it is let finish; a worker at a cell that lost one before is spared, since two deaths make
-a cell a failure. No cell may be lost, none that is finished may be started again, none may be started twice without a
-kill in between, and the tables must be those of the sweep that nothing happened to.
+a cell a failure. Then so many kills of whole "hosts", process groups of which two share one directory (`--shared`); who
+was killed comes back at once. No cell may be lost, none that is finished may be started again, none may be started
+twice without a kill in between, and the tables must be those of the sweep that nothing happened to.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import pyarrow.parquet as pq
 
 from benchmarks._harness import ROOT, Benchmark
 
-JOBS, KILLS_A_SWEEP, WAIT_S = 4, 10, 600.0
+JOBS, KILLS_A_SWEEP, WAIT_S, LEASE_S = 4, 10, 600.0, 4
 RANKS, SEEDS = (1, 2, 3, 4, 6, 8), 4
 SETTINGS = {
     "train.steps": 3,
@@ -48,10 +49,10 @@ _ASIDE = ("seconds", "time_s", "record_s", "code")
 """Columns that are no figures: times, and the fingerprint of a source tree that may be edited meanwhile."""
 
 
-def start(out: Path) -> subprocess.Popen[bytes]:
+def start(out: Path, *more: str, jobs: int = JOBS) -> subprocess.Popen[bytes]:
     """The public command of the sweep into `out`, begun or gone on with, in a process group of its own."""
     flags = [text for key, value in SETTINGS.items() for text in (f"--{key}", str(value))]
-    grid = ["--grid", f"adapter.rank={','.join(map(str, RANKS))}", "--seeds", str(SEEDS), "--jobs", str(JOBS)]
+    grid = ["--grid", f"adapter.rank={','.join(map(str, RANKS))}", "--seeds", str(SEEDS), "--jobs", str(jobs), *more]
     return subprocess.Popen(
         [sys.executable, "-m", "flatshift", "sweep", "double-descent", "--out", str(out), *grid, *flags],
         cwd=ROOT,
@@ -170,50 +171,99 @@ def tables(out: Path) -> list[dict[str, list]]:
     return [{name: column for name, column in table.items() if name not in _ASIDE} for table in found]
 
 
+@dataclass
+class Tally:
+    """What a campaign of kills came to."""
+
+    kills: int = 0
+    sweeps: int = 0
+    lost: int = 0
+    again: int = 0
+    same: int = 0
+    leftovers: int = 0
+
+    def add(self, watch: Watch, whole: Path, hits: int) -> None:
+        """A sweep that came to its end."""
+        out = watch.out
+        keys = [{path.parent.name for path in one.glob("cells/*/result.json")} for one in (whole, out)]
+        equal = tables(out) == tables(whole)
+        self.lost += len(keys[0] - keys[1])
+        self.again += watch.again()
+        self.same += equal
+        self.leftovers += len(list(out.rglob(".*.tmp"))) + len(list(out.glob(".claims")))
+        print(f"  sweep {self.sweeps} after {hits} kills: {'same tables' if equal else 'OTHER TABLES'}", flush=True)
+
+    def rows(self, bench: Benchmark, title: str) -> None:
+        """A row for each promise."""
+        title = f"after {self.kills} kills ({title}) of {self.sweeps} sweeps of {len(RANKS) * SEEDS} cells"
+        bench.row(f"{title}: cells lost", unit="cells", ours=self.lost, bar_op="==", bar_value=0)
+        bench.row(f"{title}: cells run twice", unit="cells", ours=self.again, bar_op="==", bar_value=0)
+        bench.row(
+            f"{title}: sweeps with the tables of cells and steps of the undisturbed one, bit for bit",
+            unit="sweeps",
+            ours=self.same,
+            bar_op="==",
+            bar_value=self.sweeps,
+        )
+        bench.row(f"{title}: files left over", unit="files", ours=self.leftovers, bar_op="==", bar_value=0)
+
+
+def of_one_host(folder: Path, whole: Path, wanted: int, draw: random.Random) -> Tally:
+    """Kills of a worker, the main process, or all."""
+    found = Tally()
+    while found.kills < wanted:
+        found.sweeps += 1
+        out = folder / f"killed-{found.sweeps}"
+        watch, hits = Watch(out), 0
+        process, hit = start(out), set[str]()
+        while hits < KILLS_A_SWEEP and found.kills < wanted and reach(process, watch, draw):
+            if (who := kill(process, watch, hit, draw)) is None:
+                continue
+            hits, found.kills = hits + 1, found.kills + 1
+            print(f"  {found.kills:2}. sweep {found.sweeps}: {who}, {len(watch.segments[-1][1])} done", flush=True)
+            if who != "worker":
+                process, hit = start(out), set()
+        finish(process, out)
+        found.add(watch, whole, hits)
+    return found
+
+
+def of_hosts(folder: Path, whole: Path, wanted: int, draw: random.Random) -> Tally:
+    """Kills of one of two process groups that share a sweep's directory; it comes back at once."""
+    found, shared = Tally(), ("--shared", "--lease", str(LEASE_S))
+    while found.kills < wanted:
+        found.sweeps += 1
+        out = folder / f"shared-{found.sweeps}"
+        watch, hits = Watch(out), 0
+        hosts = [start(out, *shared, jobs=2) for _ in range(2)]
+        while hits < KILLS_A_SWEEP and found.kills < wanted and reach(hosts[draw.randrange(2)], watch, draw):
+            number = draw.randrange(2)
+            os.killpg(hosts[number].pid, signal.SIGKILL)
+            hosts[number].wait(timeout=WAIT_S)
+            watch.killed()
+            hits, found.kills = hits + 1, found.kills + 1
+            print(f"  {found.kills:2}. sweep {found.sweeps}: host, {len(watch.segments[-1][1])} done", flush=True)
+            hosts[number] = start(out, *shared, jobs=2)
+        for host in hosts:
+            finish(host, out)
+        found.add(watch, whole, hits)
+    return found
+
+
 def main() -> None:
     """Measure and write benchmarks/results/sweep_kills.json."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
-    wanted = parser.parse_args().kills
+    parser.add_argument("--hosts", type=int, default=10)
+    asked = parser.parse_args()
     bench = Benchmark("sweep_kills", packages=("torch", "transformers", "peft", "pyarrow"))
-    draw = random.Random(60)
-    count = len(RANKS) * SEEDS
-    kills = sweeps = lost = again = same = leftovers = 0
-    with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole"
+    with tempfile.TemporaryDirectory() as name:
+        folder, draw = Path(name), random.Random(60)
+        whole = folder / "whole"
         finish(start(whole), whole)
-        while kills < wanted:
-            sweeps += 1
-            out = Path(folder) / f"killed-{sweeps}"
-            watch, hits = Watch(out), 0
-            process, hit = start(out), set[str]()
-            while hits < KILLS_A_SWEEP and kills < wanted and reach(process, watch, draw):
-                if (who := kill(process, watch, hit, draw)) is None:
-                    continue
-                hits, kills = hits + 1, kills + 1
-                done = len(watch.segments[-1][1])
-                print(f"  {kills:2}. sweep {sweeps}: {who}, with {done} of {count} cells finished", flush=True)
-                if who != "worker":
-                    process, hit = start(out), set()
-            finish(process, out)
-            finished = {path.parent.name for path in out.glob("cells/*/result.json")}
-            lost += count - len(finished & {path.parent.name for path in whole.glob("cells/*/result.json")})
-            again += watch.again()
-            equal = tables(out) == tables(whole)
-            same += equal
-            leftovers += len(list(out.rglob(".*.tmp")))
-            print(f"  sweep {sweeps} after {hits} kills: {'same tables' if equal else 'OTHER TABLES'}", flush=True)
-    title = f"after {kills} kills (a worker, the main process, or all) of {sweeps} sweeps with {JOBS} workers"
-    bench.row(f"{title} and {count} cells: cells lost", unit="cells", ours=lost, bar_op="==", bar_value=0)
-    bench.row("of these, cells run twice", unit="cells", ours=again, bar_op="==", bar_value=0)
-    bench.row(
-        "sweeps whose tables of cells and of steps have the figures of the undisturbed sweep, bit for bit",
-        unit="sweeps",
-        ours=same,
-        bar_op="==",
-        bar_value=sweeps,
-    )
-    bench.row("temporary files left in finished sweeps", unit="files", ours=leftovers, bar_op="==", bar_value=0)
+        one = of_one_host(folder, whole, asked.kills, draw)
+        one.rows(bench, f"a worker of {JOBS}, the main process, or all")
+        of_hosts(folder, whole, asked.hosts, draw).rows(bench, f"one of two hosts, leases of {LEASE_S} s")
     bench.finish()
 
 
