@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,10 +156,12 @@ SHORT = {
 SHORT |= {"data.dev.limit": 4, "data.test.limit": 4, "eval.bootstrap": 10}
 
 
-def under_torchrun(launcher: list[str], out: Path, **settings: object) -> subprocess.Popen[str]:
+def under_torchrun(
+    launcher: list[str], out: Path, *, before: Sequence[str] = (), **settings: object
+) -> subprocess.Popen[str]:
     flags = [word for key, value in (SHORT | settings).items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "flatshift", "train", "classify"]
-    return subprocess.Popen([*command, "--out", str(out), *flags], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*before, *command, "--out", str(out), *flags], stderr=subprocess.PIPE, text=True)
 
 
 def test_torchrun_restarts_into_the_same_run(tmp_path: Path) -> None:
@@ -192,6 +194,76 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert [process.returncode for process in (*both, alone)] == [0, 0, 0], words
     found = [losses(tmp_path / name) for name in ("nodes", "alone")]
     assert len(found[0]) == 6 and max(abs(a - b) for a, b in zip(*found, strict=True)) <= 3e-5
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[list[str]]]:
+    """What to put before a command so that it runs in either of two network namespaces, joined by one cable."""
+    names = [f"flatshift{os.getpid()}{side}" for side in "ab"]
+    cables = [f"fs{os.getpid() % 100_000}{side}" for side in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cables[0], "netns", names[0], "type", "veth", "peer", "name", cables[1], "netns", names[1])
+        for number, (name, cable) in enumerate(zip(names, cables, strict=True), start=1):
+            ip("-n", name, "addr", "add", f"10.231.77.{number}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError):
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        pytest.skip("network namespaces cannot be made here")
+    try:
+        yield [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={cable}", f"TP_SOCKET_IFNAME={cable}"]
+            for name, cable in zip(names, cables, strict=True)
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+@pytest.mark.slow
+def test_two_hosts_and_then_one(tmp_path: Path, two_hosts: list[list[str]]) -> None:
+    """Copies over a real network of shards within each host; one host dies, and the other goes on alone."""
+    out, steps = tmp_path / "hosts", {"train.steps": 8, "train.save_every": 2}
+    nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "flatshift"]
+    nodes += ["--rdzv-endpoint", "10.231.77.1:29511"]
+    both = [
+        under_torchrun(
+            [*nodes, "--local-addr", f"10.231.77.{number}", "--rdzv-conf", f"is_host={int(number == 1)}"],
+            out,
+            before=before,
+            **{"mesh.replicate": 2, "mesh.dp": 2, **steps},
+        )
+        for number, before in enumerate(two_hosts, start=1)
+    ]
+    alone = under_torchrun(["--nproc-per-node", "1"], tmp_path / "alone", **steps)
+    while not (out / "state" / "step-4").exists():
+        assert both[0].poll() is both[1].poll() is None, [
+            end.communicate()[1] for end in both if end.poll() is not None
+        ]
+        time.sleep(0.02)
+    ended = subprocess.run(["ip", "netns", "pids", two_hosts[1][3]], check=True, capture_output=True, text=True)
+    for pid in ended.stdout.split():  # the launcher and its ranks, at once
+        os.kill(int(pid), signal.SIGKILL)
+    said = [process.communicate(timeout=HANG_S)[1] for process in both]
+    assert both[0].returncode != 0, said
+    again = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "flatshift", "train"]
+    done = subprocess.run(
+        [*two_hosts[0], *again, "--resume", str(out), "--mesh.replicate", "1"],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert alone.communicate(timeout=HANG_S) and alone.returncode == 0
+    found = [losses(tmp_path / name) for name in ("hosts", "alone")]
+    assert len(found[0]) == 8 and max(abs(a - b) for a, b in zip(*found, strict=True)) <= 3e-5
 
 
 def losses(out: Path) -> list[float]:
