@@ -87,7 +87,7 @@ image:
 	docker build -t flatshift -f Containerfile .
 
 slow: $(VENV)/test
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 bench: $(VENV)/bench
 	$(BIN)/python -m benchmarks.$(NAME)

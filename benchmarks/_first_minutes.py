@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks._harness import ROOT, Benchmark, cpu_clock
 from benchmarks._instructions import rehearsal
 
-TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist"]
 
 
 def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float, str]:
@@ -42,13 +42,13 @@ def minute_rows(bench: Benchmark) -> None:
         demo = [sys.executable, "-m", "flatshift", "demo", "--out", str(Path(folder) / "demo")]
         wall, cpu, _ = timed(demo, environment)
         _row(bench, "make demo, after installation", wall, 4, f"{cpu:.1f} CPU-minutes")
-    wall, cpu, last = timed(TESTS, environment)
+    wall, cpu, last = timed([*TESTS, "loadfile"], environment)
     _row(bench, "the default tests of make test", wall, 15, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
 
 
 def slow_rows(bench: Benchmark) -> None:
     """The tests that are left out of those, under the rehearsal."""
-    wall, cpu, last = timed([*TESTS, "-m", "slow"], _as_found())
+    wall, cpu, last = timed([*TESTS, "worksteal", "-m", "slow"], _as_found())
     _row(bench, "make slow", wall, 45, f"{cpu:.1f} CPU-minutes, {_counts(last)}")
 
 

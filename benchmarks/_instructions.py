@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 SHOWN = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16")
@@ -44,7 +45,9 @@ def rehearsal() -> dict[str, str]:
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     newer = [name for name in __cpu_dispatch__ if re.match("AVX512|X86_V4", name) and __cpu_features__.get(name)]
-    found = {**REHEARSED, "NPY_DISABLE_CPU_FEATURES": " ".join(newer)}
+    # Inductor's cache is not keyed by what is hidden: code for wider vectors would be taken from it, and be wrong
+    cache = str(Path(tempfile.gettempdir()) / "flatshift-rehearsed-inductor")
+    found = {**REHEARSED, "NPY_DISABLE_CPU_FEATURES": " ".join(newer), "TORCHINDUCTOR_CACHE_DIR": cache}
     return {name: value for name, value in found.items() if value}
 
 
