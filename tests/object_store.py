@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from tests.patience import HANG_S
+
+Put = Callable[[dict[str, bytes]], str]
+"""Puts objects, by name, into one place, and says its address."""
 
 
 @dataclass
@@ -73,3 +77,27 @@ def _answers(endpoint: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def bucket(store: ObjectStore, monkeypatch: Any) -> Iterator[Put]:
+    """What puts objects into a bucket of its own; as a fixture, with the environment that its readers need."""
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    forget_clients()
+    client, name = store.client(), f"lake-{uuid.uuid4().hex}"
+    client.mkdir(name)
+
+    def put(objects: dict[str, bytes]) -> str:
+        for key, content in objects.items():
+            client.pipe_file(f"{name}/{key}", content)
+        return f"s3://{name}"
+
+    yield put
+    forget_clients()
+
+
+def forget_clients() -> None:
+    """The next one reads the environment again."""
+    import fsspec
+
+    fsspec.get_filesystem_class("s3").clear_instance_cache()

@@ -442,11 +442,17 @@ def _parquet(path: DataFile) -> Iterator[Record]:
     with _parquet_file(path) as file:
         _refuse_twins(file.schema_arrow.names, f"{path}: the table")
         ordinal = 0
-        for batch in file.iter_batches(batch_size=1024):
+        for batch in _batches(file):
             for values in _arrow_rows(batch):
                 unread = isinstance(values, str)
                 yield Record(ordinal, ordinal + 1, {}, values) if unread else _of_arrow(ordinal, values)
                 ordinal += 1
+
+
+def _batches(file: Any) -> Iterator[Any]:
+    """Row group by row group: of several at once Arrow would hold all bytes from the start."""
+    for group in range(file.num_row_groups):
+        yield from file.iter_batches(batch_size=1024, row_groups=[group])
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import lzma
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from finetune.data import formats, remote
 from finetune.data.rows import describe, expand, read_rows
 from finetune.errors import UserError, is_remote, user_path
 from flatshift.cli import run
-from tests.object_store import ObjectStore, object_store
+from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -44,7 +44,7 @@ def texts(*names: str) -> list[str]:
 
 
 @pytest.fixture
-def memory() -> Iterator[Callable[..., str]]:
+def memory() -> Iterator[Put]:
     """Puts objects into a place of its own in memory, and names the place."""
     place = f"memory:///{uuid.uuid4().hex}"
     store = fsspec.filesystem("memory")
@@ -198,43 +198,22 @@ def server() -> Iterator[ObjectStore]:
 
 
 @pytest.fixture
-def lake(server: ObjectStore, monkeypatch) -> Iterator[Callable[..., str]]:
-    """Puts objects into a bucket of its own, and names it."""
-    yield from _lake(server, monkeypatch)
-
-
-def _lake(server: ObjectStore, monkeypatch) -> Iterator[Callable[..., str]]:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    _forget_clients()
-    client, bucket = server.client(), f"lake-{uuid.uuid4().hex}"
-    client.mkdir(bucket)
-
-    def put(objects: dict[str, bytes]) -> str:
-        for name, content in objects.items():
-            client.pipe_file(f"{bucket}/{name}", content)
-        return f"s3://{bucket}"
-
-    yield put
-    _forget_clients()
-
-
-def _forget_clients() -> None:
-    """What the environment says is read by new ones."""
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+def lake(server: ObjectStore, monkeypatch) -> Iterator[Put]:
+    """A bucket of its own."""
+    yield from bucket(server, monkeypatch)
 
 
 SHARDS = {f"pool/{i}.jsonl.gz": gzip.compress(b"".join(LINES.splitlines(True)[i::3])) for i in range(3)}
 
 
 def test_shards_on_s3_are_read_as_from_disk(lake, tmp_path: Path) -> None:
-    bucket = lake(SHARDS)
+    place = lake(SHARDS)
     for name, content in SHARDS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     here = texts(f"{tmp_path}/pool")
-    assert texts(f"{bucket}/pool/") == texts(f"{bucket}/pool/*.jsonl.gz") == here and len(here) == len(ROWS)
-    told = describe([f"{bucket}/pool"])
+    assert texts(f"{place}/pool/") == texts(f"{place}/pool/*.jsonl.gz") == here and len(here) == len(ROWS)
+    told = describe([f"{place}/pool"])
     assert [line["sha256"] for line in told] == [line["sha256"] for line in describe([f"{tmp_path}/pool"])]
     assert all(line["version"]["etag"] and line["version"]["modified"] for line in told)
 
@@ -263,21 +242,21 @@ def test_parquet_on_s3_is_read_by_range(lake, monkeypatch) -> None:
 
 
 def test_what_s3_refuses_is_one_sentence(lake, monkeypatch) -> None:
-    bucket = lake(SHARDS)
+    place = lake(SHARDS)
     for name, told in {
-        f"{bucket}/pool/00.jsonl.gz": f"no such object; did you mean {bucket}/pool/0.jsonl.gz?",
-        f"{bucket}x/pool/0.jsonl.gz": "no such bucket; check the name",
-        f"{bucket}/pool/*.csv": "no object matches this pattern",
-        f"{bucket}/nowhere/": "no such object",
+        f"{place}/pool/00.jsonl.gz": f"no such object; did you mean {place}/pool/0.jsonl.gz?",
+        f"{place}x/pool/0.jsonl.gz": "no such bucket; check the name",
+        f"{place}/pool/*.csv": "no object matches this pattern",
+        f"{place}/nowhere/": "no such object",
     }.items():
         with pytest.raises(UserError) as refused:
             expand([name])
         assert told in str(refused.value) and len(str(refused.value)) <= 300
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    _forget_clients()
+    forget_clients()
     with pytest.raises(UserError, match=r"no credentials for s3:// .*; set AWS_ACCESS_KEY_ID and"):
-        expand([f"{bucket}/pool/0.jsonl.gz"])
+        expand([f"{place}/pool/0.jsonl.gz"])
 
 
 def test_an_object_on_s3_that_changes_is_refused(lake, monkeypatch) -> None:
@@ -296,7 +275,7 @@ def test_a_store_that_goes_away_is_one_sentence(monkeypatch) -> None:
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     with object_store() as server:
-        lakes = _lake(server, monkeypatch)
+        lakes = bucket(server, monkeypatch)
         monkeypatch.setattr(remote, "_BLOCK", 1 << 10)
         name = f"{next(lakes)({'a.jsonl': LONG})}/a.jsonl"
         rows = read_rows([name], bad_rows="skip", skipped=[])
@@ -305,4 +284,4 @@ def test_a_store_that_goes_away_is_one_sentence(monkeypatch) -> None:
         with pytest.raises(UserError, match="the store does not answer") as refused:
             list(rows)
         assert not isinstance(refused.value, formats.BrokenFile), "rows behind an outage are no bad rows"
-    _forget_clients()
+    forget_clients()
