@@ -305,7 +305,7 @@ def rows_by_group(bench: Benchmark, groups: Mapping[str, Callable[[Benchmark], o
 
 def _whole_gib(place: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """A machine with its memory in GiB: some KiB more or less are another start of the same."""
-    return None if place is None else {**place, "memory": round(place["memory"] / 2**30)}
+    return None if place is None else {**place, "memory": round(place.get("memory", 0) / 2**30)}
 
 
 def where(packages: Sequence[str]) -> dict[str, Any]:

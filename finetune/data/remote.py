@@ -84,7 +84,9 @@ class RemoteFile:
         store, path = _store(self.url)
         with _told(self.url):
             handle = _patiently(self.url, lambda: store.open(path, "rb", block_size=_BLOCK, cache_type="none"))
-            about = getattr(handle, "details", None) or _patiently(self.url, lambda: store.info(path))
+            about = getattr(handle, "details", None) or {}
+            if not _marks(about):  # a client that asked for no more than the size, or nothing
+                about = _patiently(self.url, lambda: store.info(path))
         _same(self.url, about)
         return io.BufferedReader(_Blocks(self.url, handle), _BLOCK)
 
@@ -204,16 +206,21 @@ class _Blocks(io.RawIOBase):
 
 def _same(url: str, about: Mapping[str, Any]) -> str | None:
     """The mark of an object. Raises UserError for one that is not as it was at its first opening."""
-    told = {
-        name: str(value).strip('"')
-        for name, keys in _MARKS.items()
-        if (value := next((about[key] for key in keys if about.get(key)), None)) is not None
-    }
+    told = _marks(about)
     now = _Seen(told.get("etag") or told.get("modified"), about.get("size"), told)
     first = _SEEN.setdefault(url, now)
     if (first.mark, first.size) != (now.mark, now.size):
         raise _changed(url)
     return now.mark
+
+
+def _marks(about: Mapping[str, Any]) -> dict[str, str]:
+    """What a store tells of an object's version, by our names."""
+    return {
+        name: str(value).strip('"')
+        for name, keys in _MARKS.items()
+        if (value := next((about[key] for key in keys if about.get(key)), None)) is not None
+    }
 
 
 def _changed(url: str) -> UserError:
@@ -293,6 +300,8 @@ def _refusal(url: str, error: Exception) -> UserError:
         return UserError(f"{url}: the store refuses access ({said}); check the credentials and what they may read")
     if _silent(chain):
         return UserError(f"{url}: the store does not answer ({said}); check the address and the network, start again")
+    if "range requests" in said:
+        return UserError(f"{url}: the server gives no parts of an object; copy it to this machine first")
     if isinstance(error, FileNotFoundError):
         bucket = "bucket" in str(error).lower()
         return _NotThere(f"{url}: {'no such bucket' if bucket else 'no such object'}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import lzma
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +105,25 @@ def test_patterns_and_directories_are_sorted_as_local_ones(tmp_path: Path, memor
     assert [str(file) for file in expand([f"{place}/"])] == [str(file) for file in expand([place])]
 
 
+@contextlib.contextmanager
+def web(folder: Path) -> Iterator[str]:
+    """Python's own server, which sends whole files only."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    server.handle_error = lambda *_: None  # a reader that hangs up
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 def test_what_is_not_there_is_one_sentence(memory) -> None:
     place = memory({"pool.jsonl": LINES, "other.csv": CSV, "saved/dataset_info.json": b"{}"})
     for name, told in {
@@ -175,6 +198,20 @@ def test_the_web_is_asked_again_after_waits(monkeypatch) -> None:
         return "here"
 
     assert remote._patiently("https://h/x.jsonl", ask) == "here" and waited == list(remote._WAITS[:2])
+
+
+def test_the_web_without_parts_gives_small_objects(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    for name, content in {"a.jsonl": LINES, "big.jsonl": LONG * 14}.items():
+        (tmp_path / name).write_bytes(content)
+    with web(tmp_path) as address:
+        assert texts(f"{address}/a.jsonl?signed=1") == texts(f"{address}/a.jsonl") == [row["text"] for row in ROWS]
+        (told,) = describe([f"{address}/a.jsonl"])
+        assert told["rows"] == len(ROWS) and told["version"].keys() == {"modified"}
+        with pytest.raises(UserError, match=r"no such object; did you mean http://127.0.0.1:\d+/a.jsonl\?"):
+            expand([f"{address}/aa.jsonl"])
+        with pytest.raises(UserError, match="the server gives no parts of an object; copy it to this machine first"):
+            texts(f"{address}/big.jsonl")
 
 
 def test_names_and_help_import_no_store() -> None:
