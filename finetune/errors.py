@@ -72,6 +72,11 @@ def is_remote(name: str | Path) -> bool:
     return form.match(str(name)) is not None and not str(name).startswith("file:")
 
 
+def address_of(name: str | Path) -> str:
+    """The address of a store with both its slashes."""
+    return str(name).replace(":/", "://", 1) if isinstance(name, Path) else name
+
+
 _ADDRESS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LOCAL_ADDRESS = re.compile(r"file://(?:localhost)?(/.*)")

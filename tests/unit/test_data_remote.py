@@ -9,20 +9,23 @@ import lzma
 import subprocess
 import sys
 import threading
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import flatshift
 from finetune.data import formats, remote
 from finetune.data.rows import describe, expand, read_rows
-from finetune.errors import UserError, is_remote, user_path
+from finetune.errors import UserError, address_of, is_remote, user_path
 from flatshift.cli import run
 from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
@@ -112,7 +115,13 @@ def web(folder: Path) -> Iterator[str]:
     class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    with serving(partial(Handler, directory=str(folder))) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def serving(handler: Any) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.handle_error = lambda *_: None  # a reader that hangs up
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -167,6 +176,7 @@ def test_addresses_are_told_from_paths() -> None:
     assert is_remote("s3://b/x") and is_remote("https://h/x.jsonl") and is_remote(Path("s3://b/x"))
     for name in ("pool.jsonl", "C:\\pool.jsonl", "a:b", "sample:pool", "hub:owner/name", "file:///x", "/s3:/x"):
         assert not is_remote(name)
+    assert address_of(Path("s3://b/x")) == address_of("s3://b/x") == "s3://b/x"
     with pytest.raises(UserError, match="s3:/b/x: a local path is needed here"):
         user_path(Path("s3://b/x"))
 
@@ -178,6 +188,14 @@ def test_results_stay_on_this_machine(form: list[str], tmp_path: Path, monkeypat
     told = capsys.readouterr().err
     assert "results are written to a local directory" in told and form[-1].partition("=")[2] in told
     assert not list(tmp_path.iterdir())
+
+
+def test_python_takes_addresses_too(tmp_path: Path, memory) -> None:
+    place = memory({"pool.jsonl": LINES, "target.jsonl": LINES[: LINES.index(b"\n") + 1]})
+    chosen = flatshift.select(Path(f"{place}/pool.jsonl"), Path(f"{place}/target.jsonl"), budget=3)
+    assert len(chosen.ids) == 3
+    with pytest.raises(UserError, match="select: out s3://b/out: results lie in a local directory"):
+        flatshift.select(Path(f"{place}/pool.jsonl"), ["a text"], budget=3, out="s3://b/out")
 
 
 def test_a_store_whose_package_is_missing_says_how_to_get_it(monkeypatch) -> None:
@@ -306,6 +324,40 @@ def test_an_object_on_s3_that_changes_is_refused(lake, monkeypatch) -> None:
         list(rows)  # in the middle: the next part is of another object
     with pytest.raises(UserError, match=r"a\.jsonl changed since this command first read it"):
         texts(name)
+
+
+def test_a_store_that_is_busy_for_a_while_is_asked_again(server: ObjectStore, lake, monkeypatch) -> None:
+    place = lake(SHARDS)
+    refused: list[str] = []
+
+    class Busy(BaseHTTPRequestHandler):
+        """Passes every request on, once it was made three times."""
+
+        def answer(self) -> None:
+            if refused.count(asked := f"{self.command} {self.path}") < 2:
+                refused.append(asked)
+                self.send_error(503)
+                return
+            headers = {name: value for name, value in self.headers.items() if name != "Host"}
+            request = urllib.request.Request(server.endpoint + self.path, headers=headers, method=self.command)
+            with urllib.request.urlopen(request) as response:
+                body = response.read()
+                self.send_response(response.status)
+                for name in ("ETag", "Last-Modified", "Content-Length", "Content-Range", "Content-Type"):
+                    if name in response.headers:
+                        self.send_header(name, response.headers[name])
+                self.end_headers()
+                self.wfile.write(body)
+
+        do_GET = do_HEAD = answer
+
+        def log_message(self, *_: object) -> None: ...
+
+    with serving(Busy) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        forget_clients()
+        assert len(texts(f"{place}/pool/0.jsonl.gz")) == len(ROWS[0::3])
+    assert {what.split()[0] for what in refused} == {"HEAD", "GET"}
 
 
 def test_a_store_that_goes_away_is_one_sentence(monkeypatch) -> None:
