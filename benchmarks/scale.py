@@ -1,14 +1,18 @@
-"""The transport solver over several processes: the same bits on 1, 2 and 4, its CPU-seconds, memory a process.
+"""The transport solver over several processes, and inputs in an object store.
 
-The pool is drawn block by block from its seed whenever it is read and kept nowhere: N x 32 float16 rows around 200
-centres, M = 64 targets, epsilon 0.05, to a marginal error of 1e-3, main targets found. Each process has one thread and
-its part of the blocks. CPU-seconds are those of the solve in all processes, the drawing of rows included, which every
-pass repeats. Memory is the peak of a process' anonymous resident set, the interpreter and torch included. Scores are
-compared by the digests of their blocks. Ranks are started as `flatshift select --processes` starts them.
+Group `ranks`: the same bits on 1, 2 and 4 processes, their CPU-seconds, memory a process. The pool is drawn block by
+block from its seed whenever it is read and kept nowhere: N x 32 float16 rows around 200 centres, M = 64 targets,
+epsilon 0.05, to a marginal error of 1e-3, main targets found. Each process has one thread and its part of the blocks.
+CPU-seconds are those of the solve in all processes, the drawing of rows included, which every pass repeats. Memory is
+the peak of a process' anonymous resident set, the interpreter and torch included. Scores are compared by the digests of
+their blocks. Ranks are started as `flatshift select --processes` starts them.
+
+Group `remote`: reading records from an S3 server on localhost beside the same files on disk (`_object_store`).
 
 Run: python -m benchmarks.scale                                    two million rows on 1, 2 and 4 processes; ten
                                                                    million on two
      python -m benchmarks.scale --rows 100000000 --processes 2     the second part with so many rows and processes
+     python -m benchmarks.scale remote                             only this group; the other rows stay
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss
+from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss, rows_by_group
+from benchmarks._object_store import remote_rows
 from finetune.launch import spawn
 from selection.features.matrix import _LazyRows
 from selection.transport.blocks import BLOCK
@@ -126,20 +132,10 @@ def measure(rows: int, processes: int) -> dict[str, Any]:
     return run
 
 
-def main() -> None:
-    """`python -m benchmarks.scale`."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rank-of", type=Path)
-    asked = parser.parse_args()
-    if asked.rank_of is not None:
-        solve(asked.rows, asked.rank_of)
-        return
-    bench = Benchmark("scale", command=" ".join(["python -m benchmarks.scale", *sys.argv[1:]]))
+def rank_rows(bench: Benchmark, *, rows: int, processes: int, repeats: int) -> None:
+    """A small pool on 1, 2 and 4 processes, then `rows` on `processes`."""
     runs: dict[int, list[dict[str, Any]]] = {count: [] for count in COUNTS}
-    for repeat in range(asked.repeats):
+    for repeat in range(repeats):
         for count in COUNTS if repeat % 2 == 0 else COUNTS[::-1]:
             runs[count].append(measure(SMALL, count))
     what = f"{SMALL:,} x {TARGETS} x {DIM}"
@@ -161,18 +157,39 @@ def main() -> None:
         bar_op="<=",
         bar_value=0,
     )
-    large = measure(asked.rows, asked.processes)
-    what = f"{asked.rows:,} x {TARGETS} x {DIM} on {asked.processes} processes, {large['passes']} passes"
+    large = measure(rows, processes)
+    what = f"{rows:,} x {TARGETS} x {DIM} on {processes} processes, {large['passes']} passes"
     bench.row(f"{what}: memory of a process", ours=large["memory"] / GIB, unit="GiB", bar_op="<=", bar_value=4.0)
     bench.row(f"{what}: CPU-seconds of all together", ours=large["cpu"], unit="CPU-s")
     bench.row(f"{what}: marginal error", ours=large["error"], unit="L1 error", bar_op="<=", bar_value=1e-3)
-    small = max(run["memory"] for run in runs[asked.processes]) if asked.processes in runs else None
+    small = max(run["memory"] for run in runs[processes]) if processes in runs else None
     bench.row(
-        f"memory a row of a process' part, from {SMALL:,} to {asked.rows:,} rows",
-        ours=None if small is None else (large["memory"] - small) / (asked.rows - SMALL) * asked.processes,
+        f"memory a row of a process' part, from {SMALL:,} to {rows:,} rows",
+        ours=None if small is None else (large["memory"] - small) / (rows - SMALL) * processes,
         unit="bytes",
-        reason=None if small is not None else f"{asked.processes} processes were not run on the smaller pool",
+        reason=None if small is not None else f"{processes} processes were not run on the smaller pool",
     )
+
+
+def main() -> None:
+    """`python -m benchmarks.scale`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("groups", nargs="*", choices=[[], "ranks", "remote"], metavar="GROUP", help="ranks, remote")
+    parser.add_argument("--records", type=int, default=200_000, help="of the group remote")
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rank-of", type=Path)
+    asked = parser.parse_args()
+    if asked.rank_of is not None:
+        solve(asked.rows, asked.rank_of)
+        return
+    bench = Benchmark("scale", command=" ".join(["python -m benchmarks.scale", *sys.argv[1:]]))
+    groups = {
+        "ranks": partial(rank_rows, rows=asked.rows, processes=asked.processes, repeats=asked.repeats),
+        "remote": partial(remote_rows, records=asked.records),
+    }
+    rows_by_group(bench, groups, asked.groups)
     bench.finish()
 
 

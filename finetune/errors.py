@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from urllib.parse import unquote
 
 SENTENCE = 300
 """Characters of what a user is told of a mistake, at most."""
@@ -65,8 +66,31 @@ def disk_trouble(error: BaseException) -> str | None:
     return "the disk is full" if is_disk_full(error) else f"the disk answered “{os.strerror(code)}”"
 
 
+def is_remote(name: str | Path) -> bool:
+    """Whether `name` is the address of a store (`s3://bucket/key`); `Path` has made one slash of its two."""
+    form = _ADDRESS_PATH if isinstance(name, Path) else _ADDRESS
+    return form.match(str(name)) is not None and not str(name).startswith("file:")
+
+
+def address_of(name: str | Path) -> str:
+    """The address of a store with both its slashes."""
+    return str(name).replace(":/", "://", 1) if isinstance(name, Path) else name
+
+
+_ADDRESS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_LOCAL_ADDRESS = re.compile(r"file://(?:localhost)?(/.*)")
+
+
 def user_path(name: str | Path) -> Path:
-    """`name` as a path, `~` and `~user` in front written out. Raises UserError where there is no such user."""
+    """`name` as a path, `~` and `~user` in front written out, `file://` removed.
+
+    Raises UserError for a user that there is not, and for the address of a store.
+    """
+    if is_remote(name):
+        raise UserError(f"{name}: a local path is needed here; copy what lies in the store to this machine first")
+    if (local := _LOCAL_ADDRESS.fullmatch(str(name))) is not None:
+        return Path(unquote(local[1]))
     try:
         return Path(name).expanduser()
     except RuntimeError:

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.errors import UserError, shortened
+from finetune.errors import UserError, address_of, is_remote, shortened
 
 if TYPE_CHECKING:
     from experiments.recipe import Resolved
@@ -90,6 +90,8 @@ def _wrong(function: str, name: str, wanted: str, value: Any) -> UserError:
 def _path(function: str, name: str, value: Any) -> Path:
     if not isinstance(value, str | Path):
         raise _wrong(function, name, "a path", value)
+    if is_remote(value):
+        raise UserError(f"{function}: {name} {value}: results lie in a local directory; name one, and copy it")
     return Path(value)
 
 
@@ -318,7 +320,10 @@ def _texts(function: str, name: str, value: Any) -> list[str]:
 
 def _files(function: str, name: str, value: Any) -> list[str]:
     files = [value] if isinstance(value, str | Path) else list(value)
-    return [str(_path(function, f"{name}[{row}]", file)) for row, file in enumerate(files)]
+    for row, file in enumerate(files):
+        if not isinstance(file, str | Path):
+            raise _wrong(function, f"{name}[{row}]", "a path", file)
+    return [address_of(file) if is_remote(file) else str(Path(file)) for file in files]
 
 
 @dataclass(frozen=True)

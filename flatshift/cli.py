@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import itertools
 import os
 import shlex
 import signal
@@ -65,6 +66,19 @@ def _refuse_encoding(argv: Sequence[str]) -> None:
         if any("\ud800" <= sign <= "\udfff" for sign in text):
             place = "the current directory" if text is here else what.partition("=")[0] or f"`flatshift {argv[0]}`:"
             raise UserError(f"{place} {shortened(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
+
+
+def _refuse_remote_output(argv: Sequence[str]) -> None:
+    """Raise UserError for a directory of results in a store: it is locked, appended to and renamed in, which needs a
+    file system."""
+    from finetune.errors import UserError
+
+    for flag, name in itertools.pairwise((*argv, "")):
+        flag, _, value = flag.partition("=")
+        if flag in ("--out", "--resume") and "://" in (value := value or name):
+            raise UserError(
+                f"{flag} {value}: results are written to a local directory; name one, and copy it afterwards"
+            )
 
 
 def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
@@ -128,6 +142,7 @@ def run(argv: Sequence[str]) -> int:
 
     try:
         _refuse_encoding(argv)
+        _refuse_remote_output(argv)
         return commands.run(name, list(argv[1:]))
     except (UserError, SelectionError, RegularizerError) as error:
         return _end(f"error: {sentence(str(error))}", 2)

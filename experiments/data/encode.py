@@ -28,6 +28,7 @@ from finetune.data.columns import Examples, ExampleWriter
 from finetune.data.encoding import Losses
 from finetune.data.formats import split_suffix
 from finetune.data.labels import Units, classes_of, sort_labels
+from finetune.data.remote import DataFile, RemoteFile
 from finetune.data.rows import Row, expand
 from finetune.data.token_cache import TokenCache, content_name
 from finetune.errors import UserError, user_path
@@ -174,13 +175,15 @@ def is_large(recipe: Recipe) -> bool:
     return None in sizes or grown > IN_MEMORY
 
 
-def input_paths(recipe: Recipe) -> list[Path]:
+def input_paths(recipe: Recipe) -> list[DataFile]:
     """The files of all splits, in the order in which they are read."""
     parts = parts_of(recipe.data)
     return [path for split in SPLITS for part in parts[split] for path in expand(part.files)]
 
 
-def _bytes(path: Path) -> int | None:
+def _bytes(path: DataFile) -> int | None:
+    if isinstance(path, RemoteFile):
+        return path.size
     if path.is_dir():
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return path.stat().st_size if path.is_file() else None

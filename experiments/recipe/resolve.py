@@ -15,7 +15,7 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.template import names_file, with_own_template
 from experiments.recipe.tree import Branch, Leaf, Tree, key_of, merge, parse, parse_file
 from finetune.config import Files, Source, TrainFiles
-from finetune.errors import UserError, shortened, user_path
+from finetune.errors import UserError, is_remote, shortened, user_path
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
@@ -187,7 +187,8 @@ def _anchored(recipe: Recipe) -> Recipe:
 
     def files(value: Named) -> Named:
         return dataclasses.replace(
-            value, files=tuple(f if f.startswith(("sample:", "hub:")) else _absolute(f) for f in value.files)
+            value,
+            files=tuple(f if f.startswith(("sample:", "hub:")) or is_remote(f) else _absolute(f) for f in value.files),
         )
 
     def _absolute(path: str) -> str:

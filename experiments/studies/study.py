@@ -23,7 +23,7 @@ from experiments.studies.devices import Places
 from experiments.studies.directory import WORKERS
 from experiments.studies.queue import RunUnit, run_cells, run_unit
 from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
-from finetune.errors import Interrupted, UserError
+from finetune.errors import Interrupted, UserError, is_remote
 from finetune.lock import INSIDE, owned
 from finetune.run_directory import write_provenance
 
@@ -82,7 +82,8 @@ def locate(name: str, data: Path | None, where: str) -> str:
     """
     from finetune.data.rows import expand
 
-    if name.startswith(("sample:", "hub:")) or Path(name).is_absolute():
+    elsewhere = name.startswith("hub:") or is_remote(name)
+    if elsewhere or name.startswith("sample:") or Path(name).is_absolute():
         place = name
     else:
         place = str(((data or Path()) / name).absolute())
@@ -91,7 +92,7 @@ def locate(name: str, data: Path | None, where: str) -> str:
     except UserError as error:
         hint = "; name the directory of the study's files with --data" if data is None else ""
         raise UserError(f"{where}: {error}{hint}") from None
-    return place if name.startswith("hub:") else str(found)
+    return place if elsewhere else str(found)
 
 
 def chosen(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:

@@ -24,6 +24,7 @@ DISTRIBUTION = "flatshift"
 HOME = Path(__file__).resolve().parents[2]
 EXTRAS = {
     "zstd": "read .zst input",
+    "remote": "read input from s3:// and https://",
     "hf": "read hub data sets and `datasets` directories",
     "harness": "run lm-eval tasks on a run directory (eval --harness)",
     "gguf": "write GGUF files for llama.cpp and Ollama (export --to gguf)",

@@ -19,9 +19,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import UserError, first_line, shortened
+from .remote import DataFile, RemoteFile
 
 JSONL = (".jsonl", ".ndjson", ".json")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -32,11 +33,14 @@ SUPPORTED = (
 HUB = "hub:"
 HUB_FORM = "hub:NAME[CONFIG]@REVISION:SPLIT"
 
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
+"""What marks a directory that `datasets` has saved."""
 LONGEST_LINE = 1 << 26
 """Bytes of one line: 64 MiB, about ten million words."""
 DEEPEST = 64
 """Lists and objects inside one another in a record."""
 _CHUNK = 1 << 18
+_File = TypeVar("_File", Path, RemoteFile)
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -59,7 +63,7 @@ class Record(NamedTuple):
     """Keys that hold null, inside the objects of its lists, which Arrow made up and which are not in `values`."""
 
 
-def records(path: Path) -> Iterator[Record]:
+def records(path: DataFile) -> Iterator[Record]:
     """The records of `path` in file order.
 
     Raises:
@@ -75,7 +79,7 @@ def records(path: Path) -> Iterator[Record]:
     return _array(path) if _is_array(path, kind) else _jsonl(path)
 
 
-def count(path: Path) -> int:
+def count(path: DataFile) -> int:
     """How many records `path` has, bad ones included; the file is read but not parsed where that is enough."""
     kind, _ = split_suffix(path)
     if kind == ".parquet":
@@ -86,12 +90,14 @@ def count(path: Path) -> int:
     return sum(1 for _ in records(path))
 
 
-def split_suffix(path: Path) -> tuple[str, str]:
+def split_suffix(path: DataFile) -> tuple[str, str]:
     """The format of a path and its compression: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`.
 
     Raises:
         UserError: neither a known suffix nor a saved `datasets` directory.
     """
+    if isinstance(path, RemoteFile):
+        return _by_name(path)
     if str(path).startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
         return "datasets", ""
     if path.is_dir():
@@ -105,8 +111,16 @@ def shards(directory: Path) -> list[Path]:
     Raises:
         UserError: there is none, or there are several formats (one of them may be no data).
     """
-    found: dict[str, list[Path]] = {}
-    for path in sorted(directory.iterdir()):
+    return one_format(str(directory), sorted(directory.iterdir()))
+
+
+def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
+    """Those of a directory's `entries` that are files in a format that is known; hidden ones and others are left out.
+
+    Raises UserError as `shards`.
+    """
+    found: dict[str, list[_File]] = {}
+    for path in entries:
         if path.is_file() and not path.name.startswith((".", "_")):
             with contextlib.suppress(UserError):
                 kind, _ = _by_name(path)
@@ -122,10 +136,10 @@ def shards(directory: Path) -> list[Path]:
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether the directory is what `datasets` saves."""
-    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    return any((path / name).is_file() for name in SAVED_DATASET)
 
 
-def _by_name(path: Path) -> tuple[str, str]:
+def _by_name(path: DataFile) -> tuple[str, str]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
@@ -139,7 +153,7 @@ def _by_name(path: Path) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: DataFile) -> Iterator[None]:
     """Turn what can go wrong with the bytes of a file into one sentence with its name."""
     try:
         yield
@@ -153,19 +167,20 @@ def _named(path: Path) -> Iterator[None]:
         raise BrokenFile(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
+def _chunks(path: DataFile) -> Iterator[bytes]:
     """Decompressed bytes of `path`, a quarter of a MiB at a time."""
     _, compression = split_suffix(path)
     if compression == ".zst":
         yield from _zstd_chunks(path)
         return
     openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-    with _named(path), openers.get(compression, open)(path, "rb") as handle:
+    unpack = openers.get(compression, contextlib.nullcontext)
+    with _named(path), path.open("rb") as packed, unpack(packed) as handle:
         while chunk := handle.read(_CHUNK):
             yield chunk
 
 
-def _zstd_chunks(path: Path) -> Iterator[bytes]:
+def _zstd_chunks(path: DataFile) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError as error:
@@ -190,7 +205,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
             raise EOFError("it ends inside a zstd frame")
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: DataFile) -> Iterator[bytes]:
     """Physical lines with their line ends; the byte-order mark of UTF-8 is removed, UTF-16 is refused."""
     begun: list[bytes] = []
     number, size = 1, 0
@@ -221,7 +236,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 # -------------------------------------------------------------------------------------------------------------- formats
 
 
-def _jsonl(path: Path) -> Iterator[Record]:
+def _jsonl(path: DataFile) -> Iterator[Record]:
     for number, line in enumerate(_lines(path)):
         if line.isspace():
             continue
@@ -248,7 +263,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
         yield Record(number, number + 1, {} if problem else value, problem)
 
 
-def _is_array(path: Path, kind: str) -> bool:
+def _is_array(path: DataFile, kind: str) -> bool:
     """Whether a `.json` file holds one array, not an object a line."""
     if kind != ".json":
         return False
@@ -260,7 +275,7 @@ def _is_array(path: Path, kind: str) -> bool:
     return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _array(path: Path) -> Iterator[Record]:
+def _array(path: DataFile) -> Iterator[Record]:
     """The objects of one JSON array, decoded one by one, so that memory does not grow with the file.
 
     What follows malformed JSON cannot be told apart from it, so that breaks off the file, not only a record.
@@ -378,7 +393,7 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _csv(path: Path, delimiter: str) -> Iterator[Record]:
+def _csv(path: DataFile, delimiter: str) -> Iterator[Record]:
     # Undecodable bytes come through as lone surrogates, so that one bad record does not end the file.
     text = (line.decode("utf-8", errors="surrogateescape") for line in _lines(path))
     csv.field_size_limit(LONGEST_LINE)  # a document is longer than the module's 128 KiB default
@@ -423,30 +438,41 @@ def has_half_pair(text: str) -> bool:
     return False
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet(path: DataFile) -> Iterator[Record]:
     with _parquet_file(path) as file:
         _refuse_twins(file.schema_arrow.names, f"{path}: the table")
         ordinal = 0
-        for batch in file.iter_batches(batch_size=1024):
+        for batch in _batches(file):
             for values in _arrow_rows(batch):
                 unread = isinstance(values, str)
                 yield Record(ordinal, ordinal + 1, {}, values) if unread else _of_arrow(ordinal, values)
                 ordinal += 1
 
 
+def _batches(file: Any) -> Iterator[Any]:
+    """Row group by row group: of several at once Arrow would hold all bytes from the start."""
+    for group in range(file.num_row_groups):
+        yield from file.iter_batches(batch_size=1024, row_groups=[group])
+
+
 @contextlib.contextmanager
-def _parquet_file(path: Path) -> Iterator[Any]:
+def _parquet_file(path: DataFile) -> Iterator[Any]:
     """The opened file. Raises UserError for what is no Parquet, also while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with _named(path), pq.ParquetFile(path) as file:
+        with _named(path), _arrow_source(path) as source, pq.ParquetFile(source) as file:
             yield file
     except UserError:
         raise
     except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # names that are no text, and others
         raise BrokenFile(f"{path}: not a valid Parquet file ({first_line(error)})") from error
+
+
+def _arrow_source(path: DataFile) -> contextlib.AbstractContextManager[Any]:
+    """What Arrow opens: a path by itself, an object of a store by the parts that it asks for."""
+    return path.open("rb") if isinstance(path, RemoteFile) else contextlib.nullcontext(path)
 
 
 def _arrow_rows(batch: Any) -> Iterator[Any]:
@@ -529,7 +555,7 @@ _HUB_NAME = re.compile(
 )
 
 
-def _datasets(path: Path) -> Iterator[Record]:
+def _datasets(path: DataFile) -> Iterator[Record]:
     name = str(path)
     given = HubName.read(name) if name.startswith(HUB) else None
     try:

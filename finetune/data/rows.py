@@ -22,20 +22,24 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from ..config import Columns
-from ..errors import UserError, user_path
+from ..errors import UserError, is_remote, user_path
 from ..seeds import numpy_generator
+from . import remote
 from .formats import (
     HUB,
+    SAVED_DATASET,
     SUPPORTED,
     BrokenFile,
     Record,
     count,
     has_half_pair,
     is_saved_dataset,
+    one_format,
     records,
     shards,
     split_suffix,
 )
+from .remote import DataFile, RemoteFile
 
 _Any = TypeVar("_Any")
 
@@ -75,9 +79,9 @@ class Row:
     `SHARED`."""
 
 
-def expand(files: Sequence[str]) -> list[Path]:
+def expand(files: Sequence[str]) -> list[DataFile]:
     """Paths for `files`: paths as given, globs and the files of a directory sorted, `sample:NAME` for what ships,
-    `hub:NAME[CONFIG]@REVISION:SPLIT`.
+    `hub:NAME[CONFIG]@REVISION:SPLIT`; objects for the addresses of a store.
 
     Raises:
         UserError: a path that does not exist (with the nearest that does), a glob without a match, a file named twice.
@@ -85,14 +89,14 @@ def expand(files: Sequence[str]) -> list[Path]:
     paths = [path for name in files for path in _expand_one(str(name))]
     seen: set[str] = set()
     for path in paths:
-        key = str(path) if str(path).startswith(HUB) else str(path.resolve())
+        key = str(path) if isinstance(path, RemoteFile) or str(path).startswith(HUB) else str(path.resolve())
         if key in seen:
             raise UserError(f"{path} is named twice in {', '.join(map(str, files))}; name it once")
         seen.add(key)
     return paths
 
 
-def _expand_one(name: str) -> list[Path]:
+def _expand_one(name: str) -> Sequence[DataFile]:
     if name.startswith(_SAMPLE):
         from ..assets import sample
 
@@ -101,6 +105,8 @@ def _expand_one(name: str) -> list[Path]:
         return [Path(name)]
     if not name:
         raise UserError("'' is no name of a file; leave it out, or name the file")
+    if is_remote(name):
+        return _expand_remote(name)
     path = user_path(name)
     if path.is_symlink() and not path.exists():
         raise UserError(f"{name}: a link to a file that is not there; restore it, or name another")
@@ -118,6 +124,13 @@ def _expand_one(name: str) -> list[Path]:
                 raise UserError(f"{name}: matches a file whose name is not valid UTF-8 ({match.name!a}); rename it")
         return found
     raise UserError(f"{name}: no such file{_nearest_file(path)}")
+
+
+def _expand_remote(name: str) -> list[RemoteFile]:
+    found, directory = remote.find(name)
+    if directory and any(file.name in SAVED_DATASET for file in found):
+        raise UserError(f"{name}: a saved data set is read from a local directory; copy it to this machine first")
+    return one_format(name, found) if directory else found
 
 
 def _nearest_file(path: Path) -> str:
@@ -231,7 +244,7 @@ def read_rows(
         raise UserError(f"{', '.join(map(str, files))}: {missing_column(own, names_there, place)}")
 
 
-def _unbroken(path: Path, skipped: list[str] | None) -> Iterator[Record]:
+def _unbroken(path: DataFile, skipped: list[str] | None) -> Iterator[Record]:
     """The records of `path`, one of several, up to where it breaks off; that is noted as a bad one."""
     good = 0
     try:
@@ -428,7 +441,7 @@ def _refuse_half_pair(value: str, own: str) -> None:
         raise ValueError(f"column {own!r} {_HALF_PAIR}")
 
 
-def _refuse_twice(given: str, where: str, paths: Sequence[Path], reader: _Reader) -> None:
+def _refuse_twice(given: str, where: str, paths: Sequence[DataFile], reader: _Reader) -> None:
     """Raise with both places of a repeated id; only hashes were kept, so the first place is looked up again."""
     for file_index, path in enumerate(paths):
         for record in records(path):
@@ -469,6 +482,7 @@ def describe(files: Sequence[str]) -> list[dict[str, Any]]:
 
     `rows` counts the records, bad ones included; null for a file that breaks off. A saved data set is digested
     file by file in name order; a hub data set has neither digest nor size (null), its revision is part of its name.
+    An object of a store has its `version` too: what the store tells of it.
     """
     described: list[dict[str, Any]] = []
     for name in files:
@@ -483,12 +497,15 @@ def describe(files: Sequence[str]) -> list[dict[str, Any]]:
                 rows: int | None = count(path)
             except BrokenFile:  # read as far as it went, where bad rows are skipped
                 rows = None
-            described.append({"path": shown, "sha256": digest, "bytes": size, "rows": rows})
+            version = {"version": path.version} if isinstance(path, RemoteFile) else {}
+            described.append({"path": shown, "sha256": digest, "bytes": size, "rows": rows, **version})
     return described
 
 
-def file_digest(path: Path) -> tuple[str, int]:
+def file_digest(path: DataFile) -> tuple[str, int]:
     """SHA-256 and bytes of a file, or of all files of a directory in name order."""
+    if isinstance(path, RemoteFile):
+        return path.digest()
     parts = sorted(part for part in path.rglob("*") if part.is_file()) if path.is_dir() else [path]
     digest = hashlib.sha256()
     size = 0

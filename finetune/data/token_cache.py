@@ -21,6 +21,7 @@ from typing import Any
 from ..atomic import replacing_directory
 from ..cache_directory import ABOUT, ENTRY, cache_limit, prune
 from .formats import HUB
+from .remote import DataFile
 from .rows import file_digest
 
 _COMMIT = re.compile(r"@[0-9a-f]{40}(:|$)")
@@ -97,7 +98,7 @@ class TokenCache:
             return Found(folder, about, notes)
 
 
-def content_name(path: Path) -> str | None:
+def content_name(path: DataFile) -> str | None:
     """What names the content of an input: the SHA-256 of a file or directory, a hub data set with its commit.
 
     None for a hub data set by a branch or by no revision: nothing tells whether it changed.

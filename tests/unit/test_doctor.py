@@ -28,7 +28,7 @@ def test_this_environment_is_described_without_torch() -> None:
     assert result["ok"] is (result["problems"] == [])
     assert result["versions"]["torch"]["installed"] == importlib.metadata.version("torch")
     assert result["versions"]["torch"]["ok"]
-    assert {"zstd", "hf", "quant", "cuda", "harness", "gguf"} == set(result["extras"])
+    assert {"zstd", "remote", "hf", "quant", "cuda", "harness", "gguf"} == set(result["extras"])
     assert result["shipped"]["backbones"] == ["flatshift-5m", "flatshift-encoder-3m", "flatshift-t5-3m"]
     assert result["cpu"]["cores"] >= 1 and result["memory"]["total"] > 1 << 28 and result["disk"]["free"] > 0
     assert result["devices"] is None

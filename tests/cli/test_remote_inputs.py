@@ -1,0 +1,113 @@
+"""Commands whose inputs lie in an S3 server on localhost do what they do with the same files on disk."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from finetune.data import remote
+from flatshift.cli import run
+from tests.object_store import ObjectStore, Put, bucket, object_store
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+ROWS = [{"text": " ".join(WORDS[(i + k * (i % 3)) % 8] for k in range(8)), "label": "ab"[i % 2]} for i in range(60)]
+SMALL = {
+    **{"train.steps": 2, "train.batch_size": 4, "train.max_length": 32, "train.save_every": 2, "train.threads": 1},
+    **{"train.precision": "fp32", "train.eval_every": 2, "data.holdout": 0.4, "eval.bootstrap": 20},
+}
+
+
+def packed(rows: list[dict]) -> bytes:
+    return gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), mtime=0)
+
+
+FILES = {"train.jsonl.gz": packed(ROWS), "target.jsonl.gz": packed(ROWS[:6])} | {
+    f"pool/{i}.jsonl.gz": packed(ROWS[i::3]) for i in range(3)
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def lake(server: ObjectStore, monkeypatch) -> Iterator[Put]:
+    """A bucket of its own."""
+    yield from bucket(server, monkeypatch)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """The same files on disk."""
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def train(place: object, out: Path) -> int:
+    words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+    files = ["--data.train.files", f"{place}/train.jsonl.gz", "--data.dev.files", "[]", "--data.test.files", "[]"]
+    return run(["train", "classify", *files, *words, "--out", str(out)])
+
+
+def inputs(directory: Path) -> list[dict]:
+    return json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["inputs"]
+
+
+def adapter(directory: Path) -> bytes:
+    return (directory / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_run_is_that_of_the_same_file_on_disk_and_goes_on(lake, here: Path, capsys) -> None:
+    place = lake(FILES)
+    assert train(here, here / "local") == train(place, here / "remote") == 0
+    (local,), (told,) = inputs(here / "local"), inputs(here / "remote")
+    assert told["path"] == f"{place}/train.jsonl.gz" and told["version"]["etag"]
+    assert all(told[key] == local[key] for key in ("sha256", "bytes", "rows"))
+    assert adapter(here / "local") == adapter(here / "remote")
+    assert run(["train", "--resume", str(here / "remote"), "--train.steps", "3"]) == 0
+    assert adapter(here / "local") != adapter(here / "remote")
+    assert run(["predict", str(here / "remote"), "--data", f"{place}/pool/", "--out", str(here / "said.jsonl")]) == 0
+    assert len((here / "said.jsonl").read_text(encoding="utf-8").splitlines()) == len(ROWS)
+    lake({"train.jsonl.gz": FILES["target.jsonl.gz"]})
+    remote._SEEN.clear()  # as another process begins
+    remote._DIGESTS.clear()
+    capsys.readouterr()
+    assert run(["train", "--resume", str(here / "remote"), "--train.steps", "4"]) == 2
+    assert f"{place}/train.jsonl.gz changed since the run began" in capsys.readouterr().err
+
+
+def test_a_selection_from_a_pattern_is_that_of_the_same_shards_on_disk(lake, here: Path) -> None:
+    place = lake(FILES)
+    for start, out in ((here, "local"), (place, "remote")):
+        files = ["--pool", f"{start}/pool/*.jsonl.gz", "--target", f"{start}/target.jsonl.gz"]
+        assert run(["select", *files, "--budget", "10", "--out", str(here / out)]) == 0
+    for name in ("selected.jsonl", "scores.parquet"):
+        assert (here / "local" / name).read_bytes() == (here / "remote" / name).read_bytes()
+    assert [line["path"] for line in inputs(here / "remote")[:3]] == [f"{place}/pool/{i}.jsonl.gz" for i in range(3)]
+    assert all(line["version"]["etag"] for line in inputs(here / "remote"))
+
+
+def test_what_a_store_refuses_ends_a_command_with_one_sentence(lake, here: Path, capsys, monkeypatch) -> None:
+    place = lake(FILES)
+    asked = {
+        f"{place}/pol/0.jsonl.gz": "no such object; check the name",
+        f"{place}x/pool/0.jsonl.gz": "no such bucket",
+        f"{place}/pool/*.csv": "no object matches this pattern",
+    }
+    for pool, told in asked.items():
+        words = ["select", "--pool", pool, "--target", f"{place}/target.jsonl.gz", "--budget", "3"]
+        assert run([*words, "--out", str(here / "out")]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("flatshift: error: ") and told in said and said.count("\n") == 1
+        assert not (here / "out").exists()
