@@ -64,6 +64,20 @@ def curvature_figures(
     return figures
 
 
+def mean_squares(
+    model: nn.Module, losses: Sequence[Loss], *, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """Mean square of the gradients of `losses`, each that of one update, by the names of `parameters`, float32: what
+    v̂ of Adam would be if these updates left the weights where they are (β2 close to 1)."""
+    found = {name: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for name, p in parameters.items()}
+    with in_float32(model):
+        for loss in losses:
+            _, gradients = Objective(model, loss).gradient(list(parameters.values()))
+            for total, gradient in zip(found.values(), gradients, strict=True):
+                total.addcmul_(gradient, gradient, value=1 / len(losses))
+    return found
+
+
 class Preconditioned(Space):
     """The coordinates u = P^½ θ of another space's θ: the Hessian in them is P^-½ H P^-½."""
 

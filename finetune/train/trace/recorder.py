@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from ...atomic import write_json
 from ...compute.loss import Head, batch_loss
 from ...compute.precision import autocast_dtype
 from ...config import Record
-from ...data.batches import iterate_eval
+from ...data.batches import MicroBatch, iterate_eval
 from ...data.example import Example
 from ...data.rows import limit_rows
 from ...errors import UserError
@@ -35,6 +35,11 @@ from .files import ABOUT, about, recorded_steps
 if TYPE_CHECKING:
     from ..checkpointer import Progress
     from ..stage import TrainingStage
+
+
+FIRST = 8
+"""Batches of updates whose gradients make the preconditioner that Adam begins with: so many that few of its entries
+are small by chance, which λ_max would be large by."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ class Recorder:
         if self._layers is not None:
             figures |= self._update | adapter_figures(self._layers.factors())
         if step in recording.record.sharpness:
-            figures |= self._curvature(recording.curved)
+            figures |= self._curvature(recording.curved, step)
         return figures
 
     def _judge(self, examples: Sequence[Example]) -> Judged:
@@ -177,30 +182,38 @@ class Recorder:
             head=self._head,
         )
 
-    def _curvature(self, rows: Sequence[Example]) -> dict[str, float | None]:
+    def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
         from regularizers.errors import RegularizerError
 
-        from .curvature import curvature_figures
+        from .curvature import curvature_figures, mean_squares
 
-        task, size = self._stage.task, self._stage.evaluate.batch_size
-        micros = [
-            micro.to(self._engine.device)
-            for micro in iterate_eval(rows, task=task, batch_size=size, pad_id=self._pad_id)
-        ]
+        task, size, stage = self._stage.task, self._stage.evaluate.batch_size, self._stage
+        model, parameters = self._engine.model, self._engine.parameters
+        try:
+            if step:
+                preconditioner = self._optimizer.preconditioner()
+            else:
+                first = [self._loss(stage.batches.at(i)) for i in range(FIRST)]
+                squares = mean_squares(model, first, parameters=parameters)
+                preconditioner = self._optimizer.first_preconditioner(squares)
+            return curvature_figures(
+                model,
+                self._loss(iterate_eval(rows, task=task, batch_size=size, pad_id=self._pad_id)),
+                parameters=parameters,
+                preconditioner=preconditioner,
+                seed=derive(stage.seed, "record", "sharpness"),
+            )
+        except RegularizerError as error:  # a figure that is missing is no reason to lose the run
+            self._run.log(f"warning: no curvature of {stage.name} here: {error}")
+            return {}
+
+    def _loss(self, batches: Iterable[MicroBatch]) -> Callable[[], Iterator[Tensor]]:
+        """The mean loss over the supervised labels of `batches`, as `finetune.train.trace.curvature` takes it."""
+        micros = [micro.to(self._engine.device) for micro in batches]
         supervised = sum(micro.supervised for micro in micros)
 
         def loss() -> Iterator[Tensor]:
             for micro in micros:
-                yield batch_loss(self._engine.model, micro, task=task, head=self._head) / supervised
+                yield batch_loss(self._engine.model, micro, task=self._stage.task, head=self._head) / supervised
 
-        try:
-            return curvature_figures(
-                self._engine.model,
-                loss,
-                parameters=self._engine.parameters,
-                preconditioner=self._optimizer.preconditioner(),
-                seed=derive(self._stage.seed, "record", "sharpness"),
-            )
-        except RegularizerError as error:  # a figure that is missing is no reason to lose the run
-            self._run.log(f"warning: no curvature of {self._stage.name} here: {error}")
-            return {}
+        return loss
