@@ -1,6 +1,6 @@
 """What an adapter could hold beside what its rows could ask of it, before step 1.
 
-    Capacity.of(engine.parameters, rank=8, labels=batches.labels(steps), each=bits_each(task, classes), counted="tokens")
+    Capacity.of(engine.parameters, rank=8, labels=batches.labels(steps), each=1.0, counted="tokens").line()
 
 The rule is that of "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025): a language model holds some 2 bits
 of knowledge a parameter (Allen-Zhu and Li, arXiv 2404.05405), a data set asks for at most its description length, about
@@ -84,7 +84,8 @@ class Capacity:
         )
         if self.enough is None:
             return said
-        return f"{said}, what adapter.rank {self.enough:,} {'holds' if self.ratio >= 1 else 'would hold'} (now {self.rank:,})"
+        holds = "holds" if self.ratio >= 1 else "would hold"
+        return f"{said}, what adapter.rank {self.enough:,} {holds} (now {self.rank:,})"
 
 
 def _bits(count: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,21 @@ from regularizers.layers.frozen import is_quantised
 from regularizers.sharpness import AdapterSpace, Hessian, Objective, Sharpness, Space, lanczos, measure
 from regularizers.sharpness.spaces import Loss, Purpose
 
+from ...compute.loss import Head, batch_loss
+from ...config import Optimizer
+from ...data.batches import MicroBatch
+from .files import stability_threshold
+
+if TYPE_CHECKING:
+    from ...tasks import Task
+
 PRODUCTS = 12
 """Most Hessian products for an eigenvalue."""
 PROBES = 3
 """Random vectors for the trace."""
+FIRST = 8
+"""Batches of updates whose gradients make the preconditioner that Adam begins with: so many that few of its entries
+are small by chance, which λ_max would be large by."""
 
 
 def curvature_figures(
@@ -55,13 +66,52 @@ def curvature_figures(
             "sharpness.preconditioned": None,
         }
         if preconditioner:
-            of = {id(parameters[name]): value for name, value in preconditioner.items()}
-            space = Preconditioned.of(model, lambda parameter: of.get(id(parameter)))
-            start = space.signs(seed, "start", 0)
-            product = Hessian.calibrated(space, Objective(model, loss), start)
-            top = lanczos(product, start, steps=PRODUCTS, tolerance=settings.tolerance).largest
-            figures["sharpness.preconditioned"] = top.value
+            figures["sharpness.preconditioned"] = preconditioned_sharpness(
+                model, loss, parameters=parameters, preconditioner=preconditioner, seed=seed
+            )
     return figures
+
+
+def preconditioned_sharpness(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    preconditioner: Mapping[str, Tensor],
+    seed: int,
+) -> float:
+    """λ_max of P^-½ H P^-½, with the arguments of `curvature_figures`; a P of infinity holds its number fixed."""
+    of = {id(parameters[name]): value for name, value in preconditioner.items()}
+    with in_float32(model):
+        space = Preconditioned.of(model, lambda parameter: of.get(id(parameter)))
+        start = space.signs(seed, "start", 0)
+        product = Hessian.calibrated(space, Objective(model, loss), start)
+        return lanczos(product, start, steps=PRODUCTS, tolerance=Sharpness().tolerance).largest.value
+
+
+def rate_line(preconditioned: float, optimizer: Optimizer, *, rows: int) -> str:
+    """Where the threshold of stability lies beside the peak of the learning rate, for a person, in one line.
+
+    preconditioned: λ_max of P^-½ H P^-½ at the start, positive. rows: which its loss is the mean of.
+    """
+    threshold = stability_threshold(optimizer.betas[0])
+    edge = threshold / preconditioned
+    return (
+        f"learning rate: at the start Adam would oscillate above {edge:.2g} ({threshold:.3g} over λ_max "
+        f"{preconditioned:.3g} of its preconditioned Hessian, {rows} rows); the peak of this run is "
+        f"{optimizer.lr:.2g}, {optimizer.lr / edge:.2g} of it"
+    )
+
+
+def mean_loss(model: nn.Module, batches: Sequence[MicroBatch], *, task: Task, head: Head | None = None) -> Loss:
+    """The mean over all supervised labels of `batches`, which lie on the model's device."""
+    supervised = sum(micro.supervised for micro in batches)
+
+    def loss() -> Iterator[Tensor]:
+        for micro in batches:
+            yield batch_loss(model, micro, task=task, head=head) / supervised
+
+    return loss
 
 
 def mean_squares(

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from ...atomic import write_json
-from ...compute.loss import Head, batch_loss
+from ...compute.loss import Head
 from ...compute.precision import autocast_dtype
 from ...config import Record
 from ...data.batches import MicroBatch, iterate_eval
@@ -33,13 +32,10 @@ from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figur
 from .files import ABOUT, about, recorded_steps
 
 if TYPE_CHECKING:
+    from regularizers.sharpness.spaces import Loss
+
     from ..checkpointer import Progress
     from ..stage import TrainingStage
-
-
-FIRST = 8
-"""Batches of updates whose gradients make the preconditioner that Adam begins with: so many that few of its entries
-are small by chance, which λ_max would be large by."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,7 @@ class Recorder:
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
         from regularizers.errors import RegularizerError
 
-        from .curvature import curvature_figures, mean_squares
+        from .curvature import FIRST, curvature_figures, mean_squares, rate_line
 
         task, size, stage = self._stage.task, self._stage.evaluate.batch_size, self._stage
         model, parameters = self._engine.model, self._engine.parameters
@@ -196,7 +192,7 @@ class Recorder:
                 first = [self._loss(stage.batches.at(i)) for i in range(FIRST)]
                 squares = mean_squares(model, first, parameters=parameters)
                 preconditioner = self._optimizer.first_preconditioner(squares)
-            return curvature_figures(
+            figures = curvature_figures(
                 model,
                 self._loss(iterate_eval(rows, task=task, batch_size=size, pad_id=self._pad_id)),
                 parameters=parameters,
@@ -206,14 +202,12 @@ class Recorder:
         except RegularizerError as error:  # a figure that is missing is no reason to lose the run
             self._run.log(f"warning: no curvature of {stage.name} here: {error}")
             return {}
+        if not step and (top := figures["sharpness.preconditioned"] or 0) > 0:
+            (stage.say or self._run.log)(rate_line(top, stage.optimizer, rows=len(rows)))
+        return figures
 
-    def _loss(self, batches: Iterable[MicroBatch]) -> Callable[[], Iterator[Tensor]]:
-        """The mean loss over the supervised labels of `batches`, as `finetune.train.trace.curvature` takes it."""
+    def _loss(self, batches: Iterable[MicroBatch]) -> Loss:
+        from .curvature import mean_loss
+
         micros = [micro.to(self._engine.device) for micro in batches]
-        supervised = sum(micro.supervised for micro in micros)
-
-        def loss() -> Iterator[Tensor]:
-            for micro in micros:
-                yield batch_loss(self._engine.model, micro, task=self._stage.task, head=self._head) / supervised
-
-        return loss
+        return mean_loss(self._engine.model, micros, task=self._stage.task, head=self._head)
