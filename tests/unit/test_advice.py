@@ -124,7 +124,7 @@ def test_the_threshold_of_a_quadratic_is_known():
     assert figures["sharpness.preconditioned"] == pytest.approx(expected, rel=0.03)
 
     line = rate_line(expected, settings, rows=2)
-    assert f"above {38 / expected:.2g} " in line and f"{0.01 * expected / 38:.2g} of it" in line
+    assert f"above {38 / expected:.2g} " in line and f"is {0.01 * expected / 38:.2g} of that" in line
     assert f"above {2 / expected:.2g} " in rate_line(expected, Optimizer(betas=(0.0, 0.999)), rows=2)
     assert frozen_checksums(model) == frozen and torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in parameters.items())

@@ -33,6 +33,9 @@ PROBES = 3
 FIRST = 8
 """Batches of updates whose gradients make the preconditioner that Adam begins with: so many that few of its entries
 are small by chance, which λ_max would be large by."""
+BEST = (0.01, 0.3)
+"""Between which shares of the threshold the best rates lay (`benchmarks.rate_advice`); runs broke down from 0.1 of it,
+because curvature grows after the start."""
 
 
 def curvature_figures(
@@ -92,14 +95,16 @@ def preconditioned_sharpness(
 def rate_line(preconditioned: float, optimizer: Optimizer, *, rows: int) -> str:
     """Where the threshold of stability lies beside the peak of the learning rate, for a person, in one line.
 
+    It is no recommendation, and below it is not safe: see `BEST`.
+
     preconditioned: λ_max of P^-½ H P^-½ at the start, positive. rows: which its loss is the mean of.
     """
     threshold = stability_threshold(optimizer.betas[0])
     edge = threshold / preconditioned
     return (
-        f"learning rate: at the start Adam would oscillate above {edge:.2g} ({threshold:.3g} over λ_max "
-        f"{preconditioned:.3g} of its preconditioned Hessian, {rows} rows); the peak of this run is "
-        f"{optimizer.lr:.2g}, {optimizer.lr / edge:.2g} of it"
+        f"learning rate: by the curvature at the start Adam oscillates above {edge:.2g} ({threshold:.3g} over λ_max "
+        f"{preconditioned:.3g} of its preconditioned Hessian, {rows} rows); the peak of this run, {optimizer.lr:.2g}, "
+        f"is {optimizer.lr / edge:.2g} of that, measured best rates {BEST[0]:g} to {BEST[1]:g} of it"
     )
 
 
