@@ -289,12 +289,13 @@ def unstable(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Ma
     """Whether runs of the training bumps at rates above the threshold are those that end above their start."""
     (study,) = (each for each in STUDIES if each.name == "bump")
     edges = {s.key: known[s.key]["threshold"] for s in settings if s.study == "training bump"}
-    over, worse = [], []
+    rate, over, worse = [], [], []
     for cell in cells(study):
         point, trace = cell["result"]["point"], cell["trace"]
         edge = edges.get(f"training bump: gsm8k, rank {point['adapter.rank']}")
         if point["regularizer"] == "plain" and edge is not None:
-            over.append(point["optimizer.lr"] / edge)
+            rate.append(point["optimizer.lr"])
+            over.append(rate[-1] / edge)
             last = trace[-1].get("train.loss")
             worse.append(cell["result"]["diverged"] or last is None or last > trace[0]["train.loss"])
     if not edges:
@@ -307,11 +308,14 @@ def unstable(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Ma
             bench.row(f"{what}, of {some.sum()}", ours=float(bad[some].mean()), unit="share")
         else:
             bench.row(what, unit="share", reason=f"no run has a rate {title} it")
-    alike, rest = np.array(over)[bad], np.array(over)[~bad]
-    area = float((alike[:, None] > rest).mean() + (alike[:, None] == rest).mean() / 2)
-    bench.row(
-        "rate ÷ threshold, of a run that ends above its first loss beside one that does not", ours=area, unit="AUC"
-    )
+    what = "rate ÷ threshold, of a run that ends above its first loss beside one that does not"
+    area, alone = (_area(np.array(values)[bad], np.array(values)[~bad]) for values in (over, rate))
+    bench.row(what, ours=area, peer=alone, peer_name="the rate alone", unit="AUC")
+
+
+def _area(some: np.ndarray, others: np.ndarray) -> float:
+    """The share of pairs in which the first is larger; of equal ones half."""
+    return float((some[:, None] > others).mean() + (some[:, None] == others).mean() / 2)
 
 
 def fits(bench: Benchmark, data: Path) -> None:

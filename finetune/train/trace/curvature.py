@@ -34,8 +34,8 @@ FIRST = 8
 """Batches of updates whose gradients make the preconditioner that Adam begins with: so many that few of its entries
 are small by chance, which λ_max would be large by."""
 BEST = (0.01, 0.3)
-"""Between which shares of the threshold the best rates lay (`benchmarks.rate_advice`); runs broke down from 0.1 of it,
-because curvature grows after the start."""
+"""Between which shares of the threshold the best rates lay (`benchmarks.rate_advice`); runs broke down from 0.1 of it
+on, for it is of the start alone."""
 
 
 def curvature_figures(
