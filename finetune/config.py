@@ -532,7 +532,8 @@ class Record:
     dynamics: bool = True
     """Norms of the adapter, its gradients and its last update, and how many directions its update has."""
     sharpness: tuple[int, ...] = ()
-    """Steps at which curvature in the adapter's space is measured too: λ_max, the trace, and λ_max as Adam sees it."""
+    """Steps at which curvature in the adapter's space is measured too: λ_max, the trace, and λ_max as Adam sees it.
+    With 0 among them the run says before step 1 above which learning rate Adam would oscillate there."""
     sharpness_rows: int = 64
     """Training rows whose mean loss the curvature is of."""
 

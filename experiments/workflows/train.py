@@ -82,6 +82,7 @@ from finetune.lock import owned
 from finetune.models.backbone import open_backbone
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
+from finetune.planner.capacity import Capacity, bits_each
 from finetune.planner.cluster import Cluster
 from finetune.planner.footprint import Sizes
 from finetune.planner.layouts import update_seconds
@@ -437,6 +438,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     else:
         fits = mesh_lines(engine, mesh=recipe.mesh, train=read, optimizer=plan.optimizer)
     context.console.outline([*brief_plan(fits), *foretold], [*fits, *foretold])
+    _say_capacity(context, plan, engine, batches)
     if last and prepared.flipped and engine.is_main:
         write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))
     fresh = getattr(engine.peft.get_base_model(), "new_parameters", ())
@@ -467,6 +469,23 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         planned=planned,
         say=say,
     )
+
+
+def _say_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches: Batches) -> None:
+    """What the adapter could hold beside what the stage's labels could ask of it: always in the log, and on the console
+    where the adapter is the smaller. Ranks that hold whole tensors know its size."""
+    names, mesh = plan.prepared.label_names, context.recipe.mesh
+    each = bits_each(plan.task, None if names is None else len(names))
+    if each is None or mesh.tp * mesh.pp > 1:
+        return
+    found = Capacity.of(
+        engine.parameters,
+        rank=context.recipe.adapter.rank,
+        labels=batches.labels(plan.train.steps),
+        each=each,
+        counted=plan.task.counted,
+    )
+    context.console.outline([found.line()] if found.ratio < 1 else [], [found.line()])
 
 
 def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) -> float | None:

@@ -570,6 +570,16 @@ class Batches:
         rows = steps * self.accumulate * self.batch_size
         return rows if not self.packed else round(rows * len(self) / len(self._round(0)))
 
+    def labels(self, steps: int) -> int:
+        """Supervised tokens (examples for classification) that the first `steps` updates take, each counted once
+        however often it comes round; where an epoch does not end an estimate."""
+        drawn = self.drawn(steps)
+        mixed = isinstance(self.samples, Mixed)
+        sizes = self._mixed.mixture.sizes if mixed else (len(self),)
+        counts = self.samples.counts(drawn).tolist() if mixed else [drawn]
+        held = [int(part.sum(dtype=np.int64)) for part in np.split(self._store.counts, np.cumsum(sizes)[:-1])]
+        return round(sum(h * min(1.0, n / size) for h, n, size in zip(held, counts, sizes, strict=True)))
+
     def comes_again(self, steps: int, source: int) -> bool:
         """Whether `steps` updates take an example of a mixture's source a second time."""
         rows = steps * self.accumulate * self.batch_size

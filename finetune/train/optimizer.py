@@ -199,14 +199,32 @@ class AdapterOptimizer:
         """P of Adam's step −rate · P⁻¹ m̂ by name, float32: √v̂ + ε with v̂ corrected for its start, divided by
         `lora_plus` for the factors that it speeds up. Parameters without an update yet are left out."""
         found = {}
-        names = {id(tensor): name for name, tensor in self._updated.items()}
-        for group in self.inner.param_groups:
-            for tensor in group["params"]:
-                if tensor in self.inner.state:
-                    updates = float(self._adam.updates(tensor))
-                    second = self._adam.second_moment(tensor).div_(1 - group["betas"][1] ** updates)
-                    found[names[id(tensor)]] = second.sqrt_().add_(group["eps"]).div_(group["factor"])
+        for name, (tensor, group) in self._by_name().items():
+            if tensor in self.inner.state:
+                updates = float(self._adam.updates(tensor))
+                second = self._adam.second_moment(tensor).div_(1 - group["betas"][1] ** updates)
+                found[name] = second.sqrt_().add_(group["eps"]).div_(group["factor"])
         return found
+
+    @torch.no_grad()
+    def first_preconditioner(self, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """P as `preconditioner`, before any update: as it were if the first ones left the weights where they are.
+
+        squares: by name the mean square of those updates' gradients, which stands for v̂, float32. A number that had no
+        gradient gets an infinite P, as nothing moves it (A, as long as B = 0). Empty where no Adam is at work.
+        """
+        if isinstance(self._adam, _Steps):
+            return {}
+        return {
+            name: torch.where(square > 0, (square.sqrt() + group["eps"]) / group["factor"], math.inf)
+            for name, (_, group) in self._by_name().items()
+            if (square := squares.get(name)) is not None
+        }
+
+    def _by_name(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+        """The updated tensors with the group that each is in."""
+        names = {id(tensor): name for name, tensor in self._updated.items()}
+        return {names[id(t)]: (t, group) for group in self.inner.param_groups for t in group["params"]}
 
     def counters(self) -> dict[str, Tensor]:
         """Updates that each parameter has had, scalars."""

