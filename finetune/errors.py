@@ -7,7 +7,6 @@ import os
 import re
 import signal
 from pathlib import Path
-from urllib.parse import unquote
 
 SENTENCE = 300
 """Characters of what a user is told of a mistake, at most."""
@@ -90,6 +89,8 @@ def user_path(name: str | Path) -> Path:
     if is_remote(name):
         raise UserError(f"{name}: a local path is needed here; copy what lies in the store to this machine first")
     if (local := _LOCAL_ADDRESS.fullmatch(str(name))) is not None:
+        from urllib.parse import unquote
+
         return Path(unquote(local[1]))
     try:
         return Path(name).expanduser()
