@@ -45,7 +45,6 @@ from finetune.data.rows import limit_rows
 from finetune.models.backbone import open_backbone
 from finetune.planner.capacity import Capacity, bits_each
 from finetune.seeds import derive
-from finetune.tasks import Completion
 from finetune.train.optimizer import AdapterOptimizer
 from finetune.train.trace.curvature import FIRST, mean_loss, mean_squares, preconditioned_sharpness
 from finetune.train.trace.files import stability_threshold
@@ -148,7 +147,7 @@ def start(resolved: Resolved) -> dict[str, float]:
         data=dataclasses.replace(resolved.recipe.data, **few),
         train=dataclasses.replace(resolved.recipe.train, precision="fp32"),
     )
-    if isinstance(recipe.task, Completion):  # the study was run before answers that are cut were refused
+    if hasattr(recipe.task, "max_truncated"):  # the study was run before answers that are cut were refused
         recipe = dataclasses.replace(recipe, task=recipe.task.altered(max_truncated=1.0))
     prepared, task = prepare(recipe), recipe.task
     seed = derive(recipe.train.seed, FINE_TUNE)

@@ -55,6 +55,7 @@ def test_without_labels_a_text_goes_to_the_nearest_name(tmp_path: Path, monkeypa
         return lambda texts: turned ** (texts[0] not in names.values()) * np.array([places[text] for text in texts])
 
     monkeypatch.setattr(encoder_study, "embedder", embedder)
+    monkeypatch.setattr(encoder_study, "warmed_up", lambda out, cell: out / cell)
     cells = [{"warmup": a.warmup, "seed": s, "cell": f"{a.warmup}-seed-{s}"} for a in ARMS for s in (0, 1)]
     bench = Benchmark("encoder_study")
     zero_shot(bench, "agnews", {"cells": cells}, test)
