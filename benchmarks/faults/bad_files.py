@@ -66,7 +66,8 @@ def _rows_given(root: Path) -> Iterator[BadInput]:
     whole: dict[str, tuple[str, bytes, str]] = {
         "empty": ("bad.jsonl", b"", "bad.jsonl"),
         "blank lines": ("bad.jsonl", b"\n\n \n", "bad.jsonl"),
-        "an array": ("bad.json", json.dumps(ROWS, indent=1).encode(), "bad.json:1"),
+        "an array that does not end": ("bad.json", json.dumps(ROWS, indent=1).encode()[:-1], "bad.json"),
+        "an array named as lines": ("bad.jsonl", json.dumps(ROWS).encode(), "bad.jsonl:1"),
         "UTF-16": ("bad.jsonl", fine.decode().encode("utf-16"), "bad.jsonl"),
         "one class": ("bad.jsonl", b'{"text": "a", "label": "a"}\n' * 8, "task.kind"),
         "gz cut short": ("bad.jsonl.gz", gzip.compress(fine)[:-9], "bad.jsonl.gz"),
