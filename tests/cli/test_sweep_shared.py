@@ -39,7 +39,7 @@ def test_a_killed_host_loses_no_cell_and_none_is_done_twice(tmp_path: Path) -> N
     alone, out = tmp_path / "alone", tmp_path / "shared"
     process = host(alone)
     assert process.wait(HANG_S) == 0, process.stderr.read().decode()  # type: ignore[union-attr]
-    hosts = [host(out, "--shared", "--lease", "3") for _ in range(2)]
+    hosts = [host(out, "--shared", "--lease", "12") for _ in range(2)]
     deadline = time.monotonic() + HANG_S
     while not starts(out):
         assert hosts[0].poll() is hosts[1].poll() is None and time.monotonic() < deadline
