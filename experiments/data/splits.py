@@ -16,6 +16,7 @@ from finetune.atomic import read_object
 from finetune.config import Columns
 from finetune.data.columns import Examples, ExampleWriter, open_examples
 from finetune.data.example import Example
+from finetune.data.formats import SAMPLE
 from finetune.data.labels import Units, label_index
 from finetune.data.mixture import Mixture
 from finetune.data.noise import shuffled_examples
@@ -132,13 +133,13 @@ def prepare(recipe: Recipe) -> Prepared:
 def borrowed_lines(recipe: Recipe) -> list[str]:
     """A note where own training rows would be judged by rows of a shipped sample, which the recipe names."""
     data = recipe.data
-    if not data.train.all_files or any(name.startswith("sample:") for name in data.train.all_files):
+    if not data.train.all_files or any(name.startswith(SAMPLE) for name in data.train.all_files):
         return []
     return [
         f"{split}: {', '.join(files.files)} of the recipe, beside training rows of your own; --data.{split}.files "
         f"names others, '[]' with --data.holdout 0.2 takes some of the training rows"
         for split, files in (("dev", data.dev), ("test", data.test))
-        if any(name.startswith("sample:") for name in files.files)
+        if any(name.startswith(SAMPLE) for name in files.files)
     ]
 
 

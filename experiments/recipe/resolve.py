@@ -184,11 +184,11 @@ def _train(tree: Tree) -> dict[str, Tree]:
 
 def _anchored(recipe: Recipe) -> Recipe:
     """Make relative paths absolute, so that a run directory still finds its inputs from another working directory."""
+    from finetune.data.formats import HUB, SAMPLE
 
     def files(value: Named) -> Named:
         return dataclasses.replace(
-            value,
-            files=tuple(f if f.startswith(("sample:", "hub:")) or is_remote(f) else _absolute(f) for f in value.files),
+            value, files=tuple(f if f.startswith((SAMPLE, HUB)) or is_remote(f) else _absolute(f) for f in value.files)
         )
 
     def _absolute(path: str) -> str:

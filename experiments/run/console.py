@@ -79,12 +79,15 @@ class _Pace:
         self._start = time.monotonic()
         self._first: tuple[int, float] | None = None
 
+    def begin(self, done: int) -> None:
+        """The first report; nothing at any other."""
+        if self._first is None:
+            self._first = (done, time.monotonic())
+
     def rate(self, done: int) -> float:
         """Of all that is `done`, where nothing was reported before."""
         now = time.monotonic()
-        if self._first is None:
-            self._first = (done, now)
-        before, since = self._first
+        before, since = self._first or (done, now)
         if done > before:
             return (done - before) / max(now - since, 1e-9)
         return done / max(now - self._start, 1e-9)
@@ -148,6 +151,7 @@ class Console:
             task = shown.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
+                pace.begin(done)
                 rate = pace.rate(done)
                 shown.update(task, completed=done, note=note, rate=per_second(rate, unit) if unit else "")
 
@@ -167,7 +171,7 @@ class Console:
         def update(done: int, note: str = "") -> None:
             nonlocal last, latest
             latest = (done, note)
-            pace.rate(done)
+            pace.begin(done)
             if time.monotonic() - last > _EVERY_S:
                 last = time.monotonic()
                 self.say(line(done, note))

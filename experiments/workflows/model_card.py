@@ -18,7 +18,7 @@ from experiments.recipe.config import Recipe
 from experiments.workflows.run_parts import FINE_TUNE, WARM_UP
 from finetune import assets
 from finetune.atomic import read_object
-from finetune.data.formats import HUB, HubName
+from finetune.data.formats import HUB, SAMPLE, HubName
 from finetune.digests import DONE
 from finetune.evaluate.metrics import METRICS, metric_of
 from finetune.models.backbone import PACKAGE
@@ -242,7 +242,7 @@ def _versions(environment: dict[str, Any]) -> str:
 
 def _data(recipe: Recipe, inputs: Sequence[dict[str, Any]]) -> str:
     def shown(name: str) -> str:
-        return code(name if name.startswith(("sample:", "hub:")) else Path(name).name, table=True)
+        return code(name if name.startswith((SAMPLE, HUB)) else Path(name).name, table=True)
 
     rows = [
         [shown(i["path"]), "–" if i["rows"] is None else f"{i['rows']:,}", f"`{i['sha256'] or '–'}`"] for i in inputs

@@ -8,7 +8,7 @@ Writes `sharpness.json`, the charts of it, and the run's report anew.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +21,19 @@ from experiments.run.console import Console, Draw
 from experiments.workflows.build import lay_out, lost_lines
 from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
-from finetune.compute.loss import batch_loss, with_reference
+from finetune.compute.loss import with_reference
 from finetune.compute.numerics import cpu_threads
 from finetune.data.batches import iterate_eval
 from finetune.data.example import Example
 from finetune.digests import adapter_digest
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
+from finetune.train.trace.curvature import mean_loss
 from regularizers.sharpness import Measured, Sharpness, measure
 from regularizers.sharpness.config import measure_name
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 FILE = "sharpness.json"
 SPLITS = ("dev", "test", "train")
@@ -99,11 +100,7 @@ def measure_run(
             micros = with_reference(engine.model, micros, task=recipe.task, head=head)
         unit = recipe.task.counted if recipe.task.counted != "tokens" else "supervised tokens"
         console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
-
-        def loss() -> Iterator[Tensor]:
-            for micro in micros:
-                yield batch_loss(engine.model, micro, task=recipe.task, head=head) / supervised
-
+        loss = mean_loss(engine.model, micros, task=recipe.task, head=head)
         with console.task("sharpness", settings.passes(), "passes") as bar:
             found = measure(engine.model, loss, settings, seed=seed, progress=bar)
     result = _result(found, settings, split=name, rows=len(rows), supervised=supervised, seed=seed, path=path)

@@ -30,6 +30,7 @@ COMPRESSIONS = (".gz", ".xz", ".zst")
 SUPPORTED = (
     "JSONL (.jsonl .ndjson .json), an array of objects (.json), .csv, .tsv (each also .gz .xz .zst) and .parquet"
 )
+SAMPLE = "sample:"
 HUB = "hub:"
 HUB_FORM = "hub:NAME[CONFIG]@REVISION:SPLIT"
 

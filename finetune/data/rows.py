@@ -27,6 +27,7 @@ from ..seeds import numpy_generator
 from . import remote
 from .formats import (
     HUB,
+    SAMPLE,
     SAVED_DATASET,
     SUPPORTED,
     BrokenFile,
@@ -43,7 +44,6 @@ from .remote import DataFile, RemoteFile
 
 _Any = TypeVar("_Any")
 
-_SAMPLE = "sample:"
 _HALF_PAIR = "has half of a surrogate pair, which is not text"
 _DEFAULT = Columns()
 
@@ -97,10 +97,10 @@ def expand(files: Sequence[str]) -> list[DataFile]:
 
 
 def _expand_one(name: str) -> Sequence[DataFile]:
-    if name.startswith(_SAMPLE):
+    if name.startswith(SAMPLE):
         from ..assets import sample
 
-        return [Path(sample(name.removeprefix(_SAMPLE)))]
+        return [Path(sample(name.removeprefix(SAMPLE)))]
     if name.startswith(HUB):
         return [Path(name)]
     if not name:
@@ -487,7 +487,7 @@ def describe(files: Sequence[str]) -> list[dict[str, Any]]:
     described: list[dict[str, Any]] = []
     for name in files:
         for path in _expand_one(str(name)):
-            shown = str(name) if str(name).startswith(_SAMPLE) else str(path)
+            shown = str(name) if str(name).startswith(SAMPLE) else str(path)
             if shown.startswith(HUB):
                 described.append({"path": shown, "sha256": None, "bytes": None, "rows": None})
                 continue

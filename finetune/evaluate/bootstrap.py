@@ -7,7 +7,7 @@ independent. Efron & Tibshirani, An Introduction to the Bootstrap (1993), §13.3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -115,8 +115,8 @@ def group_interval(
         parts = [of(rng.integers(0, n, size=(size, n))) for size in sizes]
         drawn.append(np.concatenate(parts) if parts else np.array([values[-1]]))
     replicates = np.full(1, np.nan) if total == 1 else np.mean(drawn, axis=0)
-    found = _interval(float(np.mean(values)), [replicates], confidence, total)
-    return possible_share(found, confidence) if figure.share and base is None and len(groups) == 1 else found
+    share = figure.share and base is None and len(groups) == 1
+    return _interval(float(np.mean(values)), [replicates], confidence, total, share=share)
 
 
 def possible_share(found: Interval, confidence: float) -> Interval:
@@ -136,6 +136,7 @@ def interval(
     items: Sequence[ArrayLike],
     statistic: Callable[..., NDArray],
     *,
+    share: bool = False,
     resamples: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
@@ -146,6 +147,7 @@ def interval(
         items: arrays of shape (n,), resampled together.
         statistic: takes them with shape (R, n) and returns (R,), for example
             `lambda nats, tokens: nats.sum(-1) / tokens.sum(-1)`.
+        share: it is the share of items that count (`possible_share`).
         resamples: with 0, the interval is the value alone.
     Raises:
         UserError: no item, or settings out of range.
@@ -160,7 +162,7 @@ def interval(
     for start in range(0, resamples, block):
         drawn = rng.integers(0, n, size=(min(block, resamples - start), n))
         replicates.append(statistic(*(values[drawn] for values in arrays)))
-    return _interval(value, replicates, confidence, n)
+    return _interval(value, replicates, confidence, n, share=share)
 
 
 def ratio_interval(
@@ -168,6 +170,7 @@ def ratio_interval(
     denominator: ArrayLike,
     *,
     transform: Callable[[NDArray], NDArray] | None = None,
+    share: bool = False,
     resamples: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
@@ -177,7 +180,9 @@ def ratio_interval(
     0/0 is not finite, so null.
     """
     items = [numerator, denominator]
-    return interval(items, ratio_statistic(transform), resamples=resamples, confidence=confidence, seed=seed)
+    return interval(
+        items, ratio_statistic(transform), share=share, resamples=resamples, confidence=confidence, seed=seed
+    )
 
 
 def ratio_statistic(transform: Callable[[NDArray], NDArray] | None = None) -> Callable[[NDArray, NDArray], NDArray]:
@@ -196,6 +201,7 @@ def frequency_intervals(
     statistics: Mapping[str, Callable[[NDArray], NDArray]],
     *,
     num_kinds: int,
+    shares: Collection[str] = (),
     resamples: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
@@ -208,6 +214,7 @@ def frequency_intervals(
     Arguments:
         kinds: (n,) integers in `range(num_kinds)`, for example cells of a confusion matrix.
         statistics: each takes counts (R, num_kinds) float64 and returns (R,).
+        shares: those that are the share of items that count (`possible_share`).
     Raises:
         UserError: no item, or settings out of range.
     """
@@ -224,7 +231,8 @@ def frequency_intervals(
             replicates[name].append(statistic(drawn))
     whole = counts[None].astype(np.float64)
     return {
-        name: _interval(statistic(whole)[0], replicates[name], confidence, n) for name, statistic in statistics.items()
+        name: _interval(statistic(whole)[0], replicates[name], confidence, n, share=name in shares)
+        for name, statistic in statistics.items()
     }
 
 
@@ -237,13 +245,14 @@ def _check(n: int, resamples: int, confidence: float) -> None:
         raise UserError(f"eval.confidence: {confidence} is not a share; give for example 0.95")
 
 
-def _interval(value: float, replicates: list[NDArray], confidence: float, n: int) -> Interval:
+def _interval(value: float, replicates: list[NDArray], confidence: float, n: int, *, share: bool = False) -> Interval:
     drawn = np.concatenate(replicates) if replicates else np.array([value])
     low = high = math.nan
     if np.isfinite(drawn).all():
         tail = (1.0 - confidence) / 2.0
         low, high = np.quantile(drawn, [tail, 1.0 - tail])
-    return {"value": _finite(value), "low": _finite(low), "high": _finite(high), "n": n}
+    found: Interval = {"value": _finite(value), "low": _finite(low), "high": _finite(high), "n": n}
+    return possible_share(found, confidence) if share and replicates else found
 
 
 def _finite(value: float) -> float | None:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from .bootstrap import Figure, Interval, frequency_intervals, possible_share
-from .metrics import functions
+from .bootstrap import Figure, Interval, frequency_intervals
+from .metrics import ROW_SHARES, functions
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,15 @@ def judge_classes(
     statistics = {name: partial(function, pairs) for name, function in functions("classes").items()}
     if figures is not None:
         figures |= {
-            name: Figure.of_kinds(pairs.kinds, of, num_kinds=len(pairs.true), share=name == "accuracy")
+            name: Figure.of_kinds(pairs.kinds, of, num_kinds=len(pairs.true), share=name in ROW_SHARES)
             for name, of in statistics.items()
         }
-    found = frequency_intervals(
+    return frequency_intervals(
         pairs.kinds,
         statistics,
         num_kinds=len(pairs.true),
+        shares=ROW_SHARES,
         resamples=resamples,
         confidence=confidence,
         seed=seed,
     )
-    return found | ({"accuracy": possible_share(found["accuracy"], confidence)} if resamples else {})

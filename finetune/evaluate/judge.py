@@ -16,7 +16,7 @@ from ..data.example import IGNORE, Example
 from ..data.share import ALONE, Share
 from ..errors import UserError
 from .answers import generate_answers
-from .bootstrap import Figure, Interval, possible_share, ratio_interval, ratio_statistic
+from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
 from .classes import judge_classes
 from .metrics import functions
 from .perplexity import document_nats
@@ -129,14 +129,13 @@ class Judge:
         self, name: str, values: Any, counts: Any, *, transform: Any = None, rows: Sequence[int] | None = None
     ) -> Interval:
         """The figure `name`: Σ values / Σ counts, then `transform`; of the examples at `rows`, by default all."""
-        share = transform is None and np.all(np.asarray(counts) == 1) and np.isin(values, (0.0, 1.0)).all()
-        self.figures[name] = Figure.over([values, counts], ratio_statistic(transform), rows, share=bool(share))
+        share = bool(transform is None and np.all(np.asarray(counts) == 1) and np.isin(values, (0.0, 1.0)).all())
+        self.figures[name] = Figure.over([values, counts], ratio_statistic(transform), rows, share=share)
         if transform is None and rows is None:
             self.said[name] = np.asarray(values, dtype=np.float64)
             if not np.all(np.asarray(counts) == 1):
                 self.said[f"{name}.count"] = np.asarray(counts, dtype=np.float64)
-        found = ratio_interval(values, counts, transform=transform, **self.draw)
-        return possible_share(found, self.draw["confidence"]) if share and self.draw["resamples"] else found
+        return ratio_interval(values, counts, transform=transform, share=share, **self.draw)
 
     def mean(self, name: str, values: Any, *, rows: Sequence[int] | None = None) -> Interval:
         """The figure `name`: the mean of one value an example."""

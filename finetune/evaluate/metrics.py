@@ -30,6 +30,8 @@ _SIGNED = (-1.0, 1.0)
 _POSITIVE = (0.0, math.inf)
 _ANY = (-math.inf, math.inf)
 _LACK = "lack_of_"
+ROW_SHARES = ("accuracy",)
+"""Of classes and sets: shares of rows that count (`finetune.evaluate.bootstrap.possible_share`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from .bootstrap import Figure, Interval, frequency_intervals, possible_share
-from .metrics import functions
+from .bootstrap import Figure, Interval, frequency_intervals
+from .metrics import ROW_SHARES, functions
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,18 @@ def judge_sets(
     if figures is not None:
         each = np.arange(len(true))
         figures |= {
-            name: Figure.of_kinds(each, of, num_kinds=len(true), share=name == "accuracy")
+            name: Figure.of_kinds(each, of, num_kinds=len(true), share=name in ROW_SHARES)
             for name, of in statistics.items()
         }
-    found = frequency_intervals(
+    return frequency_intervals(
         np.arange(len(true)),
         statistics,
         num_kinds=len(true),
+        shares=ROW_SHARES,
         resamples=resamples,
         confidence=confidence,
         seed=seed,
     )
-    return found | ({"accuracy": possible_share(found["accuracy"], confidence)} if resamples else {})
 
 
 def accuracy(sets: Sets, weights: NDArray) -> NDArray:

@@ -190,12 +190,12 @@ def wait_for_cause(seconds: float = ECHO_SECONDS) -> Cause | None:
 def end_rank(code: int) -> NoReturn:
     """End this rank without the interpreter's own clean-up: a broken process group would hang there, and one that is
     whole may abort, as gloo's threads let go of tensors late (pytorch/pytorch#179291)."""
-    if code:
-        sign_off()
-    else:  # it has signed off already (`spawn.leave`)
+    if not code:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if code:  # else it has signed off already (`spawn.leave`)
+        sign_off()
     os._exit(code)
 
 
