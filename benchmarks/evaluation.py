@@ -217,6 +217,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
     from experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
     from finetune.compute.numerics import evaluating
     from finetune.config import Columns
+    from finetune.data.inference import Inference
     from finetune.data.rows import read_rows
     from finetune.evaluate import candidates
     from finetune.models.backbone import open_backbone
@@ -227,14 +228,14 @@ def shared(bench: Benchmark, folder: Path) -> None:
     rows = list(read_rows([sample("snli/test", folder)], required=asked.prompt.columns()))
     source, tokenizer = read_shots(asked, Columns()), open_backbone(BACKBONE).tokenizer
     model = load_backbone(BACKBONE, task=LanguageModel())
-    how = candidates.How(batch_size=32, pad_id=tokenizer.pad_token_id)
+    inference = Inference.of(tokenizer, batch_size=32)
     found: dict[str, Any] = {}
 
     def rank(name: str, able: Any) -> None:
         before, candidates._can_share = candidates._can_share, able
         try:
             with evaluating(model):
-                found[name] = rank_rows(model, tokenizer, rows, source, asked, window=1024, how=how)
+                found[name] = rank_rows(model, tokenizer, rows, source, asked, inference, window=1024)
         finally:
             candidates._can_share = before
 

@@ -15,6 +15,7 @@ from finetune.adapters.initial_values import Beginning
 from finetune.atomic import replacing, write_json
 from finetune.compute.presence import resolve_device
 from finetune.data.example import IGNORE, Example
+from finetune.data.inference import Inference
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.metrics import metric_of
 from finetune.models.backbone import open_backbone
@@ -87,19 +88,21 @@ def judge(
     said: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
-    from finetune.compute.precision import autocast_dtype
-
     return evaluate(
         engine.judged,
         tokenizer,
         examples,
         task=task,
         config=recipe.eval,
+        inference=Inference.of(
+            tokenizer,
+            recipe.train,
+            batch_size=recipe.eval.batch_size,
+            device=engine.device,
+            share=engine.evaluation,
+        ),
         label_names=label_names,
         seed=derive(recipe.train.seed, "bootstrap", split),
-        device=engine.device,
-        autocast_dtype=autocast_dtype(recipe.train),
-        share=engine.evaluation,
         said=said,
     )
 

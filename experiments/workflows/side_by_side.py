@@ -41,10 +41,10 @@ from experiments.workflows.initial_adapter import check_run
 from experiments.workflows.samples import Kept, Sampling, figures_of, records, write_samples
 from finetune.atomic import replacing_directory, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
+from finetune.data.inference import Inference
 from finetune.data.rows import Row, expand, read_rows
 from finetune.errors import UserError
 from finetune.evaluate.bootstrap import Figure, group_interval
-from finetune.evaluate.candidates import How as Passes
 from finetune.evaluate.metrics import metric_of
 from finetune.lock import owned
 from finetune.seeds import derive
@@ -363,7 +363,6 @@ def _judge_one(
     asked: _How,
     console: Console,
 ) -> None:
-    from finetune.compute.precision import autocast_dtype
     from finetune.compute.presence import resolve_device
     from finetune.evaluate.judge import evaluate
     from finetune.models.backbone import open_backbone
@@ -372,17 +371,15 @@ def _judge_one(
     names, units = (None, None) if not (home := subject.run or subject.like) else learnt(recipe, home)
     model = adapted.of(subject, names)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    how: dict[str, Any] = {
-        "device": resolve_device(recipe.train.device),
-        "autocast_dtype": autocast_dtype(recipe.train),
-    }
+    device = resolve_device(recipe.train.device)
+    inference = Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     for split, rows in splits.items():
         into: dict[str, Figure] = {}
         said: dict[str, Any] = {}
         seed = derive(recipe.train.seed, "bootstrap", split)
         draw: dict[str, Any] = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence, "seed": seed}
         if asked.few_shot is not None:
-            ranked = _ranked(subject, model, tokenizer, rows, asked, how)
+            ranked = _ranked(subject, model, tokenizer, rows, asked, inference)
             into |= ranked.figures
             every = np.arange(len(rows))
             found.intervals.setdefault(subject.name, {})[split] = {
@@ -394,10 +391,10 @@ def _judge_one(
             places = [row.where for row in rows]
         elif asked.sampling is not None:
             with console.task("writing", len(rows) * asked.sampling.samples, "texts") as bar:
+                name = f"{subject.name} {split}"
                 texts = write_samples(
-                    f"{subject.name} {split}", model, tokenizer, rows, task, asked.sampling, asked.kept,
-                    batch_size=recipe.eval.batch_size, bar=bar, **how,
-                )  # fmt: skip
+                    name, model, tokenizer, rows, task, asked.sampling, asked.kept, inference, bar=bar
+                )
             into |= figures_of(rows, texts, asked.sampling)
             every = np.arange(len(rows))
             found.intervals.setdefault(subject.name, {})[split] = {
@@ -407,7 +404,7 @@ def _judge_one(
             places = [row.where for row in rows]
         elif task.documents and recipe.adapter.projector is None:
             found.intervals.setdefault(subject.name, {})[split] = _documents(
-                model, tokenizer, rows, recipe, asked, how, into, draw, found.notes, said
+                model, tokenizer, rows, recipe, asked, inference, into, draw, found.notes, said
             )
             places = [row.where for row in rows]
         else:
@@ -431,11 +428,11 @@ def _judge_one(
                 examples,
                 task=task,
                 config=recipe.eval,
+                inference=inference,
                 label_names=names,
                 seed=seed,
                 figures=into,
                 said=said,
-                **how,
             )
             places = [example.where for example in examples]
             said["text"] = texts_of(examples, tokenizer)
@@ -458,7 +455,7 @@ def _documents(
     rows: Sequence[Row],
     recipe: Recipe,
     asked: _How,
-    how: Mapping[str, Any],
+    inference: Inference,
     into: dict[str, Figure],
     draw: Mapping[str, Any],
     notes: list[str],
@@ -473,13 +470,11 @@ def _documents(
             model,
             tokenizer,
             texts,
+            inference,
             task=recipe.task,
             window=width,
             overlap=max(1, width // 4) if asked.overlap is None else asked.overlap,
-            batch_size=recipe.eval.batch_size,
-            pad_id=tokenizer.pad_token_id,
             where=[row.where for row in rows],
-            **how,
         )
     said |= {"text": _heads(rows), "loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
     if (note := dictionary_missing(texts)) and note not in notes:
@@ -497,7 +492,7 @@ def _width(model: Any, recipe: Recipe, window: int | None) -> int:
 
 
 def _ranked(
-    subject: Subject, model: Any, tokenizer: Any, rows: Sequence[Row], asked: _How, how: Mapping[str, Any]
+    subject: Subject, model: Any, tokenizer: Any, rows: Sequence[Row], asked: _How, inference: Inference
 ) -> Ranked:
     recipe, few_shot = subject.recipe, asked.few_shot
     assert few_shot is not None
@@ -507,9 +502,9 @@ def _ranked(
             f"{recipe.task.kind} trains none; leave it out"
         )
     source = read_shots(few_shot, dataclasses.replace(recipe.data.columns, id="\0"))
-    made = Passes(recipe.eval.batch_size, tokenizer.pad_token_id, **how)
+    width = _width(model, recipe, asked.window)
     with evaluating(model):
-        return rank_rows(model, tokenizer, rows, source, few_shot, window=_width(model, recipe, asked.window), how=made)
+        return rank_rows(model, tokenizer, rows, source, few_shot, inference, window=width)
 
 
 # ------------------------------------------------------------------------------------------------------ what is found

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..compute.numerics import evaluating
 from ..config import check_bounds
+from ..data.inference import Inference
 from ..errors import UserError
 from ..seeds import torch_generator
 from .writing import lacking_room, written
@@ -63,14 +64,11 @@ def continue_prompts(
     model: Any,
     prompts: Sequence[Sequence[int]],
     decoding: Decoding,
+    inference: Inference,
     *,
     end: int | Sequence[int] | None,
-    pad_id: int,
     decoder_start: int | None = None,
     numbers: Sequence[int] | None = None,
-    batch_size: int = 16,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Pairs of a prompt's place and its answer, longest prompts first.
@@ -95,16 +93,14 @@ def continue_prompts(
         num_beams=decoding.num_beams,
         use_cache=True,
         max_new_tokens=decoding.max_new_tokens,
-        pad_token_id=pad_id,
+        pad_token_id=inference.pad_id,
         eos_token_id=ends or None,
         decoder_start_token_id=decoder_start,
     )
-    how: dict[str, Any] = {"batch_size": batch_size, "device": device, "autocast_dtype": autocast_dtype}
-    how["on_token"] = on_token
     with evaluating(model), _without_own_settings(model):
         own = list(range(len(prompts)) if numbers is None else numbers)
         drawing = lambda places: _drawing(decoding, [own[place] for place in places])  # noqa: E731
-        for places, said in written(model, prompts, config, processors=drawing, **how):
+        for places, said in written(model, prompts, config, inference, processors=drawing, on_token=on_token):
             for place, tokens in zip(places, said.tolist(), strict=True):
                 stop = next((k for k, token in enumerate(tokens) if token in ends), None)
                 yield place, Answer(tokens[:stop], stop is not None)

@@ -15,11 +15,10 @@ from torch import Tensor
 from ..compute.blocked_attention import blocked
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, aligned, find_head
-from ..compute.numerics import forward_precision
 from ..compute.slices import slice_rows
-from ..data.batches import MicroBatch, iterate_eval
+from ..data.batches import MicroBatch
 from ..data.encoding import IGNORE, Example
-from ..data.share import ALONE, Share
+from ..data.inference import ALONE, Inference
 from ..models.anatomy import vocabulary_size
 
 if TYPE_CHECKING:
@@ -59,13 +58,9 @@ def token_nats(
 def document_nats(
     model: torch.nn.Module,
     examples: Sequence[Example],
+    inference: Inference,
     *,
-    batch_size: int,
-    pad_id: int,
     task: Task,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
-    share: Share = ALONE,
     masked: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Summed −log p of the supervised tokens of each example, and their number.
@@ -82,23 +77,15 @@ def document_nats(
     """
     nats, tokens = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
     vocabulary = vocabulary_size(model)
+    device, dtype, share = inference.device, inference.autocast_dtype, inference.share
     most = min(LOGITS // vocabulary, capabilities(torch.device(device)).judged_tokens or LOGITS)
     head: Head | None = None
     first = share == ALONE
-    batches = iterate_eval(
-        examples,
-        task=task,
-        batch_size=batch_size,
-        pad_id=pad_id,
-        max_tokens=most,
-        share=share.part,
-        multiple=share.multiple,
-    )
-    for micro in batches:
+    for micro in inference.batches(examples, task, max_tokens=most):
         batch = micro.to(device)
         if not masked:
             batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
-        with forward_precision(device, autocast_dtype), blocked(model, device, autocast_dtype):
+        with inference.precision(), blocked(model, device, dtype):
             if first:
                 head, first = find_head(model, batch.inputs, task=task), False
             if head is None:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..compute.numerics import forward_precision
-from ..data.share import ALONE, Share
+from ..data.inference import Inference
 from ..models.anatomy import before_text
 
 if TYPE_CHECKING:
@@ -27,38 +26,36 @@ def written(
     model: Any,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
+    inference: Inference,
     *,
-    batch_size: int,
     processors: Callable[[Sequence[int]], list[Any]] | None = None,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
-    share: Share = ALONE,
     on_token: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Runs of prompts, the longest first: their places, and the tokens (B, T) written after each, padded at the end.
 
+    Every process of `inference.share` goes through the same batches; only its own prompts come.
+
     Arguments:
         config: transformers' own, with the pad token; a `decoder_start_token_id` says that an encoder reads prompts.
         processors: of the prompts at these places, what changes their logits; a pipeline's stand-in takes none.
-        share: every process goes through the same batches; only its own prompts come.
         on_token: told each token of a single prompt as soon as it is chosen (one beam).
     """
     from transformers import LogitsProcessorList
 
     apart = config.decoder_start_token_id is not None
-    more: dict[str, Any] = {"synced_gpus": True} if share.lockstep else {}
+    more: dict[str, Any] = {"synced_gpus": True} if inference.share.lockstep else {}
     if on_token is not None:
         assert len(prompts) == 1 and config.num_beams in (None, 1)
         more["streamer"] = _Streamer(on_token)
-    for batch in _batches(prompts, batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
-        places, counts = share.mine(batch)
+    for batch in _batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
+        places, counts = inference.share.mine(batch)
         ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
         if processors is not None:
             more["logits_processor"] = LogitsProcessorList(processors(places))
-        with forward_precision(device, autocast_dtype):
+        with inference.precision():
             out = model.generate(
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
+                input_ids=ids.to(inference.device),
+                attention_mask=mask.to(inference.device),
                 generation_config=config,
                 **more,
             )

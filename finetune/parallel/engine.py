@@ -34,7 +34,7 @@ from ..compute.attention import without_starts
 from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
 from ..compute.loss import Head, batch_loss, find_head, with_reference
-from ..data.share import Share
+from ..data.inference import Share
 from ..errors import UserError
 from ..models.anatomy import position_limit
 from ..models.weight_names import canonical

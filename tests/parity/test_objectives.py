@@ -14,6 +14,7 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate
 from finetune.data.batches import Batches, iterate_eval
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.data.labels import Units
 from finetune.data.masking import Masking
 from finetune.evaluate.answers import chrf, generate_answers
@@ -237,8 +238,10 @@ def test_beam_search_is_transformers_own_of_each_row_alone(kind, tmp_path):
     model = adapted(source, task).eval()
     start = open_backbone(source).decoder_start
     examples = encode(text_rows(7), task=task, tokenizer=TOKENIZER, max_length=64, decoder_start=start).examples
-    answers = generate_answers(model, TOKENIZER, examples, max_new_tokens=6, num_beams=3, batch_size=3)
-    greedy = generate_answers(model, TOKENIZER, examples, max_new_tokens=6, batch_size=3)
+    answers = generate_answers(
+        model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=6, num_beams=3
+    )
+    greedy = generate_answers(model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=6)
     for example, answer in zip(examples, answers, strict=True):
         out = model.generate(
             input_ids=torch.tensor([example.input_ids]), num_beams=3, do_sample=False, max_new_tokens=6,

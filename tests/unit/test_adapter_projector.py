@@ -24,6 +24,7 @@ from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
 from finetune.data.columns import Examples
 from finetune.data.example import Example
+from finetune.data.inference import Inference
 from finetune.errors import UserError
 from finetune.evaluate import ranking
 from finetune.evaluate.perplexity import document_nats
@@ -244,9 +245,9 @@ def test_choices_are_ranked_some_examples_at_a_time(sources, monkeypatch):
         return document_nats(model, rows, **how)
 
     monkeypatch.setattr(ranking, "document_nats", watched)
-    whole = ranking.rank_choices(model, Examples.of(examples), task=Completion(), batch_size=4, pad_id=0)
+    whole = ranking.rank_choices(model, Examples.of(examples), Inference(4, 0), task=Completion())
     monkeypatch.setattr(ranking, "_VECTORS", 2 * len(choices) * K * WIDTH * 4 + 1)
-    sliced = ranking.rank_choices(model, Examples.of(examples), task=Completion(), batch_size=4, pad_id=0)
+    sliced = ranking.rank_choices(model, Examples.of(examples), Inference(4, 0), task=Completion())
     assert seen == [21, 6, 6, 6, 3]
     np.testing.assert_allclose(sliced, whole, rtol=1e-5)
     for i, k in ((0, 0), (4, 1), (6, 2)):

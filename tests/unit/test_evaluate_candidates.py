@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from experiments.workflows.few_shot import FewShot, mcnemar, rank_rows, read_prompt
+from finetune.data.inference import Inference
 from finetune.errors import UserError
 from finetune.evaluate import candidates
-from finetune.evaluate.candidates import How, cut, score
+from finetune.evaluate.candidates import cut, score
 from finetune.evaluate.prompts import Prompt, ask, check, shipped
 from finetune.models.backbone import open_backbone
 from tests.data_models import byte_tokenizer, row, tiny_model
 
 TOKENIZER = byte_tokenizer()
-HOW = How(batch_size=3, pad_id=TOKENIZER.pad_token_id)
+HOW = Inference(batch_size=3, pad_id=TOKENIZER.pad_token_id)
 SHOTS = "worked example one. worked example two. "
 
 

@@ -15,6 +15,7 @@ from finetune.compute.loss import batch_loss, find_head
 from finetune.compute.numerics import evaluating
 from finetune.config import Adapter
 from finetune.data.example import Example
+from finetune.data.inference import Inference
 from finetune.evaluate import perplexity
 from finetune.evaluate.perplexity import document_nats
 from finetune.models.load import load_backbone
@@ -115,9 +116,9 @@ def test_evaluation_holds_one_slice_and_gives_the_same_figures(model, monkeypatc
     examples = [Example(row, [IGNORED, *row[1:]], str(i), f"f:{i}") for i, row in enumerate(ids)]
     with evaluating(model):
         with Largest() as watching:
-            nats, tokens = document_nats(model, examples, task=LM, batch_size=ROWS, pad_id=0)
+            nats, tokens = document_nats(model, examples, Inference(ROWS, 0), task=LM)
         monkeypatch.setattr(perplexity, "find_head", lambda *args, **how: None)
         with Largest() as seeing:
-            wanted, same = document_nats(model, examples, task=LM, batch_size=ROWS, pad_id=0)
+            wanted, same = document_nats(model, examples, Inference(ROWS, 0), task=LM)
     assert watching.elements <= max(ALL // 16, VOCABULARY * 64) and seeing.elements >= ALL - ROWS * VOCABULARY
     assert nats == pytest.approx(wanted, rel=1e-6) and tokens.tolist() == same.tolist()

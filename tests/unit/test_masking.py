@@ -14,6 +14,7 @@ from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate
 from finetune.data.batches import Batches, iterate_eval
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.data.masking import SPECIAL, Masking, unmasked
 from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
@@ -179,7 +180,7 @@ def test_sliced_and_whole_loss_are_the_naive_one(source):
 def test_judged_is_the_loss_of_hidden_tokens_row_by_row(source):
     model = scatter(attach_adapter(load_backbone(source, task=TASK), Adapter(rank=4), task=TASK, seed=0)).eval()
     examples = encoded(text_rows(7, words=(4, 20)))
-    nats, tokens = document_nats(model, examples, batch_size=3, pad_id=0, task=TASK)
+    nats, tokens = document_nats(model, examples, Inference(3, 0), task=TASK)
     for i, example in enumerate(examples):
         logits = model(input_ids=torch.tensor([example.input_ids])).logits[0]
         alone = F.cross_entropy(logits, torch.tensor(example.labels), reduction="sum").item()

@@ -16,6 +16,7 @@ from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate, Train
 from finetune.data.batches import Batches, iterate_eval
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
 from finetune.evaluate.answers import generate_answers
@@ -149,7 +150,7 @@ def test_sliced_and_whole_loss_agree(kind, plain, tmp_path):
 @torch.no_grad()
 def test_surprise_of_each_document(tmp_path):
     model, examples = adapted("t5", tmp_path).eval(), encoded(text_rows(9)).examples
-    nats, tokens = document_nats(model, examples, batch_size=4, pad_id=PAD, task=TASK)
+    nats, tokens = document_nats(model, examples, Inference(4, PAD), task=TASK)
     for i, example in enumerate(examples):
         inputs = {"input_ids": example.input_ids, "decoder_input_ids": example.decoder_ids}
         logits = model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0]
@@ -162,7 +163,7 @@ def test_greedy_answers_are_those_of_each_row_alone(kind, tmp_path):
     task = replace(TASK, score="generate")
     model = adapted(kind, tmp_path).eval()
     examples = encoded(text_rows(7), task=task, start=open_backbone(tmp_path).decoder_start).examples
-    answers = generate_answers(model, TOKENIZER, examples, max_new_tokens=5, batch_size=3)
+    answers = generate_answers(model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=5)
     for example, answer in zip(examples, answers, strict=True):
         said = [example.decoder_ids[0]]
         while len(said) < 6 and said[1:][-1:] != [EOS]:

@@ -58,18 +58,15 @@ class Measures:
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
     """Right (1) or wrong (0) for every judged row."""
     from finetune.compute.numerics import evaluating
-    from finetune.compute.precision import autocast_dtype
+    from finetune.data.inference import Inference
     from finetune.evaluate.judge import head_scores
 
     with evaluating(engine.judged):
         _, logits = head_scores(
             engine.judged,
             prepared.test,
+            Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
             task=recipe.task,
-            batch_size=recipe.eval.batch_size,
-            pad_id=int(tokenizer.pad_token_id),
-            device=engine.device,
-            autocast_dtype=autocast_dtype(recipe.train),
         )
     return "".join(
         "1" if p == e.labels else "0" for p, e in zip(logits.argmax(-1).tolist(), prepared.test, strict=True)
