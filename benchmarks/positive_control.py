@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import write_between
-from experiments.recipe.sweep import SweepOptions
+from experiments.recipe.studies import SweepOptions
 from experiments.recipe.tree import from_override
 from experiments.results.analysis import Analysis, Judged
 from experiments.results.sweep import read_sweep

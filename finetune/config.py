@@ -5,9 +5,11 @@ What a run learns is in `finetune.tasks`. Every field's docstring is its help te
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, TypeVar
 
 from .bounds import LONGEST, MOST_STEPS, refuse_zero
 from .bounds import check_bounds as check_bounds
@@ -585,3 +587,14 @@ class Tracker:
     online: bool = False
     """Whether wandb may send what it is given to its server; else its files stay in the run directory (`wandb sync`).
     trackio keeps its own database on this machine."""
+
+
+Value = TypeVar("Value")
+
+
+def by_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Value) -> Value:
+    """The value of the first pattern that matches the end of the name `layer` from a dot on, else `default`."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return default

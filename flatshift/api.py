@@ -391,7 +391,7 @@ def sweep(
     """
     resolved = _resolved(recipe, overrides, "sweep")
     directory = _path("sweep", "out", out)
-    from experiments.recipe.sweep import SweepOptions
+    from experiments.recipe.studies import SweepOptions
     from experiments.studies.sweep import sweep
 
     texts = None if grid is None else tuple(f"{key}={_values(key, values)}" for key, values in _items(grid))

@@ -27,7 +27,7 @@ from selection.methods.perplexity import Perplexity
 from selection.methods.random import Random
 from selection.methods.round_robin import RoundRobin
 from selection.methods.tsds import TSDS
-from selection.settings import Around, check
+from selection.validation import Around, check
 
 if TYPE_CHECKING:
     from selection.methods.base import Selector

@@ -63,7 +63,7 @@ def study_recipe(
     Raises:
         UserError: a recipe without the block, or one that cannot be built.
     """
-    from experiments.recipe.precision import settled_tree
+    from experiments.recipe.auto import settled_tree
 
     tree = lay(recipe_tree(reference), overrides)
     name = Path(reference).stem

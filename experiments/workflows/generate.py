@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe import resume_recipe
+from experiments.recipe.auto import readable
 from experiments.recipe.config import Recipe
-from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.workflows.build import lay_out

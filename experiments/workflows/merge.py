@@ -29,8 +29,7 @@ from finetune.config import Mesh
 from finetune.data.batches import iterate_eval
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.models.backbone import open_backbone, quiet_transformers
-from finetune.models.task_support import auto_class
+from finetune.models.backbone import auto_class, open_backbone, quiet_transformers
 from finetune.run_directory import new_output, refuse_old
 from finetune.seeds import numpy_generator
 

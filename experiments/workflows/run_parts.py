@@ -16,7 +16,7 @@ from finetune.data.rows import describe
 from finetune.digests import DONE, check_files, sums
 from finetune.errors import Interrupted, UserError
 from finetune.run_directory import METRICS, read_metrics
-from finetune.train.checkpoint import is_valid
+from finetune.train.checkpointer import is_valid
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LAST = (FINE_TUNE, "train")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.data.splits import prepare, prepare_apart
 from experiments.recipe import resume_recipe
+from experiments.recipe.auto import readable
 from experiments.recipe.config import Recipe
-from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console, Draw
 from experiments.workflows.build import lay_out, lost_lines

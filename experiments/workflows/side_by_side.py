@@ -22,9 +22,9 @@ import numpy as np
 from experiments.data.encode import encode_rows
 from experiments.data.sources import Part
 from experiments.data.splits import learnt, read_splits
+from experiments.recipe.auto import settled
 from experiments.recipe.build import build
 from experiments.recipe.config import Recipe
-from experiments.recipe.precision import settled
 from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import Branch, from_override, merge
 from experiments.run.console import Console

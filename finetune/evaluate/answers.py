@@ -9,7 +9,7 @@ from typing import Any
 from ..data.example import IGNORE, Example
 from ..data.inference import Inference
 from ..errors import UserError
-from .writing import lacking_room, written
+from .generation import lacking_room, written
 
 _BETA2 = 4.0
 _LONGEST = 6

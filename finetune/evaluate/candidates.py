@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from ..data.inference import Inference
-from ..models.key_value_cache import given_cache, kept_cache
-from .writing import padded
+from ..models.anatomy import given_cache, kept_cache
+from .generation import padded
 
 _LOGITS = 1 << 26
 """Logits that exist at once, at most (one item always may): 256 MiB in float32."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compute.blocked_attention import blocked
+from ..compute.attention import blocked
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, aligned, find_head
 from ..compute.slices import slice_rows

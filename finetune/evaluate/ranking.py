@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from ..data.example import IGNORE, Example
 from ..data.inference import ALONE, Inference
-from ..models.key_value_cache import given_cache, kept_cache
+from ..models.anatomy import given_cache, kept_cache
 from .answers import prompt_of
+from .generation import batched, padded
 from .perplexity import document_nats
-from .writing import batched, padded
 
 if TYPE_CHECKING:
     from ..tasks import Task

@@ -14,10 +14,9 @@ from ..compute.presence import read_straight_to
 from ..compute.widened import widen_on_use
 from ..config import Precision, Quantization
 from ..errors import UserError, first_line
-from .backbone import Backbone, open_backbone, quiet_transformers
+from .backbone import Backbone, auto_class, open_backbone, quiet_transformers, refusal
 from .meta import build_skeleton, check_dropout, configured, finish
 from .quantize import check_available, import_library, loading_options, settle
-from .task_support import auto_class, refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

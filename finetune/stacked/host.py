@@ -19,10 +19,9 @@ from ..models.anatomy import is_conv1d
 from ..models.weight_names import canonical
 from ..parallel.engine import Engine
 from .frozen import Distinct, blocks_below, once_a_row
-from .group import Group, Run
-from .linear import HeadPart, Noise, Part, StackedLinear, StackedLora
+from .limits import NotStackable
+from .linear import Group, HeadPart, Noise, Part, Run, StackedLinear, StackedLora
 from .passes import join, split
-from .refusing import NotStackable
 
 if TYPE_CHECKING:
     from types import TracebackType

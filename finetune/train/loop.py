@@ -36,14 +36,12 @@ from ..parallel.engine import Engine
 from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive
 from .callbacks import Callbacks
-from .checkpoint import clone
-from .checkpointer import Keeper
+from .checkpointer import Keeper, clone
 from .data_order import batch_index
 from .deferred_metrics import Line, Unread, read
 from .dev_loss import dev_figures
-from .gauss_newton import GaussNewton
 from .loss_scale import LossScale
-from .optimizer import AdapterOptimizer, learning_rate
+from .optimizer import AdapterOptimizer, GaussNewton, learning_rate
 from .out_of_memory import Shortage, noted
 from .peak_memory import UpdateMeter
 from .prefetch import fed

@@ -19,8 +19,8 @@ from ..config import Optimizer
 from ..data.example import IGNORE, Example
 from ..data.inference import Inference
 from ..errors import UserError
+from ..evaluate.generation import padded
 from ..evaluate.perplexity import document_nats
-from ..evaluate.writing import padded
 from ..seeds import numpy_generator, torch_generator
 from ..tasks import LanguageModel
 from .optimizer import AdapterOptimizer, learning_rate

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from experiments.recipe import resume_recipe
-from experiments.recipe.mesh import mesh_flags, named_axes
+from experiments.recipe.auto import mesh_flags, named_axes
 from finetune.errors import UserError
 from finetune.launch import failure, spawn
 from flatshift import api, outcome

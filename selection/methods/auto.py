@@ -21,7 +21,7 @@ from selection.methods.gotd import GotD
 from selection.methods.knn import KNN
 from selection.methods.moore_lewis import MooreLewis
 from selection.methods.random import RandomSelector
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.features.tokens import TokenRows

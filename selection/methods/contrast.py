@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from selection.errors import SelectionError, TooLittleMemory
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
 from selection.methods.gotd import check_transport, memory_bytes
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.transport.solver import Potentials

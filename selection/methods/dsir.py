@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, keyed_uniform, need
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024

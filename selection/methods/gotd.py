@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
 from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, need, unit_weights
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.transport.solver import Potentials

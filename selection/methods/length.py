@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform, need
-from selection.settings import Around, made
+from selection.validation import Around, made
 
 _BINS = 10
 _BATCH = 8192

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from selection.methods.base import Pool, Progress, Selector, Target
 from selection.methods.perplexity import Measure, PerplexitySelector
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 
 @dataclass(frozen=True, kw_only=True)

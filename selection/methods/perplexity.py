@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, need
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 Measure = Callable[[Sequence[str]], Any]
 """texts -> (len(texts),) mean −log p per token of each; called with batches in file order."""

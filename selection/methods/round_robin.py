@@ -10,8 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
-from selection.settings import Around, check, made
-from selection.validation import no_overflow
+from selection.validation import Around, check, made, no_overflow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from experiments.recipe import from_override, load_recipe
-from experiments.recipe.comparison import Comparison, StudyMethod, StudyTask
-from experiments.recipe.precision import settled
+from experiments.recipe.auto import settled
+from experiments.recipe.studies import Comparison, StudyMethod, StudyTask
 from experiments.report.chapters.comparison import page
 from experiments.statistics.intervals import detectable, holm, paired_p
 from experiments.studies.compare.analysis import endpoint

@@ -16,7 +16,7 @@ from finetune.data.inference import Inference, Share
 from finetune.errors import UserError
 from finetune.evaluate.answers import generate_answers, prompt_of
 from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
-from finetune.evaluate.writing import written as run_prompts
+from finetune.evaluate.generation import written as run_prompts
 from finetune.models.load import load_backbone
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model

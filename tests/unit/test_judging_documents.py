@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.compute import blocked_attention
-from finetune.compute.blocked_attention import BLOCK, attend, blocked
+from finetune.compute import attention
+from finetune.compute.attention import BLOCK, attend, blocked
 from finetune.compute.numerics import bf16_instructions
 from finetune.data.example import Example
 from finetune.data.inference import Inference
@@ -55,7 +55,7 @@ def test_documents_are_judged_by_blocks_and_others_as_before(tmp_path: Path, mon
         calls.append(of[0].shape[2])
         return attend(*of, scale=scale)
 
-    monkeypatch.setattr(blocked_attention, "attend", counted)
+    monkeypatch.setattr(attention, "attend", counted)
     task, narrow = LanguageModel(), Inference(2, 0, autocast_dtype=torch.bfloat16)
     plain, tokens = document_nats(model, examples, Inference(2, 0), task=task, masked=False)
     assert not calls, "float32 keeps torch's own kernel"

@@ -22,8 +22,8 @@ from finetune.errors import Interrupted, UserError
 from finetune.evaluate.judge import head_scores
 from finetune.models.load import load_backbone
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
-from finetune.stacked.engine import cell_engine
 from finetune.stacked.host import Host
+from finetune.stacked.together import cell_engine
 from finetune.tasks import Classify, MaskedLM, Regress
 from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.stage import ForwardBackward

@@ -30,7 +30,7 @@ from finetune.models.load import load_backbone
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
-from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.checkpointer import steps as saved_steps
 from finetune.train.deferred_metrics import Line, Unread
 from finetune.train.loop import Diverged, TrainingStage, train_stage
 from regularizers import GGPO, BiLora, Plain, build

@@ -14,8 +14,7 @@ from ...models.weight_names import canonical
 from ..layout import Layout, Slice
 from ..mesh import World
 from . import borders
-from .check import check_tensor_plan
-from .plans import Found, FoundRegion, find
+from .plans import Found, FoundRegion, check_tensor_plan, find
 from .vocabulary import VocabularySlice, split_embedding, split_head
 
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
