@@ -124,7 +124,7 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     from benchmarks._collectives import Collectives
     from finetune.compute.precision import autocast
     from finetune.config import Adapter, Mesh, Optimizer, Train
-    from finetune.data.batches import MicroBatch
+    from finetune.data.micro_batch import MicroBatch
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.tasks import LanguageModel

@@ -89,7 +89,7 @@ class SampleGradients:
         """(n, width) float32, and the number (its id) of each example's text; examples may be fewer than texts."""
         import torch
 
-        from finetune.data.batches import iterate_eval
+        from finetune.data.inference import Inference
         from finetune.evaluate.perplexity import token_nats
 
         rows: list[np.ndarray] = []
@@ -105,7 +105,7 @@ class SampleGradients:
 
             hooks.append(module.register_forward_hook(keep))
         try:
-            for micro in iterate_eval(examples, task=_LANGUAGE, batch_size=self.batch_size, pad_id=self.pad_id):
+            for micro in Inference(self.batch_size, self.pad_id).batches(examples, _LANGUAGE):
                 batch = micro.to(self.device)
                 with torch.enable_grad():
                     logits = self.model(**batch.inputs, use_cache=False).logits

@@ -29,7 +29,7 @@ from .slices import slice_rows
 from .widened import WidenedLinear
 
 if TYPE_CHECKING:
-    from ..data.batches import MicroBatch
+    from ..data.micro_batch import MicroBatch
     from ..tasks import Task
 
 IGNORED = -100

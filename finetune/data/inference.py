@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 from ..compute.numerics import forward_precision
 from ..compute.precision import autocast_dtype
 from ..config import Train
-from .batches import MicroBatch, iterate_eval
 from .example import Example
+from .micro_batch import Collator, MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,16 +88,30 @@ class Inference:
     def batches(
         self, examples: Sequence[Example], task: Task, *, max_tokens: int | None = None
     ) -> Iterator[MicroBatch]:
-        """This process's part of every batch, as `iterate_eval` cuts them."""
-        return iterate_eval(
-            examples,
-            task=task,
-            batch_size=self.batch_size,
-            pad_id=self.pad_id,
-            max_tokens=max_tokens,
-            share=self.share.part,
-            multiple=self.share.multiple,
-        )
+        """Every example once, longest first (least padding, and memory peaks at once), in rows of one sample.
+
+        As many batches come on every process, each with its part of the rows; one that has no row for this process
+        comes with its first row and `samples` 0.
+
+        max_tokens: fewer rows at a time where rows × length (of all sides) would be more than this.
+        """
+        collator = Collator(examples, task)
+        work, (index, width), multiple = collator.work, self.share.part, self.share.multiple
+        order = np.argsort(-work, kind="stable")
+        start = 0
+        while start < len(order):
+            rows = self.batch_size
+            if max_tokens is not None:
+                rows = max(1, min(rows, max_tokens // int(work[order[start]])))
+            batch = order[start : start + rows]
+            mine = batch[index::width]
+            some = [int(i) for i in (mine if len(mine) else batch[:1])]
+            if task.by_answer:
+                micro = collator.answered(some, [(i + 1) % len(order) for i in some], self.pad_id, multiple)
+            else:
+                micro = collator.collate([(i,) for i in some], self.pad_id, multiple)
+            yield micro if len(mine) else replace(micro, samples=0, supervised=0)
+            start += rows
 
     def precision(self) -> AbstractContextManager[Any]:
         """What surrounds a forward pass."""

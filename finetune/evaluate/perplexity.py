@@ -16,9 +16,9 @@ from ..compute.attention import blocked
 from ..compute.capabilities import capabilities
 from ..compute.loss import Head, aligned, find_head
 from ..compute.slices import slice_rows
-from ..data.batches import MicroBatch
 from ..data.encoding import IGNORE, Example
 from ..data.inference import ALONE, Inference
+from ..data.micro_batch import MicroBatch
 from ..models.anatomy import vocabulary_size
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 
 from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head
 from ..compute.numerics import evaluating
-from ..data.batches import Sides
 from ..data.example import Example
 from ..data.inference import ALONE, Inference
+from ..data.micro_batch import Sides
 from ..models.anatomy import vocabulary_size
 from .bootstrap import Interval
 from .metrics import functions

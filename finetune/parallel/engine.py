@@ -42,7 +42,7 @@ from .layout import Layout, Slice, local, put, whole_all
 from .mesh import DATA, TOKENS, World
 
 if TYPE_CHECKING:
-    from ..data.batches import MicroBatch, Sides
+    from ..data.micro_batch import MicroBatch, Sides
     from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding

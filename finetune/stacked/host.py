@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from ..data.batches import MicroBatch
+    from ..data.micro_batch import MicroBatch
     from ..tasks import Task
     from ..train.stage import ForwardBackward
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.batches import Sides
     from ..data.example import Example, Question
+    from ..data.micro_batch import Sides
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
     from ..data.template import Template

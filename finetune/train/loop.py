@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.batches import MicroBatch, Sides
+    from ..data.micro_batch import MicroBatch, Sides
 
 
 def train_stage(model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage) -> StageResult:

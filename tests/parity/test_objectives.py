@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches
 from finetune.data.encoding import encode
 from finetune.data.inference import Inference
 from finetune.data.labels import Units
@@ -210,11 +210,7 @@ def test_evaluate_judges_numbers_in_their_own_units(encoder):
     examples = encode(rows, task=task, tokenizer=WORDPIECE, max_length=64, units=Units(48.0, 50.0, 20.0)).examples
     found = evaluate(model, WORDPIECE, examples, task=task, config=Evaluate(bootstrap=5, batch_size=4))
     with torch.no_grad():
-        said = [
-            float(model(**micro.inputs).logits)
-            for e in examples
-            for micro in iterate_eval([e], task=task, batch_size=1, pad_id=0)
-        ]
+        said = [float(model(**micro.inputs).logits) for e in examples for micro in Inference(1, 0).batches([e], task)]
     true = np.array([r.values["label"] for r in rows])
     assert found["rmse"]["value"] == pytest.approx(sk.root_mean_squared_error(true, said), rel=1e-5)
     assert found["loss"]["value"] == pytest.approx(np.mean((true - said) ** 2) / 400, rel=1e-5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.config import Evaluate
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches
 from finetune.data.encoding import encode
 from finetune.data.inference import Inference
 from finetune.data.panel import first_batch_panel
@@ -128,7 +128,7 @@ def test_surprise_is_of_the_supervised_tokens_alone():
         places = [(at - 1, label) for at, label in enumerate(example.labels) if label != -100]
         assert nats[i] == pytest.approx(-sum(logits[at, label].item() for at, label in places), rel=1e-5)
         assert tokens[i] == len(places)
-    (micro,) = iterate_eval(found, task=PLAIN, batch_size=2, pad_id=0)
+    (micro,) = Inference(2, 0).batches(found, PLAIN)
     assert micro.supervised == sum(map(int, tokens))
 
 

@@ -14,7 +14,7 @@ from experiments.recipe import from_override, load_recipe
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate, Train
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches
 from finetune.data.encoding import encode
 from finetune.data.inference import Inference
 from finetune.data.panel import first_batch_panel
@@ -49,7 +49,7 @@ def adapted(kind, directory):
 
 
 def batch_of(rows, *, start=PAD):
-    (micro,) = iterate_eval(encoded(rows, start=start).examples, task=TASK, batch_size=len(rows), pad_id=PAD)
+    (micro,) = Inference(len(rows), PAD).batches(encoded(rows, start=start).examples, TASK)
     return micro
 
 
@@ -115,7 +115,7 @@ def test_batches_hold_both_sides_and_count_the_target():
 
 def test_evaluation_batches_bound_the_tokens_of_both_sides():
     examples = encoded(text_rows(30)).examples
-    micros = list(iterate_eval(examples, task=TASK, batch_size=30, pad_id=PAD, max_tokens=100))
+    micros = list(Inference(30, PAD).batches(examples, TASK, max_tokens=100))
     assert sorted(i for micro in micros for (i,) in micro.rows) == list(range(30)) and len(micros) > 3
     assert all(micro.labels.numel() + micro.inputs["input_ids"].numel() <= 200 for micro in micros)
     assert all(micro.labels.numel() <= 100 for micro in micros)

@@ -19,8 +19,8 @@ from experiments.studies.cell import Result, cell_of, finish_cell
 from experiments.studies.stack import stackable, stacks
 from finetune.compute.loss import linear_cross_entropies, linear_cross_entropy
 from finetune.config import Adapter, Optimizer, Train
-from finetune.data.batches import MicroBatch
 from finetune.data.encoding import IGNORE
+from finetune.data.micro_batch import MicroBatch
 from finetune.models.load import load_backbone
 from finetune.stacked import passes
 from finetune.stacked.host import Host

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ...compute.loss import IGNORED, Head, aligned
 from ...compute.numerics import evaluating
-from ...data.batches import MicroBatch
 from ...data.example import Example
 from ...data.inference import Inference
+from ...data.micro_batch import MicroBatch
 from ...models.anatomy import vocabulary_size
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import numpy as np
 from ...atomic import write_json
 from ...compute.loss import Head
 from ...config import Record
-from ...data.batches import MicroBatch
 from ...data.example import Example
 from ...data.inference import Inference
+from ...data.micro_batch import MicroBatch
 from ...data.rows import limit_rows
 from ...errors import UserError
 from ...launch import watchdog
