@@ -41,7 +41,7 @@ from experiments.select.pool import Sides, chunked, domains_of, read_pool, read_
 from experiments.select.profile import profile_choice
 from experiments.select.relevance import check_relevance, judge_domains
 from finetune.atomic import write_json
-from finetune.data.rows import describe
+from finetune.data.files import describe
 from finetune.digests import DONE, FILES, sums
 from finetune.errors import UserError
 from finetune.lock import owned

@@ -132,7 +132,7 @@ def _adapter_digest(name: str, where: str) -> str:
 @functools.cache
 def file_digest(path: str) -> list[str]:
     """SHA-256 of each data file that `path` stands for."""
-    from finetune.data.rows import describe
+    from finetune.data.files import describe
 
     return [entry["sha256"] for entry in describe([path])]
 

@@ -15,7 +15,7 @@ from typing import Any
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.workflows.generate import alone, finished_recipe
-from experiments.workflows.side_by_side import Adapted, Subject
+from experiments.workflows.subjects import Adapted, Subject
 from finetune.compute.numerics import cpu_threads
 from finetune.data.encoding import end_token
 from finetune.data.example import Question

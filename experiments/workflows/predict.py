@@ -26,8 +26,9 @@ from experiments.workflows.generate import alone, finished_recipe
 from finetune.atomic import read_object, replacing, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
 from finetune.data.encoding import end_token
+from finetune.data.files import describe
 from finetune.data.inference import Inference
-from finetune.data.rows import Row, canonical_values, describe, read_rows
+from finetune.data.rows import Row, canonical_values, read_rows
 from finetune.digests import digest
 from finetune.errors import UserError
 from finetune.lock import owned

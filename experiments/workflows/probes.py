@@ -19,7 +19,7 @@ from experiments.recipe.build import build
 from experiments.recipe.tree import Branch, parse_file
 from experiments.run.console import Console
 from experiments.workflows.samples import Kept, Sampling, records, write_samples
-from experiments.workflows.side_by_side import Adapted, Subject, subjects_of
+from experiments.workflows.subjects import Adapted, Subject, subjects_of
 from finetune.atomic import replacing_directory, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
 from finetune.config import Columns

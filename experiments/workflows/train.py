@@ -68,9 +68,9 @@ from experiments.workflows.run_parts import (
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
+from finetune.data.files import describe
 from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
-from finetune.data.rows import describe
 from finetune.digests import DONE, FILES, check_files, copy_sealed
 from finetune.errors import OutOfMemory, UserError
 from finetune.evaluate.leaks import refuse_leaks
