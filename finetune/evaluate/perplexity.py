@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compute.blocked_attention import blocked
 from ..compute.capabilities import capabilities
-from ..compute.loss import Head, aligned, find_head
+from ..compute.loss import Head, aligned, find_head, head_probe
 from ..compute.numerics import forward_precision
 from ..compute.slices import slice_rows
 from ..data.batches import MicroBatch, iterate_eval
@@ -100,7 +100,7 @@ def document_nats(
             batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
         with forward_precision(device, autocast_dtype), blocked(model, device, autocast_dtype):
             if first:
-                head, first = find_head(model, batch.inputs, task=task), False
+                head, first = find_head(model, head_probe(batch.inputs), task=task), False
             if head is None:
                 logits = model(**batch.inputs, **_no_cache(task)).logits
                 each, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)

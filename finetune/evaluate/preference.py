@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head
+from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head, head_probe
 from ..compute.numerics import evaluating, forward_precision
 from ..data.batches import Sides, iterate_eval
 from ..data.example import Example
@@ -114,7 +114,7 @@ def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
     if share == ALONE:
         first = next(iterate_eval(examples[:1], task=judge.task, batch_size=1, pad_id=judge.pad_id))
         with forward_precision(device, dtype):
-            head = find_head(judge.model, first.to(device).inputs, task=judge.task)
+            head = find_head(judge.model, head_probe(first.to(device).inputs), task=judge.task)
     precision = lambda: forward_precision(device, dtype)  # noqa: E731
     return score_answers(
         judge.model, examples, task=judge.task, pad_id=judge.pad_id, precision=precision, head=head, **how

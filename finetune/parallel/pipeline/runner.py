@@ -251,17 +251,15 @@ class PipelineRunner:
 
     # ------------------------------------------------------------------ the head
 
-    def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
+    def find_head(self, probe: dict[str, Tensor], *, task: Task) -> Head | None:
         """The head whose loss needs no logits, agreed by all ranks; None on ranks without the last stage, too.
 
         Args:
-            inputs: model keyword arguments of some rows. Collective over the whole mesh.
+            probe: of `finetune.compute.loss.head_probe`. Collective over the whole mesh.
         """
-        rows = len(next(iter(inputs.values())))
-        one = {name: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for name, v in inputs.items()}
         with evaluating(self.parts):
             found = self.passing.forward(
-                [one], lambda part, piece: find_head(part, piece.inputs, task=task), share=False
+                [probe], lambda part, piece: find_head(part, piece.inputs, task=task), share=False
             )
         has_last = self.stages[-1].is_last
         refused = torch.tensor(float(has_last and found[0] is None), device=self.world.device)
