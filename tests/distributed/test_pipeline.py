@@ -33,6 +33,8 @@ class Case:
     """Blocks before this one have no adapter."""
     pieces: int | None = None
     micros: int = 2
+    by_tokens: bool = False
+    """Sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,10 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     from finetune.parallel.tensor import tensor_parallel
     from finetune.tasks import Classify, LanguageModel
 
-    mesh = Mesh(pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces)
+    mesh = Mesh(
+        pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces,
+        sequence_parallel=case.by_tokens,
+    )  # fmt: skip
     world = World.of(mesh, torch.device("cpu"))
     whole = whole_model(case.kind, 2 * pp, case.first_adapted)
     batches = [[micros_at(case.kind, step, case.micros, seed=7 * row) for row in range(dp)] for step in range(STEPS)]
@@ -172,7 +177,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     task = Classify() if batches[0][0][0].labels.ndim == 1 else LanguageModel()
     loss = summed_loss if case.kind == "t5" else None
     parts, stages = cut_parts(copy.deepcopy(whole), lambda: copy.deepcopy(whole), mesh=mesh, world=world)
-    layout = tensor_parallel(parts, world=world)
+    layout = tensor_parallel(parts, world=world, sequence_parallel=case.by_tokens)
     shard(parts, mesh=mesh, world=world, reshard=False)
     runner = PipelineRunner(parts, mesh=mesh, world=world)
     head = None if loss is not None else runner.find_head(head_probe(batches[0][0][0].inputs), task=task)
@@ -323,7 +328,9 @@ def test_sharded_stages() -> None:
 
 
 def test_tensor_parallel_stages() -> None:
-    check([Case("llama", "1f1b"), Case("gpt2", "zbv"), Case("t5", "1f1b")], pp=2, tp=2)
+    """Each tensor-parallel rank sends its share of the hidden states: of their width, or of their tokens."""
+    by_tokens = [Case("llama", "interleaved", by_tokens=True), Case("qwen3", "zbv", by_tokens=True, first_adapted=2)]
+    check([Case("llama", "1f1b"), Case("gpt2", "zbv"), Case("t5", "1f1b"), *by_tokens], pp=2, tp=2)
 
 
 @pytest.mark.slow
