@@ -2,10 +2,10 @@
 
     python -m benchmarks.sharding_bubble
 
-Two ranks, one thread and one core each, updates of m pieces of one row of 128 tokens, rank-8 LoRA on every linear layer.
-Idle is the wall time of the shortest of several updates less the time in which the rank's computing thread ran; the mean
-of both ranks. The formulas are of stages of one cost, so the first model has them: 7 blocks × 1,024 and a head that takes
-as long as a block. The second, the 8 blocks × 512 of `sharding_speed`, has a head that no split can even out.
+Two ranks, one thread and one core each, updates of m pieces of one row of 128 tokens, rank-8 LoRA on every linear
+layer. Idle is the wall time of the shortest of several updates less the time in which the rank's computing thread ran;
+the mean of both ranks. The formulas are of stages of one cost, so the first model has them: 7 blocks × 1,024 and a head
+that takes as long as a block. The second, the 8 blocks × 512 of `sharding_speed`, has a head that no split evens out.
 
 What is above the formula is parted in two: *uneven passes*, which the same passes in the same order would cost without
 any transfer (each as long as the median of its kind and stage), and the rest: transfers that no computation hides,
@@ -98,7 +98,7 @@ def _before(one: Pass, last: int) -> set[Pass]:
     return {("forward", stage, piece)} | ({("backward", stage + 1, piece)} if stage < last else set())
 
 
-def measured(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: int, pieces: int, *, bar: bool) -> None:
+def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: int, pieces: int, bar: bool) -> None:
     """The rows of one schedule and number of pieces."""
     from finetune.parallel.pipeline import bubble
 
@@ -133,9 +133,9 @@ def main() -> None:
         for schedule, virtual in SCHEDULES:
             for pieces in PIECES:
                 bar = schedule in BARRED and pieces >= 8  # four a stage
-                measured(bench, "even stages", even, schedule, virtual, pieces, bar=bar)
+                measure(bench, "even stages", even, schedule, virtual, pieces, bar)
         for schedule, virtual in SCHEDULES:
-            measured(bench, "a head on top", uneven, schedule, virtual, PIECES[-1], bar=False)
+            measure(bench, "a head on top", uneven, schedule, virtual, PIECES[-1], bar=False)
     bench.finish()
 
 
