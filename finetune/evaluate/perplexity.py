@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compute.attention import blocked
 from ..compute.capabilities import capabilities
-from ..compute.loss import Head, aligned, find_head
+from ..compute.loss import Head, aligned, find_head, head_probe
 from ..compute.slices import slice_rows
 from ..data.encoding import IGNORE, Example
 from ..data.inference import ALONE, Inference
@@ -87,7 +87,7 @@ def document_nats(
             batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
         with inference.precision(), blocked(model, device, dtype):
             if first:
-                head, first = find_head(model, batch.inputs, task=task), False
+                head, first = find_head(model, head_probe(batch.inputs), task=task), False
             if head is None:
                 logits = model(**batch.inputs, **_no_cache(task)).logits
                 each, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)

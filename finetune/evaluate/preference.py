@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head
+from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head, head_probe
 from ..compute.numerics import evaluating
 from ..data.example import Example
 from ..data.inference import ALONE, Inference
@@ -103,7 +103,7 @@ def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
     if inference.share == ALONE:
         first = next(inference.batches(examples[:1], judge.task))
         with inference.precision():
-            head = find_head(judge.model, first.to(inference.device).inputs, task=judge.task)
+            head = find_head(judge.model, head_probe(first.to(inference.device).inputs), task=judge.task)
     return score_answers(judge.model, examples, inference, task=judge.task, head=head)
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute import loss as loss_module
-from finetune.compute.loss import batch_loss, find_head
+from finetune.compute.loss import batch_loss, find_head, head_probe
 from finetune.compute.numerics import evaluating
 from finetune.config import Adapter
 from finetune.data.example import Example
@@ -94,7 +94,7 @@ def test_training_holds_one_slice_and_loses_no_digit(model, monkeypatch):
     monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device, width: ALL // 16 // vocabulary)
     batch = micro()
     with Largest() as watching:
-        head = find_head(model, batch.inputs, task=LM)
+        head = find_head(model, head_probe(batch.inputs), task=LM)
         assert watching.elements < ALL // 4  # it is found on a few tokens
         model.train()
         sliced = batch_loss(model, batch, task=LM, head=head)
