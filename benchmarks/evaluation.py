@@ -37,7 +37,7 @@ CITES = {"background": "background", "method": "method", "result": "result"}
 def judged(data: str, *words: str) -> dict[str, Any]:
     """What `flatshift eval --json` prints of the shipped backbone on `data`."""
     from experiments.recipe import from_override
-    from experiments.workflows.side_by_side import judge_side_by_side
+    from experiments.workflows.evaluate import judge_side_by_side
 
     given = dict(zip(words[::2], words[1::2], strict=True))
     group = given.pop("group_by", None)
@@ -48,8 +48,8 @@ def judged(data: str, *words: str) -> dict[str, Any]:
 def few_shot(name: str, data: str) -> Any:
     """Rank the rows of `data` by a prompt in float32; the subject's findings."""
     from experiments.recipe import from_override
+    from experiments.workflows.evaluate import judge_side_by_side
     from experiments.workflows.few_shot import FewShot, read_prompt
-    from experiments.workflows.side_by_side import judge_side_by_side
 
     asked = FewShot(prompt=read_prompt(name), name=name)
     return judge_side_by_side(

@@ -5,14 +5,12 @@ What a run learns is in `finetune.tasks`. Every field's docstring is its help te
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, TypeVar
-
-from .bounds import LONGEST, MOST_STEPS, refuse_zero
-from .bounds import check_bounds as check_bounds
+from typing import Any, Literal, TypeVar
 
 DATA_INITS = ("eva", "corda", "lora-ga")
 """`adapter.init` that looks at training rows."""
@@ -598,3 +596,41 @@ def by_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Value)
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value
     return default
+
+
+# --------------------------------------------------------------------------------------------------------------- bounds
+
+
+MOST_STEPS = 10**9
+"""Updates of a stage, at most: at a millisecond each they take twelve days."""
+LONGEST = 2**24
+"""Tokens of a row, at most."""
+
+
+def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> None:
+    """Refuse field values outside `(low, high)`, ends included; None is unbounded but for infinities, and a None value
+    passes.
+
+    Raises ValueError that begins with the field's name, so that a recipe loader can say where it was set.
+    """
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            wanted = (
+                f"≥ {low}" if high in (None, math.inf) else f"≤ {high}" if low is None else f"between {low} and {high}"
+            )
+            raise ValueError(f"{name} must be {wanted}, got {value}")
+        if high is None and math.isinf(value):
+            raise ValueError(f"{name} must be a finite number, got {value}")
+
+
+def refuse_zero(config: Any, **meant: str) -> None:
+    """Refuse the value 0 of settings at which nothing would be trained.
+
+    meant: for each field, what 0 does and what to write instead. Raises ValueError as `check_bounds`.
+    """
+    for name, told in meant.items():
+        if getattr(config, name) == 0:
+            raise ValueError(f"{name} must be above 0, got 0: {told}")

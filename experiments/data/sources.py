@@ -15,8 +15,7 @@ import numpy as np
 
 from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import Resolved
-from finetune.bounds import MOST_STEPS
-from finetune.config import Columns, Data, Train
+from finetune.config import MOST_STEPS, Columns, Data, Train
 from finetune.data.batches import Batches
 from finetune.data.columns import Examples
 from finetune.data.example import Example

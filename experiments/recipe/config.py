@@ -11,8 +11,8 @@ from typing import Literal
 
 from experiments.recipe.studies import Comparison
 from experiments.recipe.tree import key_of
-from finetune.bounds import MOST_STEPS, refuse_zero
 from finetune.config import (
+    MOST_STEPS,
     Adapter,
     Columns,
     Data,
@@ -24,6 +24,7 @@ from finetune.config import (
     Tracker,
     Train,
     check_bounds,
+    refuse_zero,
 )
 from finetune.tasks import LanguageModel, MaskedLM, Task
 from regularizers.config import Plain, RegularizerConfig

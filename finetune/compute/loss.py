@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from . import attention as packed_attention
 from .capabilities import capabilities
 from .numerics import attention, evaluating
+from .precision import WidenedLinear
 from .slices import slice_rows
-from .widened import WidenedLinear
 
 if TYPE_CHECKING:
     from ..data.micro_batch import MicroBatch

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from ..bounds import check_bounds
+from ..config import check_bounds
 from ..errors import UserError
 from .chat import Chat
 from .objective import Templated, Usage

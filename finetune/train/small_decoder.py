@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..bounds import check_bounds
-from ..config import Optimizer
+from ..config import Optimizer, check_bounds
 from ..data.example import IGNORE, Example
 from ..data.inference import Inference
 from ..errors import UserError

@@ -176,8 +176,8 @@ def _looks_like_run(name: str) -> bool:
 def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
     """Several, or a bare backbone, or by groups."""
     from experiments.report.chapters.evaluation import page
+    from experiments.workflows.evaluate import judge_side_by_side
     from experiments.workflows.evaluation_document import render
-    from experiments.workflows.side_by_side import judge_side_by_side
 
     few_shot = None
     if flags.prompt is not None:

@@ -17,9 +17,8 @@ from experiments.recipe.studies import Comparison, StudyMethod, StudyTask
 from experiments.report.chapters.comparison import page
 from experiments.statistics.intervals import detectable, holm, paired_p
 from experiments.studies.compare.analysis import endpoint
-from experiments.studies.compare.command import compare
 from experiments.studies.compare.plan import Plan
-from experiments.studies.compare.run import Outcome
+from experiments.studies.compare.run import Outcome, compare
 from experiments.studies.compare.tuning import (
     FAILED,
     Score,

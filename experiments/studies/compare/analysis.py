@@ -11,8 +11,7 @@ import numpy as np
 
 from experiments.recipe.studies import Comparison
 from experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
-from experiments.studies.compare.plan import Plan
-from experiments.studies.compare.run import Outcome, Result
+from experiments.studies.compare.plan import Outcome, Plan, Result
 from finetune.evaluate.metrics import metric_of
 from finetune.seeds import numpy_generator
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,6 +199,27 @@ class Plan:
         ):
             laid += [from_override(key, value, where) for key, value in keys.items()]
         return settled(resolve_tree(self._tree, laid, name=self.resolved.name))
+
+
+Result = dict[str, Any]
+"""What `found_of` makes of a cell's result."""
+Pair = tuple[str, str]
+
+
+@dataclass
+class Outcome:
+    """All results of a comparison."""
+
+    trials: dict[Pair, list[tuple[Run, Result]]] = field(default_factory=dict)
+    chosen: dict[Pair, Setting] = field(default_factory=dict)
+    """Setting of the final runs of (method, task)."""
+    edge: dict[Pair, bool] = field(default_factory=dict)
+    """Whether the best learning rate still lies on an edge of those tried."""
+    finals: dict[Pair, list[Result]] = field(default_factory=dict)
+    """By seed."""
+    step_ratio: dict[str, float] = field(default_factory=dict)
+    """CPU time of a method's step ÷ the baseline's: median over tasks and seeds."""
+    equal_time: dict[Pair, list[Result]] = field(default_factory=dict)
 
 
 def _beside(recipe: Recipe) -> list[Any]:
