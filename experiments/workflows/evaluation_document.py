@@ -12,7 +12,8 @@ import numpy as np
 from experiments.workflows.build import shown
 from experiments.workflows.few_shot import FewShot, Ranked, mcnemar
 from experiments.workflows.subjects import Subject
-from finetune.data.rows import Row, expand
+from finetune.data.files import expand
+from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.evaluate.bootstrap import Figure, group_interval
 from finetune.evaluate.metrics import metric_of
