@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ _PROBE = 64
 
 
 class Batch(Protocol):
-    """What a micro-batch must have (`finetune.data.batches.MicroBatch`)."""
+    """What a micro-batch must have (`finetune.data.micro_batch.MicroBatch`)."""
 
     @property
     def inputs(self) -> dict[str, Tensor]: ...
@@ -48,8 +48,11 @@ class Batch(Protocol):
 
 
 def _chosen(batch: Batch) -> Tensor | None:
-    """Which labels are supervised, where the host has said so (`finetune.data.batches.MicroBatch.chosen`)."""
+    """Which labels are supervised, where the host has said so (`finetune.data.micro_batch.MicroBatch.chosen`)."""
     return getattr(batch, "chosen", None)
+
+
+_Any = TypeVar("_Any")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,19 @@ class Head:
             del attributes["forward"]
             if before is not None:
                 attributes["forward"] = before
+
+    def taken(self, function: Callable[[Tensor], _Any], run: Callable[[], Any]) -> _Any:
+        """What `function` makes of the last hidden states [B, T, D], while `run` calls the model without logits."""
+        found: list[_Any] = []
+
+        def watch(hidden: Tensor) -> Tensor:
+            found.append(function(hidden))
+            return hidden.new_zeros(1, 1, 1)
+
+        with self.computing(watch):
+            run()
+        (only,) = found
+        return only
 
 
 def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..data.inference import Inference
 from ..models.anatomy import given_cache, kept_cache
@@ -139,42 +140,62 @@ def _together(
     model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: Inference
 ) -> list[list[NDArray[np.float64]]]:
     """Items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
-    owns, each = [_own(item) for item in items], len(items[0])
+    owns = [_own(item) for item in items]
     heads = [item[0].ids[size:own] for item, own in zip(items, owns, strict=True)]
-    ids, mask = padded(heads, inference.pad_id, left=True)
     tails = [one.ids[own:] for item, own in zip(items, owns, strict=True) for one in item]
-    answers, real = padded(tails, inference.pad_id, left=False)
+    nats, _ = answer_nats(model, heads, tails, inference, size=size, cache=cache)
+    rows = iter((-nats.double()).cpu().numpy())
+    return [
+        [next(rows)[one.start - own : len(one.ids) - own] for one in item]
+        for item, own in zip(items, owns, strict=True)
+    ]
+
+
+@torch.no_grad()
+def answer_nats(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    inference: Inference,
+    *,
+    size: int = 0,
+    cache: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """−log p of every token of B·K answers, K after each of B prompts in turn, each prompt read once: (B·K, C), and
+    which of them are real.
+
+    Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts.
+    """
+    each = len(answers) // len(prompts)
+    ids, mask = padded(prompts, inference.pad_id, left=True)
+    written, real = padded(answers, inference.pad_id, left=False)
     positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
-    ids, mask, answers, real, positions = (t.to(inference.device) for t in (ids, mask, answers, real, positions))
-    mask = torch.cat([mask.new_ones(len(items), size), mask], dim=1)
+    ids, mask, written, real, positions = (t.to(inference.device) for t in (ids, mask, written, real, positions))
+    mask = torch.cat([mask.new_ones(len(prompts), size), mask], dim=1)
     kept = {}
     if cache is not None:
         cache = copy.deepcopy(cache)
-        cache.batch_repeat_interleave(len(items))
+        cache.batch_repeat_interleave(len(prompts))
         kept = given_cache(cache)
     with inference.precision():
         asked = model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
         )
         logits = asked.logits.repeat_interleave(each, dim=0)
-        if answers.shape[1] > 1:
+        if written.shape[1] > 1:
             after = kept_cache(asked)
             after.batch_repeat_interleave(each)
             start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
             said = model(
-                input_ids=answers[:, :-1],
+                input_ids=written[:, :-1],
                 attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
-                position_ids=start + torch.arange(answers.shape[1] - 1, device=start.device),
+                position_ids=start + torch.arange(written.shape[1] - 1, device=start.device),
                 use_cache=True,
                 **given_cache(after),
             )
             logits = torch.cat([logits, said.logits], dim=1)
-    nats = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape)
-    rows = iter((-nats.double()).cpu().numpy())
-    return [
-        [next(rows)[one.start - own : len(one.ids) - own] for one in item]
-        for item, own in zip(items, owns, strict=True)
-    ]
+    nats = F.cross_entropy(logits.float().flatten(0, 1), written.flatten(), reduction="none").view(written.shape)
+    return nats, real
 
 
 def _apart(model: Any, items: Sequence[Sequence[Candidate]], inference: Inference) -> list[list[NDArray[np.float64]]]:

@@ -104,16 +104,10 @@ def document_nats(
 
 def _by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) -> tuple[Tensor, Tensor]:
     """`token_nats` without ever holding all logits."""
-    found: list[tuple[Tensor, Tensor]] = []
-
-    def watch(hidden: Tensor) -> Tensor:
-        found.append(token_nats(hidden, batch.labels, task, linear=head.linear))
-        return hidden.new_zeros(1, 1, 1)
-
-    with head.computing(watch):
-        model(**batch.inputs, **_no_cache(task))
-    (only,) = found
-    return only
+    return head.taken(
+        lambda hidden: token_nats(hidden, batch.labels, task, linear=head.linear),
+        lambda: model(**batch.inputs, **_no_cache(task)),
+    )
 
 
 def _no_cache(task: Task) -> dict[str, bool]:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ..data.example import IGNORE, Example
 from ..data.inference import ALONE, Inference
-from ..models.anatomy import given_cache, kept_cache
 from .answers import prompt_of
-from .generation import batched, padded
+from .candidates import answer_nats
+from .generation import batched
 from .perplexity import document_nats
 
 if TYPE_CHECKING:
@@ -88,32 +87,8 @@ def _apart(model: Any, examples: Sequence[Example], inference: Inference, task: 
     return -nats.reshape(len(examples), -1)
 
 
-@torch.no_grad()
 def _shared(model: Any, examples: Sequence[Example], inference: Inference) -> np.ndarray:
-    """B items with K choices of at most C tokens: prompts padded on the left (B, P), choices on the right (B·K, C)."""
-    prompts = [prompt_of(example) for example in examples]
+    """B items with K choices each, (B, K)."""
     choices = [choice for example in examples for choice in example.choices or ()]
-    each = len(choices) // len(examples)
-    ids, mask = padded(prompts, inference.pad_id, left=True)
-    answers, real = padded(choices, inference.pad_id, left=False)
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    ids, mask, answers, real, positions = (t.to(inference.device) for t in (ids, mask, answers, real, positions))
-    with inference.precision():
-        asked = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
-        )  # logits (B, 1, V)
-        logits = asked.logits.repeat_interleave(each, dim=0)
-        if answers.shape[1] > 1:
-            cache = kept_cache(asked)
-            cache.batch_repeat_interleave(each)
-            after = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
-            said = model(
-                input_ids=answers[:, :-1],
-                attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
-                position_ids=after + torch.arange(answers.shape[1] - 1, device=after.device),
-                use_cache=True,
-                **given_cache(cache),
-            )
-            logits = torch.cat([logits, said.logits], dim=1)  # (B·K, C, V)
-    nats = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape)
-    return -(nats.double() * real).sum(-1).view(len(examples), each).cpu().numpy()
+    nats, real = answer_nats(model, [prompt_of(example) for example in examples], choices, inference)
+    return -(nats.double() * real).sum(-1).view(len(examples), -1).cpu().numpy()

@@ -77,16 +77,8 @@ def _tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | None) 
     if head is None:
         return _judge(model(**batch.inputs).logits, batch.labels, task, lambda logits: logits)
     linear = head.linear
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def watch(hidden: Tensor) -> Tensor:
-        found.append(_judge(hidden, batch.labels, task, lambda part: F.linear(part, linear.weight, linear.bias)))
-        return hidden.new_zeros(1, 1, 1)
-
-    with head.computing(watch):
-        model(**batch.inputs)
-    (only,) = found
-    return only
+    logits_of = lambda part: F.linear(part, linear.weight, linear.bias)  # noqa: E731
+    return head.taken(lambda hidden: _judge(hidden, batch.labels, task, logits_of), lambda: model(**batch.inputs))
 
 
 def _judge(
