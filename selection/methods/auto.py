@@ -40,6 +40,7 @@ class Auto:
     by trigrams of the backbone's tokens; a random draw where none does better than that."""
 
     kind: Literal["auto"] = "auto"
+    title: ClassVar[str] = "The selector"
     needs: ClassVar[tuple[str, ...]] = ("tokens", "texts", "features")
     tried: tuple[Literal["moore-lewis", "classifier", "dsir", "gotd", "knn"], ...] = (
         "moore-lewis",

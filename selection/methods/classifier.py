@@ -24,6 +24,7 @@ class Classifier:
     score −log odds."""
 
     kind: Literal["classifier"] = "classifier"
+    title: ClassVar[str] = "A classifier of target against pool"
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     buckets: int = 2**18
     """Hash buckets of the n-grams."""

@@ -21,6 +21,7 @@ class GotDContrast:
     where its mass would take the pool away from the negatives."""
 
     kind: Literal["gotd-contrast"] = "gotd-contrast"
+    title: ClassVar[str] = "GOT-D with negatives"
     needs: ClassVar[tuple[str, ...]] = ("features", "negative")
     epsilon: float = 0.05
     """Entropic regularisation of both problems, as a multiple of each one's own mean cost."""

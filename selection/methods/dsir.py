@@ -29,6 +29,7 @@ class DSIR:
     """Importance resampling on hashed word uni- and bigrams (DSIR); score −log weight."""
 
     kind: Literal["dsir"] = "dsir"
+    title: ClassVar[str] = "DSIR"
     needs: ClassVar[tuple[str, ...]] = ("texts",)
     buckets: int = 10_000
     """Hash buckets of the n-gram features."""

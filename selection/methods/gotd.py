@@ -36,6 +36,7 @@ class GotD:
     """Optimal-transport gradients (GOT-D): the samples whose added mass lowers OT(pool, target) most."""
 
     kind: Literal["gotd"] = "gotd"
+    title: ClassVar[str] = "GOT-D"
     needs: ClassVar[tuple[str, ...]] = ("features",)
     epsilon: float = 0.05
     """Entropic regularisation, as a multiple of the exact weighted mean cost over all pairs."""

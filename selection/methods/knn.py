@@ -14,6 +14,7 @@ class KNN:
     """Nearest neighbours of the target, each sample at most once (score: squared distance to its nearest target)."""
 
     kind: Literal["knn"] = "knn"
+    title: ClassVar[str] = "kNN"
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
     def build(self, around: Around) -> KNNSelector:

@@ -20,6 +20,7 @@ class Length:
     """By length alone: the control for methods that favour long or short texts."""
 
     kind: Literal["length"] = "length"
+    title: ClassVar[str] = "Length"
     needs: ClassVar[tuple[str, ...]] = ("texts",)
     prefer: Literal["long", "short", "target"] = "target"
     """`target`: a seeded draw whose lengths follow the target's (in tenths of its distribution)."""

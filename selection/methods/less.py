@@ -19,6 +19,7 @@ class Less:
     computed by you: `--pool-features` and `--target-features`."""
 
     kind: Literal["less"] = "less"
+    title: ClassVar[str] = "Gradient similarity"
     needs: ClassVar[tuple[str, ...]] = ("features", "gradients", "domains")
     similarity: Literal["cosine", "inner"] = "cosine"
     """`cosine`, as the paper; `inner` rewards long gradients, which short texts have."""

@@ -19,6 +19,7 @@ class LossGap:
     backbone's own. Two forward passes of every pool text."""
 
     kind: Literal["loss-gap"] = "loss-gap"
+    title: ClassVar[str] = "The loss gap"
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     max_length: int = 256
     """Tokens read of each text."""

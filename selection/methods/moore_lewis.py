@@ -26,6 +26,7 @@ class MooreLewis:
     tokens; short texts shrunk to the pool's mean."""
 
     kind: Literal["moore-lewis"] = "moore-lewis"
+    title: ClassVar[str] = "Cross-entropy difference"
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     share: float = 0.2
     """Of the target's model in its mixture with the pool's: what the target's texts do not hold is left to the pool.

@@ -22,6 +22,7 @@ class Perplexity:
     """The backbone's own surprise at each text: mean −log p per token."""
 
     kind: Literal["perplexity"] = "perplexity"
+    title: ClassVar[str] = "Perplexity"
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     keep: Literal["low", "middle", "high"] = "middle"
     """Which end comes first; `middle`: by distance from the median rank."""

@@ -14,6 +14,7 @@ class Random:
     """A uniform draw by seed: the control of every comparison."""
 
     kind: Literal["random"] = "random"
+    title: ClassVar[str] = "A random draw"
     needs: ClassVar[tuple[str, ...]] = ()
 
     def build(self, around: Around) -> RandomSelector:

@@ -18,6 +18,7 @@ class RoundRobin:
     """Each target text in turn takes its most similar record that is left (cosine of features; gradients or others)."""
 
     kind: Literal["round-robin"] = "round-robin"
+    title: ClassVar[str] = "Each target's neighbours in turn"
     needs: ClassVar[tuple[str, ...]] = ("features",)
     neighbours: int = 1000
     """Of each target that are looked at, at most; records beyond follow by distance to their nearest target."""

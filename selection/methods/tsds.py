@@ -27,6 +27,7 @@ class TSDS:
     features."""
 
     kind: Literal["tsds"] = "tsds"
+    title: ClassVar[str] = "TSDS"
     needs: ClassVar[tuple[str, ...]] = ("features",)
     alpha: float = 0.5
     """Between 0 and 1: small spreads each target's mass over many neighbours, large keeps it on the nearest."""
