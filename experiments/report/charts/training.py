@@ -124,7 +124,7 @@ def preferences(metrics: Metrics) -> list[Chart]:
             if not all(curves.values()):
                 continue
             with Canvas(540, 300) as canvas:
-                axis = metric_of(next(reversed(drawn.lines))).unit
+                axis = metric_of(list(drawn.lines)[-1]).unit
                 ax = canvas.axes(y=axis, x="optimizer updates of the stage", right=110)
                 ends: list[tuple[float, float, str, str]] = []
                 for key, curve in curves.items():
