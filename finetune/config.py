@@ -440,7 +440,8 @@ class Data:
     """Column names."""
     holdout: float = 0.0
     """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files.
-    The draw does not depend on `train.seed`, so every seed is judged on the same rows."""
+    The draw does not depend on `train.seed`, so every seed is judged on the same rows. In a selection that names no
+    training rows: of the target's files, so that its target is what a run on the same files trains on."""
     label_noise: float = 0.0
     """Share of training rows whose label is made wrong, drawn by seed and written to `label_noise.json`; larger shares
     contain smaller ones. The draw is over all training rows before any limit: a row that is wrong under one limit is

@@ -128,7 +128,7 @@ def choose(data: Data, parts: dict[Split, list[Part]], counts: dict[Split, list[
     Raises UserError for a holdout of no row, a limit above the rows, and a source of which nothing is left.
     """
     total = sum(counts["train"])
-    kept, apart = _set_apart(total, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
+    kept, apart = set_apart(total, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
     train, start = [], 0
     for part, count in zip(parts["train"], counts["train"], strict=True):
         own = kept[(kept >= start) & (kept < start + count)]
@@ -156,8 +156,14 @@ def _limited(places: np.ndarray, limit: int | None, seed: int, setting: str) -> 
         raise UserError(f"{setting}.{error}") from None
 
 
-def _set_apart(total: int, share: float, splits: Sequence[Split]) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
-    """The rows that stay, and as many for each of `splits`, alternately; the draw is the same for every run."""
+def set_apart(
+    total: int, share: float, splits: Sequence[Split] = SPLITS[1:]
+) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
+    """Of `total` rows the places that stay, and those that each of `splits` gets: `share` of them, alternately.
+
+    The draw is the same for every run. With fewer splits or a smaller share, all that is set apart is among what more
+    would set apart. Raises UserError for a share of no row.
+    """
     everything = np.arange(total)
     if not share or not splits:
         return everything, {}

@@ -178,12 +178,14 @@ def train_cell(
     Raises Diverged, also for a trained adapter whose loss on judged rows is not a finite number.
     """
     from experiments.data.splits import prepare
+    from experiments.select.target import check_target
     from experiments.workflows.context import opened
     from experiments.workflows.run_parts import remove_weights
     from experiments.workflows.train import execute
 
     check_cell(recipe)
     rows = (prepared or prepare)(recipe)
+    check_target(recipe, rows.skipped)
     probe = cell.probe() if cell.probe is not None else None
     run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
     with opened(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe, **hooks) as context:

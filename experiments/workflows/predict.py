@@ -98,10 +98,11 @@ class Predictor:
 
     def _row(self, given: str | Mapping[str, Any], number: int) -> Row:
         record = {"text": given} if isinstance(given, str) else dict(given)
-        values = canonical_values(record, self.recipe.data.columns)
+        try:
+            values = canonical_values(record, self.recipe.data.columns, self.columns)
+        except ValueError as error:
+            raise UserError(f"row {number}: {error}") from None
         values.pop("label", None)
-        if missing := [name for name in self.columns if values.get(name) is None]:
-            raise UserError(f"row {number} has no {missing[0]!r}; it has {', '.join(record) or 'nothing'}")
         return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
 
     def _judged(self, rows: Sequence[Row]) -> list[Record]:

@@ -42,6 +42,7 @@ from experiments.recipe.tree import Branch
 from experiments.run.console import Bar, Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.select import select_into
+from experiments.select.target import check_target
 from experiments.workflows.build import Laid, judge_cold, judge_splits, lost_lines, text_perplexity
 from experiments.workflows.context import RunContext, opened
 from experiments.workflows.initial_adapter import (
@@ -136,6 +137,7 @@ def train(
             )
         if recipe.select is not None and recipe.select.from_ is not None:
             check_files(Path(recipe.select.from_))
+        check_target(recipe, prepared.skipped)
         manifest = _manifest(recipe, prepared)
         if world.is_main:
             manifest["backbone"] = open_backbone(recipe.backbone).record

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from .judge import Judge
 
 
+Ratio = tuple[np.ndarray, np.ndarray]
+"""What a metric makes of N examples: values and counts, (N,) each."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """What a model makes of the answers of N examples, S of each: chosen and rejected, or only one."""
@@ -36,11 +40,20 @@ class Scores:
     """(N, S): 1 of an answer that is chosen or desirable, else −1."""
     items: int
     """Pairs of an example, or answers: 1 or 2."""
+    log_ratios: np.ndarray | None
+    """(N, S): log p − log p of the backbone, nats an answer; None of a loss that compares with nothing."""
 
     @property
     def paired(self) -> bool:
         """Whether examples have two answers."""
         return self.rewards.shape[1] == 2
+
+    def ratios(self) -> dict[str, Ratio]:
+        """Σ values and Σ counts of every metric that these examples have, by name."""
+        found = {name: of(self.rewards, self.signs) for name, of in functions("preferences").items()}
+        if self.log_ratios is not None:
+            found |= {name: of(self.log_ratios) for name, of in functions("reference").items()}
+        return {name: (values, counts) for name, (values, counts) in found.items() if np.any(counts)}
 
 
 @torch.no_grad()
@@ -94,7 +107,13 @@ def score_answers(
     )
     losses = task.answer_losses(log_probs, sides).view(len(examples), -1)
     rewards = task.rewards(log_probs, sides).view(-1, count)
-    return Scores(rewards.numpy(), losses.sum(1).numpy(), signs.view(-1, count).numpy(), losses.shape[1])
+    return Scores(
+        rewards.numpy(),
+        losses.sum(1).numpy(),
+        signs.view(-1, count).numpy(),
+        losses.shape[1],
+        (log_probs - reference).view(-1, count).numpy() if task.has_reference else None,
+    )
 
 
 def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
@@ -109,29 +128,20 @@ def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
 
 def judge_answers(judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
     """`loss`, and of pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; of single answers the
-    mean rewards of those that are desirable (chosen) and of the others (rejected)."""
+    mean rewards of those that are desirable (chosen) and of the others (rejected). Of a loss with a reference also
+    `reference_distance`."""
     scores = answer_scores(judge, examples)
     figures = {"loss": judge.ratio("loss", scores.losses, np.full(len(examples), scores.items))}
-    for name, function in functions("preferences").items():
-        values, counts = function(scores.rewards, scores.signs)
-        if np.any(counts):
-            figures[name] = judge.ratio(name, values, counts)
-    return figures
+    return figures | {name: judge.ratio(name, *ratio) for name, ratio in scores.ratios().items()}
 
 
 def quick_figures(scores: Scores) -> dict[str, float]:
     """The same figures without intervals."""
-    found = {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items))}
-    for name, function in functions("preferences").items():
-        values, counts = function(scores.rewards, scores.signs)
-        if np.any(counts):
-            found[name] = float(values.sum() / counts.sum())
-    return found
+    figures = {name: float(values.sum() / counts.sum()) for name, (values, counts) in scores.ratios().items()}
+    return {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items)), **figures}
 
 
-# ------------------------------------------------------------------ rewards and signs (N, S) to Σ values / Σ counts
-
-Ratio = tuple[np.ndarray, np.ndarray]
+# --------------------------------------------------- rewards and signs, or log-ratios (N, S) to Σ values / Σ counts
 
 
 def accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
@@ -153,6 +163,11 @@ def chosen(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
 def rejected(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Reward of answers that are rejected or undesirable."""
     return (rewards * (signs < 0)).sum(1), (signs < 0).sum(1).astype(float)
+
+
+def distance(log_ratios: np.ndarray) -> Ratio:
+    """Nats by which an answer's log-likelihood is away from the backbone's, up or down."""
+    return np.abs(log_ratios).sum(1), np.full(len(log_ratios), float(log_ratios.shape[1]))
 
 
 def _margins(rewards: np.ndarray) -> np.ndarray:

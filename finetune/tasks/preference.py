@@ -177,7 +177,7 @@ class Preference(Templated):
     def figure_names(self) -> tuple[str, ...]:
         from ..evaluate.metrics import names_of
 
-        return ("loss", *names_of("preferences"))
+        return ("loss", *names_of("preferences", *(["reference"] if self.has_reference else [])))
 
     # -------------------------------------------------------------------------------------------------------- columns
 
