@@ -42,7 +42,7 @@ from experiments.select.profile import profile_choice
 from experiments.select.relevance import check_relevance, judge_domains
 from experiments.select.target import check_target, read_target, target_record
 from finetune.atomic import write_json
-from finetune.data.rows import describe
+from finetune.data.files import describe
 from finetune.digests import DONE, FILES, sums
 from finetune.errors import UserError
 from finetune.lock import owned

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head
-from ..compute.numerics import evaluating, forward_precision
-from ..data.batches import Sides, iterate_eval
+from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head, head_probe
+from ..compute.numerics import evaluating
 from ..data.example import Example
-from ..data.share import ALONE, Share
+from ..data.inference import ALONE, Inference
+from ..data.micro_batch import Sides
 from ..models.anatomy import vocabulary_size
 from .bootstrap import Interval
 from .metrics import functions
@@ -61,13 +60,9 @@ class Scores:
 def score_answers(
     model: Any,
     examples: Sequence[Example],
+    inference: Inference,
     *,
     task: Task,
-    batch_size: int,
-    pad_id: int,
-    precision: Callable[[], AbstractContextManager[Any]],
-    device: torch.device | str = "cpu",
-    share: Share = ALONE,
     head: Head | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> Scores:
@@ -79,16 +74,12 @@ def score_answers(
     count = 1 + (examples[0].rejected_ids is not None)
     found = np.zeros((5, len(examples), count))  # log p, that of the backbone, tokens, signs, mismatched log-ratio
     whole = None if head is not None else LOGITS // (count * vocabulary_size(model))
-    batches = iterate_eval(
-        examples, task=task, batch_size=batch_size, pad_id=pad_id, max_tokens=whole, share=share.part,
-        multiple=share.multiple,
-    )  # fmt: skip
     with evaluating(model):
-        for micro in batches:
-            batch = micro.to(device)
+        for micro in inference.batches(examples, task, max_tokens=whole):
+            batch = micro.to(inference.device)
             sides = batch.sides
             assert sides is not None
-            with precision():
+            with inference.precision():
                 columns = [answer_log_probs(model, batch, task=task, head=head)]
                 with backbone_alone(model):
                     columns.append(
@@ -106,7 +97,7 @@ def score_answers(
                 for place, column in enumerate(columns):
                     found[place, index] = column.cpu().double().numpy().reshape(-1, count)
             beat()
-    log_probs, reference, lengths, signs, apart = torch.from_numpy(share.add(found)).flatten(1)
+    log_probs, reference, lengths, signs, apart = torch.from_numpy(inference.share.add(found)).flatten(1)
     sides = Sides(
         signs,
         lengths,
@@ -127,17 +118,12 @@ def score_answers(
 
 def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
     """`score_answers` of the model under judgement."""
-    how = dict(judge.how)
-    device, dtype, share = how["device"], how.pop("autocast_dtype"), how["share"]
-    head = None
-    if share == ALONE:
-        first = next(iterate_eval(examples[:1], task=judge.task, batch_size=1, pad_id=judge.pad_id))
-        with forward_precision(device, dtype):
-            head = find_head(judge.model, first.to(device).inputs, task=judge.task)
-    precision = lambda: forward_precision(device, dtype)  # noqa: E731
-    return score_answers(
-        judge.model, examples, task=judge.task, pad_id=judge.pad_id, precision=precision, head=head, **how
-    )
+    inference, head = judge.inference, None
+    if inference.share == ALONE:
+        first = next(inference.batches(examples[:1], judge.task))
+        with inference.precision():
+            head = find_head(judge.model, head_probe(first.to(inference.device).inputs), task=judge.task)
+    return score_answers(judge.model, examples, inference, task=judge.task, head=head)
 
 
 def judge_answers(judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
