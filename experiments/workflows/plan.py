@@ -65,7 +65,7 @@ def plan(
     if train.precision == "auto":
         train = dataclasses.replace(train, precision=_AUTO)  # type: ignore[arg-type]
     cluster = _cluster(gpus, node, link, network)
-    sizes = read_sizes(model or found.backbone, found.adapter)
+    sizes = read_sizes(model or found.backbone, found.adapter).under(found.task)
     settings = Settings.of(dataclasses.replace(found, train=train))
     settings = dataclasses.replace(settings, mesh=dataclasses.replace(found.mesh, auto=False))
     ways = ("none", "selective", "full") if recompute == "any" else (recompute,)

@@ -497,7 +497,7 @@ def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) ->
     if name is None:
         return None
     cluster = Cluster.parse(f"1x{name}")
-    sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+    sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(task)
     return update_seconds(sizes, cluster, Settings(recipe.mesh, train, recipe.adapter, task))
 
 

@@ -16,7 +16,9 @@ from finetune.planner import calibration
 from finetune.planner.cluster import KNOWN, Cluster, read_sizes
 from finetune.planner.footprint import Sizes, footprint
 from finetune.planner.layouts import priced
+from finetune.planner.rules import Settings
 from finetune.planner.throughput import DEVICES, Constants, Work, seconds
+from finetune.tasks import LanguageModel
 from flatshift.cli import run
 
 
@@ -287,7 +289,8 @@ def test_experts_that_are_shared_out_are_not_gathered(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_MIXTRAL), encoding="utf-8")
     sizes, cluster = read_sizes(tmp_path, Adapter()), Cluster.parse("8xH100-80")
     train = Train(precision="bf16", batch_size=8, max_length=64)
-    whole, shared = (priced(Mesh(dp=8), train, sizes, Adapter(), cluster, expert_parallel=number) for number in (1, 8))
+    settings = Settings(Mesh(dp=8), train, Adapter(), LanguageModel())
+    whole, shared = (priced(settings, sizes, cluster, expert_parallel=number) for number in (1, 8))
     assert whole.needs.weights == shared.needs.weights
     block = max(sizes.blocks)
     assert whole.needs.gathered == 2 * 2 * block
