@@ -278,7 +278,7 @@ def footprint(
     if packed and device == "cpu":
         kept += int(mask_bytes(layers, train) * _in_flight(mesh, train, rows))
     state = _STATE_BYTES * backbone.adapter // (mesh.pp * held)
-    work = _work(backbone, mesh, adapter, train, rows, device)
+    work = work_bytes(backbone, mesh, adapter, train, rows, device)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients come while activations go
         work = max(0, work - state // 4)
     regularizer = regularizer or Plain()
@@ -348,7 +348,7 @@ def _block(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float
     return (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
 
 
-def _work(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
+def work_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
     """Bytes at the worst of three moments, beyond what is kept by then.
 
     The loss: a slice of logits in float32, and in fewer bits what it is made of; supervised states, their gradient and
@@ -368,8 +368,13 @@ def _work(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int
     block = max(2 * width * tokens * backbone.feed_forward // mesh.tp, 12 * states)
     if train.checkpointing != "full":
         return max(loss, norm, block)
-    recomputed = int(_block(backbone, mesh, adapter, train) * tokens * backbone.hidden)
+    recomputed = recomputed_bytes(backbone, mesh, adapter, train, tokens)
     return max(loss - recomputed, norm - recomputed, block)
+
+
+def recomputed_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, tokens: int) -> int:
+    """Of the one block that `train.checkpointing: full` computes again, over so many tokens."""
+    return int(_block(backbone, mesh, adapter, train) * tokens * backbone.hidden)
 
 
 def _casts(backbone: Sizes, mesh: Mesh, train: Train) -> int:

@@ -246,6 +246,7 @@ def message(
         "optimizer state": plan.optimizer,
         "activations": plan.activations,
     }
+    causes |= {name: count for name, count in (("work", plan.work), ("regularizer", plan.regularizer)) if count}
     parts = ", ".join(f"{name} {gib(count)}" for name, count in causes.items())
     advice = ", then ".join(map(str, options[:2])) or "a smaller backbone, or a device with more memory"
     return (
