@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..compute.process_memory import process_bytes
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
 from ..figures import gib
@@ -28,7 +29,6 @@ from ..models.quantize import scales
 from ..parallel.layout import local
 from ..planner.memory import MemoryPlan, memory_plan, state_bytes
 from .checkpoint import steps
-from .peak_memory import process_bytes
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine

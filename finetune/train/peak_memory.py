@@ -10,17 +10,15 @@ beside it: the C library keeps what was given back to it, and oneDNN what it has
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..compute.process_memory import handed_out, process_bytes
 from ..planner.memory import MemoryPlan
 
 _EVERY = 0.02
@@ -117,45 +115,3 @@ class UpdateMeter:
             "predicted_s": planned.seconds,
             "measured_s": round(total / count, 6) if count else None,
         }
-
-
-class _Malloc(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
-
-    _fields_ = (
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")),
-        *((name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")),
-    )
-
-
-@functools.cache
-def _mallinfo() -> Any:
-    """The function; None where the C library has none, or another allocator stands before it."""
-    try:
-        found = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError, TypeError):
-        return None
-    found.restype = _Malloc
-    before, held = found(), torch.ones(1 << 25, dtype=torch.uint8)
-    after = found()
-    return found if _used(after) - _used(before) >= held.nbytes else None
-
-
-def _used(told: _Malloc) -> int:
-    return int(told.uordblks) + int(told.hblkhd)
-
-
-def handed_out() -> int | None:
-    """Bytes that the C library's allocator has given to this process and not got back; None where it does not say."""
-    found = _mallinfo()
-    return None if found is None else _used(found())
-
-
-def process_bytes(field: str) -> int | None:
-    """Of this process by /proc/self/status: VmRSS all that is resident, RssAnon without mapped files; None where the
-    kernel does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) << 10
-    return None
